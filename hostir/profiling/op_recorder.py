@@ -1,4 +1,4 @@
-"""The op of each step of a plan, learned by listening to a recorder."""
+"""`OpNotes`: a listener of a recorder, which notes the op of each step of a plan."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ from hostir.runtime.plan import Plan
 from hostir.runtime.recorder import Recorder
 from hostir.runtime.steps import Action, Step, View
 
-# "host": a step that gives a device nothing to do.
+# "host": a step without work for a device.
 Kind = Literal["compute", "communication", "wait", "host"]
 
 
 @dataclass(frozen=True)
 class TracedOp:
-    """The op that one step of a plan carries out, at one step of its loops, on a stream of the
-    program (`hostir.analysis.unrolled_program` numbers streams alike)."""
+    """The op of one step of a plan, in one iteration of its loops.
+
+    `text` is the op's text, `where` its place in the program, and `tensors` the labels of its
+    tensors. `stream` is numbered as in `hostir.analysis.unrolled_program`.
+    """
 
     text: str
     name: str
@@ -46,8 +49,7 @@ class TracedOp:
 
 
 class OpNotes:
-    """Listens to a recorder, to know what its steps carry out: `ops[i]` belongs to the i-th step of
-    the plan that `completed` returns."""
+    """The ops of a recorder's steps: `ops[i]` is that of step i of the plan from `completed`."""
 
     def __init__(self, recorder: Recorder) -> None:
         recorder.listeners.append(self)
@@ -55,12 +57,12 @@ class OpNotes:
         self.ops: list[TracedOp] = []
         self._lines = line_numbers(self.frame.program)
         self._streams = StreamNumbers(self.frame.integer)
-        # The transfers of the open group, and what communications move, by their numbers.
+        # The transfers of the open group; the tensors that each communication moves, by its number.
         self._halves_of: list[P2PCommunication] | None = None
         self._moved: dict[int, tuple[str, ...]] = {}
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """See `Listener.on_kept`."""
+        """Notes the op of each recorded step; see `Listener.on_kept`."""
         if isinstance(op, StartCoalescing):
             self._halves_of = []
         is_half = False
@@ -69,8 +71,8 @@ class OpNotes:
             self._halves_of.append(op)
         if steps:
             traced = self._traced(op, steps[-1])
-            # What stands before the step itself only writes down that it comes; of a member of a
-            # group there is nothing else.
+            # Steps before the last one only dump a line about the op. The members of a group have
+            # no other steps: `EndCoalescing` starts them.
             before = replace(traced, kind="host")
             self.ops += [before] * (len(steps) - 1) + [before if is_half else traced]
         if isinstance(op, SetCurrentStream):
@@ -79,9 +81,9 @@ class OpNotes:
             self._streams.capture(op.stream)
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan with the making of buffers as steps; then `ops` has all of its steps."""
+        """Returns the plan with allocations as steps, and completes `ops` for all its steps."""
         makes = tuple((Action(make.run), None) for make in plan.made.values())
-        behind = len(plan.steps) - len(self.ops)
+        after = len(plan.steps) - len(self.ops)
         plan = replace(plan, made={}, steps=(*makes, *plan.steps))
         storage = self.frame.storage
         ends = [
@@ -89,7 +91,7 @@ class OpNotes:
             for tv in self._recorder.outputs
             if not self.frame.is_mine(tv) or tv in storage.borrowed
         ]
-        assert len(ends) == behind, f"{behind} steps behind the last op, for outputs {ends}"
+        assert len(ends) == after, f"{after} steps after the last op, for outputs {ends}"
         made = TracedOp("memory of the outputs", "", "", (), CALLER, "host")
         self.ops = [made] * len(makes) + self.ops
         for tv in ends:
@@ -99,11 +101,11 @@ class OpNotes:
         return plan
 
     def values(self) -> dict[Symbol, Number]:
-        """Returns what this run's inputs and streams bind; not the rank."""
+        """Returns the values of the symbols in this run, without that of the rank."""
         return {s: v for s, v in self.frame.values.items() if s is not RANK}
 
     def stream_names(self) -> dict[int, str]:
-        """Returns the streams of the ops by number, as the program spells them."""
+        """Returns the names of the ops' streams by number, as the program spells them."""
         numbers = dict.fromkeys(op.stream for op in self.ops if op.kind != "host")
         captured, others = self._streams.captured, self._streams.uncaptured
         return {n: spelled(n, captured, others) for n in sorted(numbers)}
@@ -133,7 +135,10 @@ class OpNotes:
         return "compute" if is_work and not isinstance(step, View) else "host"
 
     def _tensors(self, op: Op) -> tuple[str, ...]:
-        """Returns what an op touches; for the end of a group, and a wait, what was moved."""
+        """Returns the labels of an op's tensors.
+
+        For the end of a group, and for a wait, they are the tensors that were communicated.
+        """
         touched = (v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
         found = tuple(dict.fromkeys(tv.label for tv in touched))
         if isinstance(op, EndCoalescing):

@@ -1,8 +1,8 @@
-"""Profiling a run: what each piece of its work took, in the run that the caller asked for.
+"""Profiles a run: the time of each kernel, library call and communication on this rank.
 
-It is timed as a trace is (`hostir.profiling.tracer`): the plan is recorded, runs once on copies of
-what it updates, and once more, watched; that one counts. Torch's generator has then moved on as by
-one run.
+The run is timed like a trace (`hostir.profiling.tracer`). The plan is recorded, runs once on copies
+of the inputs that it updates, and runs again with timers. The second run is the profiled one: its
+updates are written to the caller's inputs, and torch's generator advances as by one run.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfiledOp:
-    """The measured work of one op at one step of its loops, on this rank.
+    """The measured work of one op in one iteration of its loops, on this rank.
 
-    `group` is that of a kernel; `writes` are the numbers of the tensors whose buffers it fills.
-    Bytes are those of the memory that it names, each element once. `seconds` is how long its
-    stream, or the CPU, worked for it, a communication's Wait included; `activities` are the
-    device's names of what ran, where they are known.
+    - `group`: the number of a kernel group, None for another op.
+    - `writes`: the numbers of the tensors whose buffers it fills.
+    - `input_bytes`, `output_bytes`: the memory of its tensors, each element once.
+    - `seconds`: the time in which its stream, or the CPU, worked for it. That of a communication
+      includes its Wait.
+    - `activities`: the device's names of the kernels and copies, if known.
     """
 
     op: TracedOp
@@ -66,11 +68,11 @@ class ProfiledOp:
 
 @dataclass(frozen=True)
 class Profiled:
-    """One run of a program on this rank: its work in the order of the program, and its results.
+    """One profiled run on this rank: its work in the order of the program, and its results.
 
-    `wall` is from the moment before its first step until its device had done all of it, `host`
-    until the host had issued it, in seconds of the host's clock; `source` says where the times of
-    work come from.
+    - `wall`: seconds of the host's clock from before the first step until the device was done.
+    - `host`: seconds until the host had issued all steps.
+    - `source`: the origin of the times of work, such as CUDA events.
     """
 
     work: tuple[ProfiledOp, ...]
@@ -90,15 +92,15 @@ def take_profile(
     inputs: Sequence[Argument],
     has_cupti: bool,
 ) -> Profiled:
-    """Runs a program on these inputs, all its ranks together, and returns what that took.
+    """Runs a program on these inputs, on all its ranks together, and returns its profile.
 
-    `has_cupti`: CUPTI may be asked. Raises what `FusionDefinition.trace` does.
+    `has_cupti`: whether CUPTI may be used. Raises the errors of `FusionDefinition.trace`.
     """
     ranks = Together(communicator, team)
 
     def prepare() -> list[Argument]:
         given = flatten(inputs)
-        signature_of(given)  # raises for what has no memory to look at
+        signature_of(given)  # raises for an input that is no dense tensor or number
         evaluator.prepare(given)
         evaluator.are_apart(given, None)
         return given
@@ -124,15 +126,17 @@ def profile_call(
     run: Callable[[], None],
     has_cupti: bool,
 ) -> Profiled:
-    """Returns what one kernel took that is no part of a program: `run` launches it on `tensors`,
-    its inputs and outputs, any number of times."""
+    """Profiles one kernel outside a program.
+
+    `run` launches it on `tensors`, its inputs and its outputs. It is called several times.
+    """
     given, outputs = tensors
     sizes = sum(map(nbytes_of, given)), sum(map(nbytes_of, outputs))
     op = TracedOp(name, name, "", (), CALLER, "compute")
 
     def rounds(watch: HostWatch) -> None:
         timed = watch.around(0, lambda slots: run())
-        for _ in range(2):  # the first makes what the watch makes once
+        for _ in range(2):  # the first round is not counted: it makes objects that are made once
             _synchronize(device)
             watch.begin_round()
             begin = clock()
@@ -180,12 +184,12 @@ def _profiled(
 
 
 def _timed(
-    work: Mapping[int, ProfiledOp], waits: Mapping[int, int], one: Round
+    work: Mapping[int, ProfiledOp], waits: Mapping[int, int], run: Round
 ) -> list[ProfiledOp]:
-    """Returns work with the times of a run; a Wait's are those of what it waits for."""
+    """Adds the times of a run to its work; the time of a Wait counts for its communication."""
     spans: dict[int, list[tuple[float, float]]] = {}
     names: dict[int, dict[str, None]] = {}
-    for t in one.work:
+    for t in run.work:
         step = waits.get(t.step, t.step)
         spans.setdefault(step, []).append((t.begin, t.end))
         if t.activity:
@@ -202,7 +206,7 @@ def _timed(
 
 # ------------------------------------------------------------------ sizes
 def nbytes_of(value: object) -> int:
-    """Returns the bytes that a tensor names, those that it repeats once; 0 for a number."""
+    """Returns the bytes of a tensor, with repeated elements counted once; 0 for a number."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return 0
     count = 1
@@ -212,8 +216,7 @@ def nbytes_of(value: object) -> int:
 
 
 class SizeNotes:
-    """Listens to a recorder, to know what its steps read and write; `ops` has what they carry
-    out."""
+    """A listener of a recorder that notes the bytes which each step reads and writes."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._ops = OpNotes(recorder)
@@ -225,15 +228,16 @@ class SizeNotes:
         # The step that starts a communication, by its number; the step of a Wait -> that one.
         self._starts: dict[int, int] = {}
         self._wait_for: dict[int, int] = {}
-        # How many steps were recorded, and how many stand before them.
+        # The number of recorded steps, and the number of allocations before them.
         self._recorded, self._made_before = 0, 0
 
     @property
     def ops(self) -> list[TracedOp]:
+        """The op of each step; see `OpNotes.ops`."""
         return self._ops.ops
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Notes sizes while the tensors are there."""
+        """Notes the sizes of an op's tensors while these exist."""
         self._recorded += len(steps)
         if isinstance(op, StartCoalescing):
             self._group_halves = []
@@ -251,7 +255,7 @@ class SizeNotes:
         self._moves[step] = (op, *self._sized(op))
 
     def _sized(self, op: Op) -> tuple[tuple[int, ...], int, int]:
-        """Returns the numbers of what an op fills, and the bytes that it reads and writes."""
+        """Returns (numbers of the tensors that an op writes, bytes read, bytes written)."""
         halves: list[P2PCommunication] = []
         if isinstance(op, EndCoalescing):
             halves, self._group_halves = self._group_halves or [], None
@@ -274,7 +278,7 @@ class SizeNotes:
         return nbytes_of(self._frame.tensors.get(tv)) if self._frame.is_mine(tv) else 0
 
     def completed(self, plan: Plan) -> Plan:
-        """See `OpNotes.completed`; then `work` tells of the steps."""
+        """Completes the notes for all steps of the plan; call it before `work`."""
         self._plan = made = self._ops.completed(plan)
         self._made_before = len(made.steps) - len(plan.steps)
         return made
@@ -292,13 +296,13 @@ class SizeNotes:
         return made
 
     def waits(self) -> dict[int, int]:
-        """Returns the step that each Wait waits for."""
+        """Returns, for the step of each Wait, the step that started its communication."""
         before = self._made_before
         return {at + before: of + before for at, of in self._wait_for.items()}
 
 
 def _launch_in(step: Step) -> KernelLaunch | None:
-    """Returns the launch that a step is, or has beside."""
+    """Returns the kernel launch of a step; None for a step without one."""
     if isinstance(step, Both):
         return _launch_in(step.first) or _launch_in(step.second)
     return step.kernel if isinstance(step, LaunchStep) else None

@@ -1,4 +1,4 @@
-"""A measured timeline: what ran when on every rank of one traced run, and the sums of it."""
+"""`Trace`: the measured timeline of one run on every rank, its sums, and its file format."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from hostir.profiling.op_recorder import TracedOp
 from hostir.profiling.timers import Round, Timed
 
 _WAITS = "the host waits until the device has done all of it"
-# What the device is called where there is no GPU.
+# The name of the device without a GPU.
 CPU = "the CPU"
-# What a summary shows; the file has all.
+# The most ranks in a summary; the file has all of them.
 _SHOWN_RANKS = 8
 # The track of the host; streams of the program have the numbers of predicted ones.
 _HOST = 0
@@ -45,8 +45,11 @@ _CATEGORY = {"communication": "communication", "wait": "communication"}
 
 @dataclass(frozen=True)
 class Slice:
-    """A piece of work of the last run: which op, where (`on_host`, or on its stream), and when, in
-    seconds since that run began on its rank."""
+    """A piece of work of the last run.
+
+    `op` is an index into `RankTrace.ops`. The work ran on the host (`on_host`) or on the op's
+    stream. Times are in seconds since the run began on its rank.
+    """
 
     op: int
     begin: float
@@ -58,8 +61,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Seconds of one run: until the host had issued it, until the device had done it (`wall`), and
-    what streams did meanwhile. `busy.compute + busy.exposed + busy.idle == wall`."""
+    """The times of one run on one rank, in seconds.
+
+    - `host`: until the host had issued all steps.
+    - `wall`: until the device had done all work.
+    - `busy`: how the wall time is divided; `busy.compute + busy.exposed + busy.idle == wall`.
+    - `streams`: the same for each stream.
+    """
 
     host: float
     wall: float
@@ -69,11 +77,15 @@ class RunTimes:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank has measured. `began` is when its last run did, by the clock of the first rank
-    of the program. Nobody watched the runs of `plain` and `usual`, (wall, host): those of the same
-    plan, and what runs without a trace, by the CUDA graphs that `graphs` tells about. `skew_s`
-    bounds how far the device's clock may be from the host's; `doubts` says what is not known for
-    sure."""
+    """The measurements of one rank.
+
+    - `runs`: the times of the traced runs; `slices`: the work of the last one.
+    - `began`: the begin of the last run, by the clock of the program's first rank.
+    - `plain`: (wall, host) seconds of runs of the same plan without timers.
+    - `usual`: (wall, host) seconds of ordinary runs, by the CUDA graphs that `graphs` describes.
+    - `skew_s`: bounds the difference between the device's clock and the host's.
+    - `doubts`: remarks about uncertain measurements.
+    """
 
     rank: int
     device: str
@@ -90,12 +102,12 @@ class RankTrace:
     doubts: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what `rank_from_dict` takes, of lists, texts and numbers."""
+        """Returns a dict of lists, texts and numbers for JSON; see `rank_from_dict`."""
         return {**asdict(self), "streams": list(self.streams.items())}
 
 
 def rank_from_dict(d: dict[str, Any]) -> RankTrace:
-    """Returns the trace of a rank that sent it as JSON."""
+    """Returns the trace of a rank from the dict of `RankTrace.to_dict`."""
     made: dict[str, Any] = {
         "ops": tuple(_op_from_dict(op) for op in d["ops"]),
         "streams": dict(d["streams"]),
@@ -118,12 +130,12 @@ def _run_from_dict(d: dict[str, Any]) -> RunTimes:
 
 
 # ------------------------------------------------------------------ the sums of a rank
-def run_times(one: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -> RunTimes:
-    """Returns the sums of one run; what lies outside of it is cut off."""
-    wall = one.end - one.begin
+def run_times(run: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -> RunTimes:
+    """Returns the sums of one run; work before its begin or after its end does not count."""
+    wall = run.end - run.begin
     pieces: dict[int, list[tuple[float, float, bool]]] = {}
-    for t in one.work:
-        begin, end = max(0.0, t.begin - one.begin), min(wall, t.end - one.begin)
+    for t in run.work:
+        begin, end = max(0.0, t.begin - run.begin), min(wall, t.end - run.begin)
         if begin < end:
             is_transfer = ops[t.step].kind in ("communication", "wait")
             pieces.setdefault(ops[t.step].stream, []).append((begin, end, is_transfer))
@@ -133,50 +145,55 @@ def run_times(one: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -
         StreamTimes(streams[number], **asdict(busy_of(pieces.get(number, ()), wall, computing)))
         for number in sorted({*streams, *pieces})
     )
-    return RunTimes(one.issued - one.begin, wall, busy_of(every, wall), rows)
+    return RunTimes(run.issued - run.begin, wall, busy_of(every, wall), rows)
 
 
-def slices_of(one: Round) -> tuple[Slice, ...]:
-    """Returns all that a run did, in the order of its begin."""
+def slices_of(run: Round) -> tuple[Slice, ...]:
+    """Returns all pieces of work of a run, in the order of their begin."""
 
     def made(t: Timed, *, on_host: bool) -> Slice:
-        begin, end = t.begin - one.begin, t.end - one.begin
+        begin, end = t.begin - run.begin, t.end - run.begin
         return Slice(t.step, begin, end, on_host, t.activity, t.queue)
 
-    found = [made(t, on_host=True) for t in one.host]
-    found += [made(t, on_host=False) for t in one.work]
+    found = [made(t, on_host=True) for t in run.host]
+    found += [made(t, on_host=False) for t in run.work]
     return tuple(sorted(found, key=lambda s: (s.begin, -s.end)))
 
 
 # ------------------------------------------------------------------ the result
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What `FusionDefinition.trace` and `HostIrEvaluator.trace` return, on every rank of the
-    program: a timeline of the last of several runs, and the sums of one of them.
+    """A measured trace: the timeline of the last of several runs, and the sums of one of them.
 
-    Of the runs, `run` is the one of middle length (by the rank that took longest); all sums are
-    of that one, so that they add up. On each rank, and of each run:
+    `FusionDefinition.trace` and `HostIrEvaluator.trace` return it on every rank of the program.
+    `run` is the index of the run of median length, by the slowest rank. All sums are those of this
+    run, so that they add up. On each rank, and for each run:
 
-    wall            from the moment before its first step until its device has done all of it, as
-                    the host's clock has it; what comes before (checks of inputs, the ranks'
-                    agreement) is not in it
+    wall            from before the first step until the device has done all work, by the host's
+                    clock. Earlier work (checks of inputs, the ranks' agreement) does not count.
     host            the part of `wall` until the host had issued the last step
-    compute         when at least one stream computes: kernels, library calls, copies, fills
-    communication   when at least one stream communicates. On CUDA: while a kernel or a copy of a
-                    communication runs, waits within it included; a stream that waits for a flag or
-                    an event is idle. With CUDA events: from before to after the communication on
-                    its stream. On the CPU: while the host is in the communication or in its Wait.
-    exposed         when there is communication and nothing computes
-    idle            when there is neither; the time before the first and after the last is in it
+    compute         the time in which at least one stream computes: kernels, library calls, copies,
+                    fills
+    communication   the time in which at least one stream communicates. On CUDA: while a kernel or a
+                    copy of a communication runs, including waits within it; a stream that waits for
+                    a flag or an event is idle. With CUDA events: from before to after the
+                    communication on its stream. On the CPU: while the host is in the communication
+                    or in its Wait.
+    exposed         the time with communication and without computation
+    idle            the time with neither, including that before the first and after the last work
 
-    So `wall = compute + exposed + idle`, exactly. `exposed_communication_ms`, `idle_ms`, `host_ms`
-    and `wall_ms` are those of the rank that took longest.
+    Therefore `wall = compute + exposed + idle`, exactly. `exposed_communication_ms`, `idle_ms`,
+    `host_ms` and `wall_ms` are those of the slowest rank.
 
-    What ran is the recorded plan of these inputs, step by step: never a captured CUDA graph, and
-    watched, which costs the host time. `plain_wall_ms` and `plain_host_ms` are medians of as many
-    runs of the same plan that nobody watched, `usual_wall_ms` and `usual_host_ms` of runs as they
-    are without a trace, by CUDA graphs where these repeat them (`graphs`, and
-    `FusionDefinition.cuda_graphs`). `outputs` are those of the last run, on this rank.
+    The traced runs replay the recorded plan step by step, never by a CUDA graph. Timing the steps
+    costs the host time. For comparison:
+
+    - `plain_wall_ms` and `plain_host_ms` are medians of as many runs of the same plan without
+      timers.
+    - `usual_wall_ms` and `usual_host_ms` are medians of ordinary runs, by CUDA graphs if these
+      replay them (`graphs`, and `FusionDefinition.cuda_graphs`).
+
+    `outputs` are those of the last run on this rank.
     """
 
     ranks: tuple[RankTrace, ...]
@@ -184,92 +201,101 @@ class Trace:
     warm_up: int
     outputs: tuple[torch.Tensor, ...]
     predicted: tuple[HostIrContainer, Timetable] | None = None
-    # Why there is no prediction, where one was asked for.
+    # Why there is no prediction although one was requested; "" otherwise.
     not_predicted: str = ""
 
     @cached_property
     def run(self) -> int:
-        """Which of the runs has the sums."""
+        """The index of the run whose sums are reported: that of median length."""
         walls = [max(r.runs[i].wall for r in self.ranks) for i in range(self.repeat)]
         return sorted(range(self.repeat), key=walls.__getitem__)[(self.repeat - 1) // 2]
 
     @property
     def repeat(self) -> int:
-        """How many runs were traced."""
+        """The number of traced runs."""
         return len(self.ranks[0].runs)
 
     @property
     def source(self) -> str:
-        """Where the times of devices come from."""
+        """The sources of the devices' times, as text."""
         return " and ".join(dict.fromkeys(r.source for r in self.ranks))
 
     @property
     def clocks(self) -> str:
-        """How sure the times of ranks, and of their devices, are beside each other."""
+        """How well the clocks of ranks, and of their devices, agree, as text."""
         skew = max(r.skew_s for r in self.ranks)
         device = f"; times of devices may be {_ms(skew)} from their hosts'" if skew else ""
         return f"{self.rank_clocks}{device}"
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What is not known for sure; () where all is."""
+        """Remarks about uncertain measurements; () if there are none."""
         return tuple(f"rank {r.rank}: {doubt}" for r in self.ranks for doubt in r.doubts)
 
     @property
     def _longest(self) -> RunTimes:
-        return max((r.runs[self.run] for r in self.ranks), key=lambda one: one.wall)
+        return max((r.runs[self.run] for r in self.ranks), key=lambda run: run.wall)
 
     @property
     def wall_ms(self) -> float:
+        """The wall time of the slowest rank, in milliseconds."""
         return self._longest.wall * 1e3
 
     @property
     def host_ms(self) -> float:
+        """The time until the slowest rank's host had issued all steps, in milliseconds."""
         return self._longest.host * 1e3
 
     @property
     def exposed_communication_ms(self) -> float:
+        """The slowest rank's time with communication and no computation, in milliseconds."""
         return self._longest.busy.exposed * 1e3
 
     @property
     def compute_ms(self) -> float:
+        """The slowest rank's time with computation, in milliseconds."""
         return self._longest.busy.compute * 1e3
 
     @property
     def idle_ms(self) -> float:
+        """The slowest rank's time with neither computation nor communication, in milliseconds."""
         return self._longest.busy.idle * 1e3
 
     @property
     def streams(self) -> tuple[StreamTimes, ...]:
-        """The times of each stream, of the rank that took longest, in seconds."""
+        """The times of each stream of the slowest rank, in seconds."""
         return self._longest.streams
 
     @property
     def plain_wall_ms(self) -> float:
+        """The median wall time of runs of the same plan without timers, in milliseconds."""
         return max(_medians(r.plain)[0] for r in self.ranks) * 1e3
 
     @property
     def plain_host_ms(self) -> float:
+        """The median host time of runs of the same plan without timers, in milliseconds."""
         return max(_medians(r.plain)[1] for r in self.ranks) * 1e3
 
     @property
     def usual_wall_ms(self) -> float:
+        """The median wall time of ordinary runs, in milliseconds."""
         return max(_medians(r.usual)[0] for r in self.ranks) * 1e3
 
     @property
     def usual_host_ms(self) -> float:
+        """The median host time of ordinary runs, in milliseconds."""
         return max(_medians(r.usual)[1] for r in self.ranks) * 1e3
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """Which CUDA graphs repeat runs without a trace, or why none does."""
+        """Lines about the CUDA graphs that replay ordinary runs, or why there are none."""
         return tuple(f"rank {r.rank}: {line}" for r in self.ranks for line in r.graphs)
 
     def save(self, path: str | Path, *, predicted: bool = True) -> None:
-        """Writes the timeline for Perfetto or chrome://tracing, beside the predicted one if there
-        is one and it is `predicted`.
+        """Writes the timeline as a file for Perfetto or chrome://tracing.
 
-        Raises `InputError` where `path` cannot be written.
+        The file also has the predicted timeline, if there is one, unless `predicted` is False.
+        Raises `InputError` if `path` cannot be written.
         """
         text = self.to_json(predicted=predicted)
         try:
@@ -298,7 +324,7 @@ class Trace:
         return file_text(events, notes)
 
     def summary(self) -> str:
-        """Returns the sums as text."""
+        """Returns the sums of all ranks as text."""
         device = ", ".join(dict.fromkeys(r.device for r in self.ranks))
         times = f"{self.repeat} run{'s' if self.repeat > 1 else ''}"
         lines = [
@@ -330,12 +356,12 @@ class Trace:
 
 
 def _rank_lines(r: RankTrace, run: int) -> list[str]:
-    one, walls = r.runs[run], [every.wall for every in r.runs]
-    plain, usual = (" and ".join(map(_ms, _medians(times))) for times in (r.plain, r.usual))
+    times, walls = r.runs[run], [every.wall for every in r.runs]
+    plain, usual = (" and ".join(map(_ms, _medians(pairs))) for pairs in (r.plain, r.usual))
     return [
-        f"rank {r.rank}: {_ms(one.wall)} wall ({_ms(min(walls))} to {_ms(max(walls))}), the host "
-        f"issues it in {_ms(one.host)}",
-        *busy_lines(one.streams, one.busy),
+        f"rank {r.rank}: {_ms(times.wall)} wall ({_ms(min(walls))} to {_ms(max(walls))}), the host "
+        f"issues it in {_ms(times.host)}",
+        *busy_lines(times.streams, times.busy),
         f"  wall and host unwatched: {plain}; without a trace: {usual}",
         *(f"  CUDA graphs: {line}" for line in r.graphs if r.device != CPU),
     ]
@@ -352,7 +378,7 @@ def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 # ------------------------------------------------------------------ the file
 def _events(r: RankTrace, shift: float) -> list[Event]:
-    """Returns the events of a rank whose last run began `shift` seconds after the first."""
+    """Returns a rank's events; its last run began `shift` seconds after the earliest rank's."""
     tracks = {_HOST: "host", **{stream_track(n): name for n, name in r.streams.items()}}
     events = titles(r.rank, f"rank {r.rank}", tracks, place=2 * r.rank)
     for s in r.slices:
@@ -395,44 +421,45 @@ def _events(r: RankTrace, shift: float) -> list[Event]:
 
 
 # ----------------------------------------------------------------------
-# Timelines in the form that Perfetto and chrome://tracing read, and the predicted one.
+# The file format of Perfetto and chrome://tracing, for measured and predicted timelines.
 #
-# A process per rank, a track per stream; of predicted ones two for copy engines and links, and of
-# many ranks a process per class. An event is a piece of work: its name is the op's text, its args
-# say where in the program it stands. Measured timelines (`hostir.profiling.timeline`) name their
-# tracks alike.
+# - A process is a rank, and a track is a stream. A predicted timeline has two more tracks for the
+#   link, and with many ranks one process per class of equal ranks.
+# - An event is a piece of work. Its name is the op's text, and its args have the place in the
+#   program.
 
 Event = dict[str, Any]
-# Of more ranks than this only the first of each class is drawn.
+# With more ranks than this, only the first rank of each class is drawn.
 MAX_DRAWN = 64
-# Streams count from here, the caller's comes first; copy engines and links are below them.
+# The track numbers of streams begin here, with the caller's stream; links have lower numbers.
 _FIRST_STREAM = 10
 _LINKS = (1, "out", "link out"), (2, "in", "link in")
-# Processes of predicted ranks beside measured ones count from here.
+# The process numbers of predicted ranks in a file with measured ones begin here.
 _FIRST_PREDICTED = 1_000_000
 
 
 def trace_text(program: HostIrContainer, made: Timetable) -> str:
-    """Returns the JSON of the predicted timeline alone."""
+    """Returns the JSON of a file with only the predicted timeline."""
     notes = {"machine": made.machine.name, "from": "the cost model; nothing was run"}
     return file_text(predicted_events(program, made), notes)
 
 
 def file_text(events: Sequence[Event], notes: Mapping[str, object]) -> str:
-    """Returns the JSON of a timeline; times of events are in microseconds, as the format has
-    them."""
+    """Returns the JSON of a timeline file; the format has times in microseconds."""
     found = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes}
     return json.dumps(found)
 
 
 def stream_track(stream: int) -> int:
-    """Returns the track of a stream, by its number in `hostir.analysis.unrolled_program`."""
+    """Returns the track of a stream with its number in `hostir.analysis.unrolled_program`."""
     return stream + _FIRST_STREAM
 
 
 def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -> list[Event]:
-    """Returns the names of a process and its tracks; processes are drawn in the order of `place`,
-    tracks in that of their numbers."""
+    """Returns the events that name a process and its tracks.
+
+    Processes are drawn in the order of `place`, and tracks in the order of their numbers.
+    """
 
     def note(kind: str, track: int, args: dict[str, object]) -> Event:
         return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": args}
@@ -451,7 +478,10 @@ def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -
 def predicted_events(
     program: HostIrContainer, made: Timetable, *, beside: bool = False
 ) -> list[Event]:
-    """Returns the events of a timetable, `beside` those of a measured run where that is so."""
+    """Returns the events of a predicted timetable.
+
+    `beside` is True if the file also has a measured run: processes then have other numbers.
+    """
     lines = line_numbers(program)
     events: list[Event] = []
     every = len(made.ranks) <= MAX_DRAWN
@@ -471,7 +501,7 @@ def predicted_events(
 
 
 def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
-    """Returns the events of some work on its stream and on the link, as far as a class has them."""
+    """Returns the events of a piece of work on the stream and the links of one class of ranks."""
     site = work.item.site
     args = {
         "where": site.place(lines),

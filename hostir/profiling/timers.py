@@ -1,6 +1,6 @@
-"""When the steps of a run carry out their ops: a watch wraps the steps of a plan.
+"""Timers for the steps of a plan: a watch wraps each step and notes when its work runs.
 
-There is one watch for each way to tell the time of what runs on a device:
+There is one watch for each source of times:
 
     HostWatch   CPU     the host's clock around each op
     EventWatch  CUDA    events before and after each op, on its stream
@@ -29,15 +29,16 @@ from hostir.runtime.steps import Binding, Closure, Slots, Step
 
 # Seconds of a clock that all processes of a host share.
 clock = time.monotonic
-# What the ranges of steps are called in a profile.
+# The prefix of the names of steps' ranges in a profile.
 _RANGE = "hostir step "
 
 
 @dataclass(frozen=True)
 class Timed:
-    """When a step ran, in seconds of `clock`: on the host, or what it started on a device.
+    """The time of a step on the host, or of its work on a device, in seconds of `clock`.
 
-    `activity` is the kernel or copy, `queue` the device's own name of the stream, where known.
+    `activity` is the name of the kernel or copy, and `queue` the device's own name of the stream;
+    both are "" if unknown.
     """
 
     step: int
@@ -49,8 +50,11 @@ class Timed:
 
 @dataclass
 class Round:
-    """One traced run: when it began, when the host had issued all of it, and when all of it was
-    done; `host` has each step there, `work` what ran on streams."""
+    """One traced run, in seconds of `clock`.
+
+    It began at `begin`, the host had issued all steps at `issued`, and all work was done at `end`.
+    `host` has the times of steps on the host, and `work` those of work on streams.
+    """
 
     begin: float = 0.0
     issued: float = 0.0
@@ -71,10 +75,10 @@ class _WatchedStep:
 
 
 class HostWatch:
-    """The host's clock around each op: what runs on a CPU is over when the call returns.
+    """Times each op by the host's clock: work on a CPU is done when the call returns.
 
-    `rounds` are complete after `stop`. `doubts` says what is not known for sure; `skew_s` how far
-    the times of work may be from those of the host.
+    `rounds` are complete after `stop`. `doubts` has remarks about uncertain times. `skew_s` bounds
+    the difference between the clock of work and the host's, in seconds.
     """
 
     source = "the host's clock around each op"
@@ -87,12 +91,12 @@ class HostWatch:
         self._notes: list[Timed] = []
 
     def wrapped(self, plan: Plan) -> Plan:
-        """Returns the plan with steps that are watched."""
+        """Returns the plan with each step wrapped by this watch."""
         steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
         return replace(plan, steps=tuple(steps))
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a step that notes when it runs."""
+        """Returns a function that runs a step and notes its time; `number` is that of the step."""
         note = self._note
 
         def timed(slots: Slots) -> None:
@@ -106,30 +110,30 @@ class HostWatch:
         self._notes.append(Timed(number, begin, end))
 
     def start(self) -> None:
-        """Gets ready. Raises `ExecutionError` where times cannot be taken in this way."""
+        """Starts the source of times; raises `ExecutionError` if it is not available."""
 
     def begin_round(self) -> None:
-        """A run comes; the device has nothing to do."""
+        """Prepares for a run; the device is idle."""
         self._notes = []
 
     def end_round(self, begin: float, issued: float, end: float) -> None:
-        """Keeps a run that is over, on the device too."""
+        """Keeps the times of a run that is complete, also on the device."""
         self.rounds.append(Round(begin, issued, end, self._notes))
 
     def abandon(self) -> None:
-        """Leaves it: there was an error, here or on another rank."""
+        """Stops the source of times after an error on this or another rank."""
 
     def stop(self) -> None:
-        """Finds out what ran when. Raises `ExecutionError` where that was not recorded."""
-        for one in self.rounds:
-            one.work = [t for t in one.host if self.ops[t.step].kind != "host"]
+        """Completes `rounds`; raises `ExecutionError` if times are missing."""
+        for run in self.rounds:
+            run.work = [t for t in run.host if self.ops[t.step].kind != "host"]
 
 
 class EventWatch(HostWatch):
-    """CUDA events before and after each op that gives its stream work.
+    """Times each op with work for a stream by CUDA events before and after it.
 
-    What an op waits for on a device after its first event counts as its own time, as does the
-    host's way to the launch where the stream has nothing else to do.
+    The time of an op includes two kinds of waiting after its first event: waits on the device, and
+    the host's time until the launch if the stream is idle.
     """
 
     source = "CUDA events around each op"
@@ -145,6 +149,7 @@ class EventWatch(HostWatch):
         return torch.cuda.Event(enable_timing=True)
 
     def around(self, number: int, closure: Closure) -> Closure:
+        """Returns a function that records events around a step with work for a stream."""
         if self.ops[number].kind not in ("compute", "communication"):
             return super().around(number, closure)
         note, make = self._note, self._event
@@ -161,6 +166,7 @@ class EventWatch(HostWatch):
         return timed
 
     def begin_round(self) -> None:
+        """Records a base event, and the host's time at which the device reaches it."""
         super().begin_round()
         self._events = []
         self._base = self._event()
@@ -172,6 +178,7 @@ class EventWatch(HostWatch):
         self.skew_s = max(self.skew_s, (after - before) / 2)
 
     def end_round(self, begin: float, issued: float, end: float) -> None:
+        """Converts the times of events, relative to the base event, to the host's clock."""
         super().end_round(begin, issued, end)
         at, base = self._base_at, self._base
         self.rounds[-1].work = [
@@ -180,13 +187,14 @@ class EventWatch(HostWatch):
         ]
 
     def stop(self) -> None:
-        pass
+        """Does nothing: `end_round` has the times already."""
 
 
 class CuptiWatch(HostWatch):
-    """When each kernel and copy ran, from CUPTI, which torch.profiler asks.
+    """Times each kernel and copy by CUPTI, through torch.profiler.
 
-    Every step is a range of the host; an activity belongs to the range in which it was launched.
+    Every step is a range on the host. A device activity belongs to the range in which it was
+    launched.
     """
 
     source = "CUPTI, through torch.profiler"
@@ -196,6 +204,7 @@ class CuptiWatch(HostWatch):
         self._profile: Any = None
 
     def around(self, number: int, closure: Closure) -> Closure:
+        """Returns a function that runs a step in a range of the profiler."""
         name, note = f"{_RANGE}{number}", self._note
         make: Callable[[str], AbstractContextManager[object]] = range_named
 
@@ -208,21 +217,24 @@ class CuptiWatch(HostWatch):
         return timed
 
     def start(self) -> None:
+        """Starts torch.profiler; raises `ExecutionError` if it cannot start."""
         from torch.profiler import ProfilerActivity, profile
 
         try:
             made = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             made.__enter__()
-        except Exception as error:  # of another profiler that is on, of CUPTI, of its permissions
+        except Exception as error:  # e.g. another active profiler, or missing permissions for CUPTI
             raise ExecutionError(f"torch.profiler: {type(error).__name__}: {error}") from error
         self._profile = made
 
     def abandon(self) -> None:
+        """Stops torch.profiler, if it runs."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None
 
     def stop(self) -> None:
+        """Stops torch.profiler and reads its export; raises `ExecutionError` as `take` does."""
         made = self._profile
         try:
             self.abandon()
@@ -235,34 +247,36 @@ class CuptiWatch(HostWatch):
         self.take(text)
 
     def take(self, text: str) -> None:
-        """Reads what torch.profiler exports. Raises `ExecutionError` where it lacks a step, or all
-        of what the device did."""
+        """Reads the export of torch.profiler into `rounds`.
+
+        Raises `ExecutionError` if a step is missing, or all work of the device.
+        """
         found = read_profile(text, _RANGE)
-        notes = [t for one in self.rounds for t in one.host]
+        notes = [t for run in self.rounds for t in run.host]
         if [r.name for r in found.ranges] != [f"{_RANGE}{t.step}" for t in notes]:
             raise ExecutionError(
-                f"torch.profiler has {len(found.ranges)} ranges of {len(notes)} steps that ran"
+                f"torch.profiler has recorded {len(found.ranges)} ranges for {len(notes)} steps"
             )
         if any(op.kind == "compute" for op in self.ops) and not found.activities:
-            raise ExecutionError("CUPTI recorded nothing of what the device did")
-        # The profile has a clock of its own: a range begins just behind its note.
+            raise ExecutionError("CUPTI has recorded no work of the device")
+        # The profile has another clock. A range begins just after the time noted for its step.
         shifts = sorted(t.begin - r.begin for t, r in zip(notes, found.ranges, strict=True))
         shift = shifts[len(shifts) // 2] if shifts else 0.0
         ends = len(shifts) // 20
         self.skew_s = max((abs(s - shift) for s in shifts[ends : len(shifts) - ends]), default=0.0)
-        owners = [(one, t.step) for one in self.rounds for t in one.host]
+        owners = [(run, t.step) for run in self.rounds for t in run.host]
         strangers: list[Activity] = []
         for activity in found.activities:
             if activity.range is None:
                 strangers.append(activity)
                 continue
-            one, step = owners[activity.range]
+            run, step = owners[activity.range]
             begin, end = activity.begin + shift, activity.end + shift
-            one.work.append(Timed(step, begin, end, activity.name, activity.queue))
+            run.work.append(Timed(step, begin, end, activity.name, activity.queue))
         self._doubt(strangers, shift, found.doubtful)
 
     def _doubt(self, strangers: Sequence[Activity], shift: float, doubtful: int) -> None:
-        """Says what was not attributed, as far as it ran during a run of the program."""
+        """Adds doubts about activities that ran during a run and belong to no step for sure."""
         lost = [
             a
             for a in strangers
@@ -281,11 +295,11 @@ class CuptiWatch(HostWatch):
 
 
 # ----------------------------------------------------------------------
-# The file that torch.profiler exports: what a device did, and for which range of the host.
+# The file that torch.profiler exports: the activities of a device, and the host range of each.
 #
-# An activity (a kernel, a copy, a fill) names the call that launched it, by its correlation, and
-# the innermost op of torch that was running then, by an external id. Either leads to a range;
-# where both do and they differ, the id counts, for it needs no comparison of clocks.
+# An activity (a kernel, a copy, a fill) has two references: a correlation number of the call that
+# launched it, and an external id of torch's innermost op at that time. Each leads to a range. If
+# the ranges differ, the external id counts, because it needs no comparison of clocks.
 
 _ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
@@ -294,7 +308,7 @@ _OPS = ("cpu_op", "user_annotation")
 
 @dataclass(frozen=True)
 class Range:
-    """A range of the host; seconds of the profile's clock."""
+    """A named range on the host, in seconds of the profile's clock."""
 
     name: str
     begin: float
@@ -303,7 +317,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Activity:
-    """Something that a device did; `range` counts the ranges, None where none launched it."""
+    """A kernel, copy or fill on a device.
+
+    `range` is the index of the range that launched it; None if no range did.
+    """
 
     name: str
     queue: str
@@ -314,8 +331,10 @@ class Activity:
 
 @dataclass(frozen=True)
 class Profile:
-    """Ranges and activities in the order of their begin; `doubtful` counts those of which the two
-    ways to their range disagree."""
+    """The ranges and activities of a profile, in the order of their begin.
+
+    `doubtful` is the number of activities whose two references lead to different ranges.
+    """
 
     ranges: list[Range]
     activities: list[Activity]
@@ -323,9 +342,9 @@ class Profile:
 
 
 def read_profile(text: str, prefix: str) -> Profile:
-    """Returns the ranges whose names begin with `prefix`, and what was launched in them.
+    """Returns the ranges whose names begin with `prefix`, and the activities launched in them.
 
-    Ranges lie behind one another. Raises `ExecutionError` for what is no export of torch.profiler.
+    Ranges must not overlap. Raises `ExecutionError` if `text` is no export of torch.profiler.
     """
     try:
         events: list[dict[str, Any]] = [
@@ -338,7 +357,7 @@ def read_profile(text: str, prefix: str) -> Profile:
 
 
 def _read(events: Sequence[dict[str, Any]], prefix: str) -> Profile:
-    # The external id of each op of torch -> when it began; correlation -> when it was launched.
+    # External id of torch's op -> its begin; correlation number -> the begin of the launching call.
     ops: dict[int, float] = {}
     calls: dict[int, float] = {}
     ranges: list[Range] = []
@@ -378,6 +397,6 @@ def _read(events: Sequence[dict[str, Any]], prefix: str) -> Profile:
 
 
 def _interval(event: dict[str, Any]) -> tuple[float, float]:
-    """Returns when an event began and ended; the file counts microseconds."""
+    """Returns the (begin, end) of an event in seconds; the file has microseconds."""
     begin = float(event["ts"])
     return begin * 1e-6, (begin + float(event.get("dur", 0.0))) * 1e-6

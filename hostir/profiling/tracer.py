@@ -1,10 +1,10 @@
-"""Taking a trace: the same inputs several times, watched, on all ranks together.
+"""Takes a trace: runs a program several times on the same inputs, with timers, on all ranks.
 
-1  all ranks check what they were given, and compile; an error of one is an error of all
-2  one run through the table of handlers records a plan; then its runs to warm up
-3  runs that nobody watches: of that plan, and as they are without a trace, by CUDA graphs
-4  watched runs, each behind a barrier, with nothing left on the device
-5  the ranks tell each other what they have measured, and the first of them writes the file
+1  All ranks check their inputs and compile. An error on one rank is raised on all.
+2  One run, op by op, records a plan. Runs to warm up follow.
+3  Runs without timers: of that plan, and ordinary runs by CUDA graphs.
+4  Runs with timers. Each begins after a barrier, with an idle device.
+5  The ranks exchange their measurements, and the first rank writes the file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hostir.runtime.recorder import Recorder
     from multidevice.job.communicator import Communicator
 
-# As far as a GPU's clock drifts from the host's between two looks of CUPTI at both.
+# The most by which a GPU's clock drifts from the host's between two synchronisations by CUPTI.
 _SLACK_S = 50e-6
 # (wall, host) in seconds, of each run
 Times = tuple[tuple[float, float], ...]
@@ -58,7 +58,17 @@ _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
 
 
 class HostIrEvaluator(ProgramEvaluator):
-    __doc__ = ProgramEvaluator.__doc__
+    """Runs one host program on one rank, and traces runs; each rank has its own evaluator.
+
+    - `communicator` defaults to this process's. Only programs with a mesh need one.
+    - `device` defaults to the device of the first tensor input.
+    - `settings` default to those of the environment variables.
+    - `make_runner` makes the executor of a kernel group.
+    - `number_of_streams` is the value of `numberOfStreams` in the program. Streams persist between
+      runs.
+    - `late_stream` (CPU only) is a stream number, "entry" or "all". The work of that stream is
+      delayed as far as the program's own waits allow. A missing wait then gives a wrong result.
+    """
 
     def trace(
         self,
@@ -70,8 +80,10 @@ class HostIrEvaluator(ProgramEvaluator):
         source: Source = "auto",
         predicted: str | None = None,
     ) -> Trace:
-        """Runs several times on these inputs, all ranks of the program together, and returns what
-        ran when; see `FusionDefinition.trace`."""
+        """Runs several times on these inputs, on all ranks together, and returns the timeline.
+
+        See `FusionDefinition.trace` for the arguments and the errors.
+        """
         asked = Asked(path, warm_up, repeat, source, predicted)
         watch = partial(watched_as_agreed, self, take_trace, asked=asked)
         return self.ranks.agreed(inputs, self._checked, watch, asked.line)
@@ -90,7 +102,7 @@ def take_trace(
     def prepare() -> tuple[list[Argument], Path | None, Machine | None]:
         where, machine = asked.checked(is_written=ranks.is_first)
         given = flatten(inputs)
-        signature_of(given)  # raises for what has no memory to look at
+        signature_of(given)  # raises for an input that is no dense tensor or number
         evaluator.prepare(given)
         evaluator.are_apart(given, None)
         return given, where, machine
@@ -106,7 +118,7 @@ def take_trace(
         try:
             return timetable_of(evaluator.program, runs.notes.values(), machine), ""
         except UnsupportedError as error:
-            return None, str(error)  # what was asked for first is what a run takes
+            return None, str(error)  # the trace is still of use without a prediction
 
     made, why_not = ranks.together(predict)
     with torch.no_grad(), on_device(plan.device):
@@ -116,7 +128,7 @@ def take_trace(
         watch, whys = watched(runs.notes.ops, ranks, ways, rounds)
         shift, clocks = aligned(ranks)
     mine = _measured(runs, watch, shift, whys, plain=plain, usual=usual, graphs=graphs)
-    found = [rank_from_dict(d) for d in ranks.tell(mine.to_dict())]
+    found = [rank_from_dict(d) for d in ranks.exchange(mine.to_dict())]
     predicted = None if made is None else (evaluator.program, made)
     trace = Trace(tuple(found), clocks, asked.warm_up, tuple(runs.outputs), predicted, why_not)
     ranks.together(lambda: trace.save(where) if where is not None else None)
@@ -126,8 +138,13 @@ def take_trace(
 # ------------------------------------------------------------------ what was asked for
 @dataclass(frozen=True)
 class Asked:
-    """What a trace is asked for: where to write it, runs to warm up, runs to watch, where times of
-    the device come from, and the machine of the predicted timeline beside it."""
+    """The arguments of a trace.
+
+    - `path`: the file to write, if any.
+    - `warm_up`, `repeat`: the numbers of runs to warm up and of traced runs.
+    - `source`: the source of device times.
+    - `predicted`: the machine model for a predicted timeline in the same file, if any.
+    """
 
     path: str | os.PathLike[str] | None = None
     warm_up: int = 3
@@ -137,15 +154,15 @@ class Asked:
 
     @property
     def line(self) -> str:
-        """What ranks claim besides what they trace: it must be alike."""
+        """The text about these arguments in a rank's claim: it must be equal on all ranks."""
         names = "warm_up", "repeat", "source"
         runs = ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
         return f"// traced: {runs}"
 
     def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
-        """Returns where this rank writes, if it does, and the machine.
+        """Checks the arguments; returns the file that this rank writes, if any, and the machine.
 
-        Raises `InputError` or `ArgumentError` for what cannot be.
+        Raises `InputError` or `ArgumentError` for an invalid argument.
         """
         for name, least in (("warm_up", 0), ("repeat", 1)):
             count: int = require("trace", name, getattr(self, name), int)
@@ -157,15 +174,15 @@ class Asked:
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:
-    """Returns where this rank writes the file; None where it does not.
+    """Returns the file that this rank writes; None if it writes none.
 
-    Raises `InputError`, before anything runs, for what can be no file.
+    Raises `InputError` for a path that cannot be written, before anything runs.
     """
     if path is None:
         return None
     try:
         where = Path(os.fsdecode(cast("str", path)))
-    except Exception:  # what is no path may raise anything when it is asked for one
+    except Exception:  # an arbitrary object may raise any error here
         where = Path()
     if where == Path() or "\0" in str(where):
         raise InputError(f"trace: path={show(path)}: expected the name of a file")
@@ -179,7 +196,10 @@ def _path(path: object, *, is_written: bool) -> Path | None:
 def ways_to_time(
     device: torch.device, source: object, communicator: Communicator | None
 ) -> list[Callable[[Sequence[Any]], HostWatch]]:
-    """Returns the ways to tell times on a device, the best first."""
+    """Returns the constructors of watches for a device and a source of times, the best first.
+
+    Raises `InputError` or `UnsupportedError` for a source that the device does not have.
+    """
     known = _SOURCES.get(device.type, ("auto", "host"))
     if not isinstance(source, str) or source not in known:
         raise InputError(
@@ -191,8 +211,8 @@ def ways_to_time(
     shares = communicator is not None and communicator.size() > 1 and not communicator.is_real()
     if source == "cupti" and shares:
         raise UnsupportedError(
-            "trace: source='cupti': simulated ranks are threads of one process, of which CUPTI "
-            "knows no ranks: use 'events'"
+            "trace: source='cupti': simulated ranks are threads of one process, and CUPTI cannot "
+            "tell their work apart: use source='events'"
         )
     if source == "events" or shares:
         return [events]
@@ -206,12 +226,14 @@ def watched_as_agreed(
     inputs: Sequence[Argument],
     asked: object,
 ) -> T:
-    """Returns what `take_trace` or `take_profile` does, once the ranks have agreed.
+    """Calls `take_trace` or `take_profile` once the ranks have agreed, and returns its result.
 
-    Raises `UnsupportedError` where `late_stream` holds work back.
+    Raises `UnsupportedError` if the evaluator has a `late_stream`.
     """
     if evaluator.late_stream is not None:
-        raise UnsupportedError("trace: late_stream holds work back: run watched without it")
+        raise UnsupportedError(
+            "trace: late_stream holds work back, so times would mean nothing: trace without it"
+        )
     ranks = evaluator.ranks
     return take(evaluator, ranks.communicator, ranks.team, inputs, asked)
 
@@ -219,8 +241,11 @@ def watched_as_agreed(
 def recorded(
     evaluator: ProgramEvaluator, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
 ) -> tuple[T, Plan]:
-    """Runs once, op by op, with a recorder to which what `listen` returns listens; returns that,
-    and the plan, which nothing else runs."""
+    """Runs once, op by op, and records a plan.
+
+    `listen` makes a listener of the recorder. Returns the listener and the plan, which is in no
+    cache.
+    """
     evaluator.begin_run()
     with torch.no_grad():
         frame = evaluator.binder.frame(list(inputs))
@@ -234,17 +259,19 @@ def recorded(
 
 
 class Notes(Protocol):
-    """What is known of the steps of a recorder."""
+    """Notes about the steps of a recorder."""
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan, of whose steps it knows."""
+        """Returns the plan for which the notes have an entry per step."""
         ...
 
 
 class Runs(Generic[N]):
-    """The plan of these inputs, and how to run it: on copies of what it updates, which have their
-    first values before each run, as torch's generator has its state. `listen` returns what knows of
-    its steps."""
+    """Repeats runs on the same inputs, all with the same initial state.
+
+    Runs update copies of the inputs. Before each run, the copies get their initial values, and
+    torch's generator its initial state. `listen` makes the notes about the plan's steps.
+    """
 
     def __init__(
         self,
@@ -259,7 +286,7 @@ class Runs(Generic[N]):
         draws = any(isinstance(op, LibraryOp) and op.draws for op in ops)
         self._drawn = generator_of(device_of(program.inputs, given)) if draws else None
         self._state = None if self._drawn is None else self._drawn.get_state()
-        # The inputs that it updates.
+        # The positions of the inputs that the program updates.
         self.updated = written = written_inputs(program, Storage.of(program))
         self._restored: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._inputs = list(given)
@@ -284,8 +311,7 @@ class Runs(Generic[N]):
                 copy.copy_(value)
 
     def keep(self, given: Sequence[Argument]) -> list[torch.Tensor]:
-        """Makes the last run the one that the caller asked for: write what it updated into the
-        inputs, and returns the outputs."""
+        """Makes the last run the caller's: copies updates to the inputs and returns the outputs."""
         own: dict[int, torch.Tensor] = {}
         for copy, value in self._restored:
             value.copy_(copy)
@@ -299,7 +325,7 @@ class Runs(Generic[N]):
             torch.cuda.synchronize(self.plan.device)
 
     def bound(self, plan: Plan) -> Callable[[], None]:
-        """Returns a run of a plan, in memory of its own, on the stream that is current now."""
+        """Binds a plan to new memory and the current stream; returns a function that runs it."""
         found = plan.bind(plan.memory(plan.nbytes), Arena(plan.device, plan.current_stream()))
         streams = plan.streams
 
@@ -324,7 +350,7 @@ class Runs(Generic[N]):
     def timed(
         self, run: Callable[[], None], begin_round: Callable[[], None] | None = None
     ) -> tuple[float, float, float]:
-        """Runs once, all ranks together; return when it began, was issued, and was done."""
+        """Runs once, on all ranks together; returns the times of its begin, issue and end."""
         self.outputs = []
         self._restore()
         self.ranks.begin_run()
@@ -339,29 +365,29 @@ class Runs(Generic[N]):
         return begin, issued, clock()
 
     def plain(self, warm_up: int, repeat: int) -> Times:
-        """Returns (wall, host) of runs that nobody watches, behind those to warm up."""
+        """Returns (wall, host) seconds of `repeat` runs without timers, after runs to warm up."""
         run = self.bound(self.plan)
         for _ in range(warm_up):
             self.timed(run)
         return tuple(_wall_and_host(*self.timed(run)) for _ in range(repeat))
 
     def usual(self, warm_up: int, repeat: int) -> tuple[Times, tuple[str, ...]]:
-        """Returns the same of runs as they are without a trace, and which CUDA graphs these use."""
+        """Returns (wall, host) seconds of ordinary runs, and lines about their CUDA graphs."""
         evaluator, inputs = self._evaluator, self._inputs
-        known = evaluator.know(inputs)
+        entry = evaluator.know(inputs)
         places: list[tuple[int, ...] | None] = [None]
 
         def run() -> None:
-            self.outputs = evaluator.run_known(known, inputs, places[0])
-            places[0] = known.contents.check(inputs)
+            self.outputs = evaluator.run_known(entry, inputs, places[0])
+            places[0] = entry.contents.check(inputs)
 
         try:
             for _ in range(warm_up + RUNS_BEFORE + 2):
                 self.timed(run)
             found = tuple(_wall_and_host(*self.timed(run)) for _ in range(repeat))
-            return found, tuple(evaluator.cuda_graphs(known))
+            return found, tuple(evaluator.cuda_graphs(entry))
         finally:
-            known.forget()
+            entry.forget()
 
 
 def _wall_and_host(begin: float, issued: float, end: float) -> tuple[float, float]:
@@ -374,10 +400,10 @@ def watched(
     ways: Sequence[Callable[[Sequence[Any]], HostWatch]],
     rounds: Callable[[HostWatch], None],
 ) -> tuple[HostWatch, list[str]]:
-    """Returns a watch with the rounds that `rounds` runs, and why it is not one that came before in
-    `ways`.
+    """Times `rounds` by the first watch of `ways` that works on all ranks.
 
-    Raises `ExecutionError` where none of them works on all ranks.
+    Returns that watch, and the reasons why earlier ones failed. Raises `ExecutionError` if none
+    works.
     """
     whys: list[str] = []
     for make in ways:
@@ -395,22 +421,22 @@ def watched(
         if not why:
             return watch, whys
         whys.append(f"not by {watch.source}: {why}")
-    raise ExecutionError(f"trace: what the device did cannot be timed: {'; '.join(whys)}")
+    raise ExecutionError(f"trace: the work of the device cannot be timed: {'; '.join(whys)}")
 
 
 def _refusal(ranks: Together, step: Callable[[], None]) -> str:
-    """Returns why a step of a watch failed on some rank; "" where it did on none."""
+    """Returns why a method of a watch failed on some rank; "" if it failed on none."""
     why = ""
     try:
         step()
     except ExecutionError as error:
         why = str(error)
-    told = ranks.tell([ranks.rank, why])
+    told = ranks.exchange([ranks.rank, why])
     return next((f"rank {rank}: {text}" for rank, text in told if text), "")
 
 
 def rounds_of(runs: Runs[N], watch: HostWatch, repeat: int) -> None:
-    """Runs a plan as often as asked, and once before: that makes what the watch makes once."""
+    """Runs a plan `repeat` times, after one run in which the watch makes its own objects."""
     run = runs.bound(watch.wrapped(runs.plan))
     for _ in range(1 + repeat):
         watch.end_round(*runs.timed(run, watch.begin_round))
@@ -423,13 +449,13 @@ def _measured(
     whys: Sequence[str],
     **unwatched: Any,
 ) -> RankTrace:
-    """Returns what this rank has measured, and what there is to doubt about it."""
+    """Returns the measurements of this rank, with doubts about uncertain ones."""
     device, ops, rounds = runs.plan.device, runs.notes.ops, watch.rounds[1:]
     streams, last = runs.notes.stream_names(), rounds[-1]
     doubts = [*whys, *watch.doubts]
     slack = watch.skew_s + _SLACK_S
     outside = sum(
-        t.begin < one.begin - slack or t.end > one.end + slack for one in rounds for t in one.work
+        t.begin < run.begin - slack or t.end > run.end + slack for run in rounds for t in run.work
     )
     if outside:
         doubts.append(f"{outside} pieces of work lie outside of their run by its clock")
@@ -450,7 +476,7 @@ def _measured(
         ops=tuple(ops),
         streams=streams,
         slices=slices_of(last),
-        runs=tuple(run_times(one, ops, streams) for one in rounds),
+        runs=tuple(run_times(run, ops, streams) for run in rounds),
         began=last.begin + shift,
         skew_s=watch.skew_s,
         doubts=tuple(doubts),
@@ -459,16 +485,16 @@ def _measured(
 
 
 # ----------------------------------------------------------------------
-# The ranks that run one program, at something that all of them do: errors, talk, and clocks.
+# Actions that all ranks of a program do together: raising errors, exchanging data, setting clocks.
 
 T = TypeVar("T")
-# Barriers that bound how far the clocks of ranks are apart.
+# The number of barriers by which the difference of the ranks' clocks is bounded.
 _BARRIERS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Together:
-    """The ranks of the program, seen from one; a rank outside of them is alone."""
+    """The collective actions of a program's ranks; a rank outside of the program acts alone."""
 
     def __init__(self, communicator: Communicator | None, team: Team) -> None:
         self._communicator = communicator
@@ -478,9 +504,9 @@ class Together:
         self.is_first = self.rank == self._team[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Returns what this rank's work does, once that of all has been done without an error.
+        """Does `work` on all ranks and returns this rank's result once all have succeeded.
 
-        Raises this rank's error, or `PeerError` naming another's; `work` does not communicate.
+        Raises this rank's error, or `PeerError` with another rank's. `work` must not communicate.
         """
         try:
             result = work()
@@ -491,26 +517,27 @@ class Together:
         return result
 
     def barrier(self, error: Exception | None = None) -> None:
+        """Waits for all ranks; raises `PeerError` on the others if this one passes an error."""
         if self._communicator is not None and not self._is_alone:
             self._communicator.agree(error, team=self._team)
 
-    def tell(self, what: T) -> list[T]:
-        """Returns what each rank tells, in the order of the ranks: lists, texts and numbers."""
+    def exchange(self, what: T) -> list[T]:
+        """Exchanges data of lists, texts and numbers; returns those of all ranks in order."""
         if self._communicator is None or self._is_alone:
             return [json.loads(json.dumps(what))]
-        told = self._communicator.exchange(json.dumps(what).encode(), team=self._team)
-        return [json.loads(one) for one in told]
+        texts = self._communicator.exchange(json.dumps(what).encode(), team=self._team)
+        return [json.loads(text) for text in texts]
 
     def begin_run(self) -> None:
-        """Counts a run, as every rank does."""
+        """Counts a run in the communicator; every rank counts its runs."""
         if self._communicator is not None:
             self._communicator.begin_run(self._team)
 
 
 def aligned(ranks: Together) -> tuple[float, str]:
-    """Returns what to add to this rank's clock to have that of the first, and how sure that is.
+    """Returns the offset of the first rank's clock from this rank's, and its accuracy as text.
 
-    A barrier ends, on each rank, after it has begun on all: that bounds the distance.
+    A barrier ends on each rank only after it has begun on all, which bounds the offset.
     """
     marks: list[tuple[float, float]] = []
     for _ in range(_BARRIERS):
@@ -518,7 +545,7 @@ def aligned(ranks: Together) -> tuple[float, str]:
         ranks.barrier()
         marks.append((begin, clock()))
     told: list[tuple[str, list[tuple[float, float]], int]]
-    told = ranks.tell((_host_name(), marks, ranks.rank))
+    told = ranks.exchange((_host_name(), marks, ranks.rank))
     (host, first, _), *others = told
     if not others:
         return 0.0, "one"

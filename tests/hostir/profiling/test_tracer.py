@@ -396,9 +396,9 @@ def test_what_does_not_work_is_said_and_the_next_way_is_taken(
     assert trace.source == HostWatch.source
     (doubt,) = trace.doubts
     assert doubt.startswith("rank 0: not by CUPTI, through torch.profiler: rank 0: ")
-    assert "recorded nothing of what the device did" in doubt and doubt in trace.summary()
+    assert "has recorded no work of the device" in doubt and doubt in trace.summary()
     watched_by(monkeypatch, CuptiWatch)
-    with pytest.raises(ExecutionError, match="what the device did cannot be timed"):
+    with pytest.raises(ExecutionError, match="the work of the device cannot be timed"):
         traced(EXAMPLES["rows"])
 
 
@@ -584,7 +584,7 @@ class FakeRanks:
         while clock() < until:
             pass
 
-    def tell(self, what: tuple[str, list[tuple[float, float]], int]) -> list[object]:
+    def exchange(self, what: tuple[str, list[tuple[float, float]], int]) -> list[object]:
         mine, marks, _ = what
         host = self.host or mine
         first = [(a + self.ahead, b + self.ahead) for a, b in marks]

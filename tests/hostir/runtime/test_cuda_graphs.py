@@ -144,7 +144,7 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
     def refuse(self: cuda_graphs.Replays, *given: object) -> None:
         raise cuda_graphs._Refused("an output is allocated by a step of its own")
 
-    monkeypatch.setattr(cuda_graphs.Replays, "_understand", refuse)
+    monkeypatch.setattr(cuda_graphs.Replays, "_classify_slots", refuse)
     monkeypatch.setattr(Captured, "can_capture", lambda self, what: True)
     # Simulated ranks are threads that take turns.
     monkeypatch.setattr(cuda_graphs.USERS, "alone", lambda: nullcontext([]))

@@ -67,14 +67,14 @@ def test_one_rank_that_cannot_capture(
 ) -> None:
     case, is_last = Case("gather in steps", comm, CPU), comm.rank() == comm.size() - 1
 
-    understand = cuda_graphs.Replays._understand
+    understand = cuda_graphs.Replays._classify_slots
 
     def refuse(self: cuda_graphs.Replays, *given: Any) -> None:
         if is_last:
             raise cuda_graphs._Refused("this rank has no memory for it")
         understand(self, *given)
 
-    monkeypatch.setattr(cuda_graphs.Replays, "_understand", refuse)
+    monkeypatch.setattr(cuda_graphs.Replays, "_classify_slots", refuse)
     case.repeat(20, [case.inputs(0)], lambda run: 0)
     why = "this rank has no memory for it" if is_last else "another rank could not capture it"
     assert case.lines() == [f"not captured: {why}"]
