@@ -66,7 +66,7 @@ from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import Classifier, InputClass
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import Built, build_program
-from hostir.runtime.agreement import claim_of, communications_text, input_names
+from hostir.runtime.agreement import communications_text, input_names, run_signature_of
 from hostir.runtime.evaluator import ProgramEvaluator
 from hostir.runtime.inputs import InputBinder
 from hostir.runtime.native_runner import Steady, Surroundings
@@ -507,7 +507,7 @@ class FusionExecutorCache(Watching, Inspection):
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
         line = bound.program.first_line
-        claim = claim_of(
+        claim = run_signature_of(
             parts,
             self._names,
             inputs,

@@ -154,7 +154,7 @@ class Asked:
 
     @property
     def line(self) -> str:
-        """The text about these arguments in a rank's claim: it must be equal on all ranks."""
+        """The text about these arguments in a run signature: it must be equal on all ranks."""
         names = "warm_up", "repeat", "source"
         runs = ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
         return f"// traced: {runs}"

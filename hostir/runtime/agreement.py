@@ -1,7 +1,7 @@
-"""The agreement of a program's ranks before each run: each rank states a claim, and all compare.
+"""The agreement of a program's ranks before each run: all compare their run signatures.
 
-A *claim* describes the run of one rank: the program's text, the options, the sizes and the local
-extents of inputs. `multidevice.job.agreement` compares the claims.
+A *run signature* describes the run of one rank: the program's text, the options, the sizes and the
+local extents of inputs. `multidevice.job.agreement` compares those of all ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RankAgreement:
     """The agreement of the ranks of one program on its runs.
 
     Without a communicator, the rank agrees with no other. `free` has the positions of inputs whose
-    values may change between runs. `how` is text for the claim: the options and the number of
-    streams.
+    values may change between runs. `how` is text for the run signature: the options and the
+    number of streams.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class RankAgreement:
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
-    def claim(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
-        """Returns this rank's claim for a run on these inputs, with further text lines `also`.
+    def run_signature(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
+        """Returns this rank's signature of a run on these inputs, with further text lines `also`.
 
         `values` are the values that the inputs give to symbols.
         """
-        return program_claim(self._program, (self._how, *also), inputs, values, self._free)
+        return program_run_signature(self._program, (self._how, *also), inputs, values, self._free)
 
     def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
         """Returns the free scalar inputs, whose values the ranks compare in each run."""
@@ -91,8 +91,8 @@ class RankAgreement:
 
         def prepare() -> Prepared[T]:
             given = flatten(inputs)
-            claim = self.claim(given, check(given), *also)
-            return claim, self.numbers(given), partial(body, given)
+            signature = self.run_signature(given, check(given), *also)
+            return signature, self.numbers(given), partial(body, given)
 
         return channel.run(prepare)
 
@@ -129,7 +129,7 @@ def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:
     )
 
 
-def claim_of(
+def run_signature_of(
     parts: Sequence[str],
     names: Sequence[str],
     inputs: Sequence[Argument],
@@ -141,7 +141,7 @@ def claim_of(
     ops: Iterable[Op] = (),
     fixed: int = 1,
 ) -> RunSignature:
-    """Returns the claim of one rank: texts, the traits that decide the structure, local extents.
+    """Returns a rank's run signature: texts, traits that decide the structure, local extents.
 
     - `parts` are the texts; the first `fixed` of them do not depend on the inputs.
     - `names` are the inputs' names in errors.
@@ -183,14 +183,14 @@ def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
     )
 
 
-def program_claim(
+def program_run_signature(
     program: HostIrContainer,
     parts: Sequence[str],
     inputs: Sequence[Argument],
     values: Mapping[Symbol, Number],
     free: Iterable[int],
 ) -> RunSignature:
-    """Returns the claim of one rank for a run of a host program.
+    """Returns a rank's run signature for a host program.
 
     `parts` are text lines about options, `values` the values of symbols, and `free` the positions
     of inputs whose values may change between runs.
@@ -198,7 +198,7 @@ def program_claim(
     ops = tuple(walk(program.ops))
     loose = {program.inputs[i] for i in free}
     sizes = {s: v for s, v in values.items() if isinstance(v, int) and s not in loose}
-    return claim_of(
+    return run_signature_of(
         (meaning_text(program), *parts),
         input_names(program.inputs, ops),
         inputs,

@@ -221,16 +221,19 @@ class ProgramEvaluator:
 
     # ------------------------------------------------------------ among ranks
     def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
-        """Returns this rank's claim about the run, and the function that runs it.
+        """Returns this rank's run signature and the function that runs the program.
 
-        The claim is compared with those of the other ranks. Nothing is launched before that.
+        The ranks compare their run signatures first. Nothing is launched before that.
         """
         inputs, key, entry = self.cache.recall(inputs)
         if entry is None:
             entry, places = self.prepare(inputs), None
         else:
             places = entry.contents.check(inputs)
-        claim = entry.claim = entry.claim or self.ranks.claim(inputs, self.check(inputs))
+        signature = entry.run_signature
+        if signature is None:
+            signature = self.ranks.run_signature(inputs, self.check(inputs))
+            entry.run_signature = signature
         are_apart = self.are_apart(inputs, entry)
 
         def run() -> list[torch.Tensor]:
@@ -239,7 +242,7 @@ class ProgramEvaluator:
                 self.cache.keep(key, entry)
             return outputs
 
-        return claim, self.ranks.numbers(inputs), run
+        return signature, self.ranks.numbers(inputs), run
 
     def know(self, inputs: Sequence[Argument]) -> SignatureEntry:
         """Returns a new cache entry for inputs of one signature; see `run_known`."""
@@ -299,9 +302,10 @@ class ProgramEvaluator:
         bind_buffers(self.binder.frame(inputs, tuple(buffers)), buffers)
         self.are_apart(inputs, None)
         names = sorted(tv.label for tv in buffers)
-        claim = self.ranks.claim(inputs, self.check(inputs), f"// given: {', '.join(names)}")
+        given = f"// given: {', '.join(names)}"
+        signature = self.ranks.run_signature(inputs, self.check(inputs), given)
         run = partial(self._with_buffers, inputs, buffers)
-        return claim, self.ranks.numbers(inputs), run
+        return signature, self.ranks.numbers(inputs), run
 
     def _with_buffers(
         self, inputs: list[Argument], buffers: Mapping[TensorView, Argument]

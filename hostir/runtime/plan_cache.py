@@ -45,8 +45,8 @@ class SignatureEntry:
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
-        # This rank's claim about runs with these inputs, for the agreement with other ranks.
-        self.claim: RunSignature | None = None
+        # This rank's signature of runs with these inputs, which all ranks compare.
+        self.run_signature: RunSignature | None = None
         self.plans: Recent[tuple[int, ...], Plan] = Recent(MAX_PLACES, on_drop=forget)
         # Plans that have not run yet, by alignments.
         self._new: dict[tuple[int, ...], Plan] = {}

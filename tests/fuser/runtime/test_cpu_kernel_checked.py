@@ -229,7 +229,8 @@ def test_warp_operation_that_some_lanes_skip() -> None:
 def test_lane_outside_its_mask() -> None:
     message = finding("mask", "  T1[0] = __shfl_sync(0x0000ffffu, 1.0f, 0);", block=32)
     assert (
-        "lane 16 takes part in a warp operation whose mask 0x0000ffff does not include it" in message
+        "lane 16 takes part in a warp operation whose mask 0x0000ffff does not include it"
+        in message
     )
 
 
