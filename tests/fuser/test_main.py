@@ -1,4 +1,4 @@
-"""`python -m fuser`: a page that tells what is there, and of what is not there what it means."""
+"""`python -m fuser`: prints what is installed, and for missing parts the consequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECTIONS = ["versions", "devices", "compilers", "cache", "memory", "options", "l
 
 
 def run(*command: str, **env: str) -> str:
-    """Runs Python with no option but these; returns what it prints."""
+    """Runs Python with only these options; returns its output."""
     kept = {k: v for k, v in os.environ.items() if "FUSER_" not in k}
     done = subprocess.run(
         command,
@@ -93,7 +93,7 @@ def test_a_compiler_that_does_not_work(
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", "no-such-c++" if script is None else str(compiler))
-    # Only who never answers is not waited for: a shell may take long to begin.
+    # A short timeout only for the compiler that never answers: others may start slowly.
     monkeypatch.setattr(page, "_COMPILER_TIMEOUT_S", 0.2 if "sleep" in str(script) else 100.0)
     found = dict(page._compilers())["C++"]
     assert found.startswith("not found: ") and told in found

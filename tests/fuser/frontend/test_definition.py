@@ -1,4 +1,4 @@
-"""FusionDefinition end to end on the CPU: values, aliases, bad inputs, reuse."""
+"""Tests of FusionDefinition as a whole on the CPU: values, aliases, wrong inputs, reuse."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_softmax_and_layer_norm_against_torch() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 1000])
 def test_variance_of_values_far_from_zero(length: int) -> None:
-    """A sum of squares would lose all digits: the mean is 1e4 times the deviation."""
+    """The mean is 1e4 times the deviation, so a formula with a plain sum of squares loses all
+    digits."""
     with FusionDefinition() as fd:
         for out in fd.ops.var_mean(matrix(fd), [1], 0):
             fd.add_output(out)

@@ -1,4 +1,5 @@
-"""Complex programs: defined, printed, read back, run and validated; on ranks; lazy conjugates."""
+"""Complex programs: defined, printed, parsed again, run and validated; on ranks; with lazy
+conjugates."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.complex64, seed: int = 0) -> Te
 
 
 def define(build: Build, inputs: Sequence[Any]) -> FusionDefinition:
-    """Returns a definition whose text gives it back, as Python and as IR."""
+    """Returns a definition after checking that its texts, as Python and as IR, define it again."""
     with FusionDefinition() as fd:
         given = [
             fd.from_pytorch(x)
@@ -59,7 +60,7 @@ def define(build: Build, inputs: Sequence[Any]) -> FusionDefinition:
 
 
 def check(build: Build, inputs: Sequence[Any], expected: Sequence[Tensor]) -> None:
-    """Runs for CPUs and with a GPU's schedules, and on the same inputs once more."""
+    """Runs with CPU schedules and with a GPU's schedules, each twice on the same inputs."""
     fd = define(build, inputs)
     for options in ([], [], H200):
         outs = fd.execute(inputs, _enable_options=options)
@@ -336,8 +337,8 @@ def test_a_lazy_conjugate_is_no_target() -> None:
 
 # ------------------------------------------------------------------ ranks
 def _on_rank(dtype: torch.dtype) -> list[str]:
-    """Runs products and sums of cut operands, and results that are gathered or scattered; returns
-    the collectives."""
+    """Runs products and sums of sharded operands with gathered or scattered results; returns the
+    collectives."""
     comm = Communicator.instance()
     n, rank = comm.size(), comm.rank()
     mesh = DeviceMesh(range(n))
@@ -396,7 +397,7 @@ def test_a_product_over_devices_is_refused() -> None:
 
 # ------------------------------------------------------------------ rounding
 def _units(found: float, exact: Any, dtype: torch.dtype) -> float:
-    """Returns the error in units of the last place of the exact value."""
+    """Returns the error in units in the last place of the exact value."""
     digits, least = (24, -125) if dtype is torch.complex64 else (53, -1021)
     _, exponent = math.frexp(float(exact))
     return float(abs(mpmath.mpf(found) - exact) / mpmath.ldexp(1, max(exponent, least) - digits))
@@ -406,7 +407,7 @@ def _units(found: float, exact: Any, dtype: torch.dtype) -> float:
 @BOTH
 @pytest.mark.parametrize("name", ["log", "log2", "log10", "sigmoid", "silu"])
 def test_complex_functions_are_rounded_as_well_as_torch(name: str, dtype: torch.dtype) -> None:
-    """The largest error of each part, also near |z| = 1, is no larger than that of torch."""
+    """The largest error of each part is not above torch's, also near |z| = 1."""
     near_one = torch.polar(1 + 1e-3 * draw(150).real.double(), 3 * draw(150, seed=2).real.double())
     x = torch.cat([3 * draw(150, dtype=torch.complex128, seed=1), near_one]).to(dtype)
     torch_function = torch.nn.functional.silu if name == "silu" else getattr(torch, name)
@@ -427,7 +428,7 @@ def test_complex_functions_are_rounded_as_well_as_torch(name: str, dtype: torch.
                 for k, part in enumerate((exact.real, exact.imag)):
                     error = _units(parts[i, k].item(), part, dtype)
                     worst[which][k] = max(worst[which][k], error)
-    # A unit more or less is the C library's, which differs by version.
+    # One unit of difference is allowed: C libraries of different versions differ.
     assert all(ours <= max(theirs, 0.5) + 0.75 for ours, theirs in zip(*worst, strict=True)), worst
 
 
@@ -437,7 +438,8 @@ def test_complex_functions_are_rounded_as_well_as_torch(name: str, dtype: torch.
 def test_logarithms_of_powers_of_their_base_are_as_exact_as_torch(
     name: str, base: float, dtype: torch.dtype
 ) -> None:
-    """A quotient by the logarithm of the base: a product with its reciprocal is less exact."""
+    """A division by the logarithm of the base is needed: a product with its reciprocal is less
+    exact."""
     exponents = torch.arange(-30, 31, dtype=torch.float64)
     powers = base**exponents
     x = torch.complex(powers, torch.zeros_like(powers)).to(dtype)

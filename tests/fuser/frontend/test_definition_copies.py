@@ -1,4 +1,4 @@
-"""Copies of definitions: pickle and deepcopy go through the text of `repr`."""
+"""Copies of definitions by pickle and deepcopy, which use the text of `repr`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 def rebuilt(fd: FusionDefinition) -> FusionDefinition:
-    """Returns what the text of a definition writes."""
+    """Returns the definition that the text of a definition creates."""
     names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
     exec(repr(fd), names)
     with FusionDefinition() as made:
@@ -91,7 +91,8 @@ def rows(fd: FusionDefinition, mesh: multidevice.DeviceMesh) -> None:
 
 
 def summed(fd: FusionDefinition, mesh: multidevice.DeviceMesh) -> None:
-    """Annotates between the ops, the later input first: ranks send what has other axis numbers."""
+    """Annotates tensors between the ops, and the later input first. The axes of resharded tensors
+    then have other numbers in the copy."""
     x, y = fd.define_tensor([-1, -1]), fd.define_tensor([-1, -1])
     shard(y, mesh, [Shard(0)])
     z = fd.ops.add(y, x)
@@ -102,7 +103,7 @@ def summed(fd: FusionDefinition, mesh: multidevice.DeviceMesh) -> None:
 
 
 def by_hand(fd: FusionDefinition, mesh: multidevice.DeviceMesh) -> None:
-    """Cuts a result by the mesh that its op copied."""
+    """Shards a result by the mesh that its op has copied from an operand."""
     x = fd.define_tensor([-1, -1])
     x.set_device_mesh(mesh)
     y = fd.ops.mul(x, 2.0)

@@ -1,4 +1,4 @@
-"""One encoder layer of the main job: values, counts, and a run from its text."""
+"""One encoder layer of a transformer: values, numbers of launches, and a run from its text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def reference(x: torch.Tensor, mask: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The layer in torch, float64."""
+    """Computes the layer in torch, in float64."""
 
     def linear(v: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(v, w[f"{name}.weight"], w[f"{name}.bias"])
@@ -55,7 +55,7 @@ def reference(x: torch.Tensor, mask: torch.Tensor, w: dict[str, torch.Tensor]) -
 def run_layer(
     drop: str | None = None, *, attention: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int], str]:
-    """Runs the layer on this rank from its definition, then from its text."""
+    """Runs the layer on this rank, first from its definition, then from its text."""
     generator = torch.Generator().manual_seed(3)
     weights = random_weights(generator)
     x = torch.randn(BATCH, TOKENS, minilm.HIDDEN, generator=generator, dtype=torch.float64)

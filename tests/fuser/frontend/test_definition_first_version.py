@@ -1,6 +1,6 @@
-"""Programs that the first version got wrong or refused: F1 to F59 of `tests/findings.md`.
+"""Programs that the first version computed wrongly or rejected: F1 to F59 of `tests/findings.md`.
 
-Rows about jobs, the cache of kernels and the command line have their tests beside those units.
+Findings about jobs, the kernel cache and the command line are tested next to those units.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check(
     rtol: float = 1e-5,
     atol: float = 1e-5,
 ) -> None:
-    """Runs a program twice and compare with values of float64."""
+    """Runs a program twice and compares with values in float64."""
     with FusionDefinition() as fd:
         define(fd)
     for _ in range(2):
@@ -59,7 +59,7 @@ def check(
 
 
 def on_ranks(body: Callable[[int], None], size: int = 2) -> None:
-    """Runs on simulated ranks."""
+    """Runs a program on simulated ranks."""
     with multidevice.simulate(size) as world:
         world.run(lambda: body(multidevice.Communicator.instance().rank()))
 
@@ -97,7 +97,8 @@ def test_an_expanded_tensor_is_gathered() -> None:
 
 
 def check_ranks_of_other_extents() -> None:
-    """A row-parallel linear, and an allgather: all ranks hear both extents."""
+    """Ranks with different extents: in a row-parallel linear and an allgather, every rank reports
+    both extents."""
     rank = multidevice.Communicator.instance().rank()
     mesh = multidevice.DeviceMesh([0, 1])
     with FusionDefinition() as product:
@@ -351,7 +352,7 @@ def test_options_have_an_effect_or_are_refused() -> None:
     assert str(fd.fec.host_program()).count("LaunchKernel(") == 2
     with pytest.raises(FuserError, match="no_such_option"):
         fd.execute([randn(3, 4)], _disable_options=["no_such_option"])
-    # Matmuls are torch's: nvFuser's name is taken, and the page says that it changes nothing.
+    # torch computes matmuls: nvFuser's option is accepted, and documented as having no effect.
     assert fuser_options.settings((), ["matmul_expr_eval"]) is fuser_options.settings()
     assert "always evaluated by torch" in option_names.NO_EFFECT["DISABLE"]["matmul_expr_eval"]
 
@@ -407,7 +408,7 @@ def test_mistakes_in_definitions_are_typed_and_say_what_to_write() -> None:
 
 @pytest.mark.finding("F19")
 def test_validate_definition_after_a_run_and_cpu_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a GPU there is nothing that a CPU scalar would differ from.
+    # Without a GPU, a CPU scalar is an ordinary tensor.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with FusionDefinition() as fd:
         s = fd.from_pytorch(torch.tensor(2.0))
@@ -455,7 +456,8 @@ def test_caches_of_sizes_are_bounded() -> None:
 
 @pytest.mark.finding("F25")
 def test_steady_calls_of_library_ops_fail_at_nothing() -> None:
-    """No call of torch ends by an error that somebody catches, and nothing compiles torch's way."""
+    """Repeated calls raise no internal error that is caught, and trigger no compilation by
+    torch."""
     whole, weight = randn(4, 6), randn(5, 6, seed=1)
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor(list(t.shape), contiguity=True) for t in (whole, weight))
@@ -546,7 +548,7 @@ def test_reductions_keep_nan(name: str, options: list[str]) -> None:
 @every_way
 @pytest.mark.parametrize("has_product", [False, True])
 def test_outputs_beside_an_update_see_the_old_value(has_product: bool, options: list[str]) -> None:
-    """In the kernel of the update, and behind a view and a library op."""
+    """The old value is read in the kernel of the update, and through a view and a library op."""
     with FusionDefinition() as fd:
         a, c, x = (fd.define_tensor([-1, 4], contiguity=True) for _ in range(3))
         fd.add_output(fd.ops.minimum(a, c), x)

@@ -1,4 +1,4 @@
-"""What errors about a call say: which input or op, what was found, and where the user wrote it."""
+"""Error messages of calls name the input or op, the wrong value, and the user's line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ X = torch.randn(4, 8)
 
 
 def line_of(text: str) -> str:
-    """Returns the place of the first line of this file that ends in a comment."""
+    """Returns the position of the first line of this file that ends with a comment."""
     lines = inspect.getsource(inspect.getmodule(line_of) or line_of).splitlines()  # pyright: ignore[reportArgumentType]
     number = next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
     return f"{__file__}:{number}"
@@ -105,7 +105,7 @@ def test_operands_that_do_not_fit_are_named_once() -> None:
 
 
 def by_hand(size: int) -> HostIrContainer:
-    """`size` rows over two devices."""
+    """Shards `size` rows over two devices."""
     program = HostIrContainer()
     mesh = DeviceMesh([0, 1])
     with program:
@@ -174,7 +174,8 @@ def test_placements_that_are_no_list_of_instances_are_told_what_to_write(
 
 
 def test_what_ends_a_job_names_the_users_line() -> None:
-    """Not ours, in which the error was raised."""
+    """The error that ends a job shows the user's line, not the line of this project that raised
+    it."""
     error = raised(lambda: product().execute([X]))
     trace: TracebackType | None = error.__traceback__
     assert last_user_line(trace).startswith(f"{__file__}:")
@@ -212,7 +213,7 @@ def test_ranks_with_other_options_are_told_which() -> None:
 
 
 def _long_program() -> tuple[HostIrContainer, TensorView]:
-    """Returns a program of 60 ops, and what the last one makes."""
+    """Returns a program of 60 ops, and the result of the last one."""
     program = HostIrContainer()
     with program:
         x = program.input([4])

@@ -1,6 +1,6 @@
-"""Calls that cannot be meant are refused where they stand, with a typed error that helps."""
+"""Calls that cannot be correct raise a typed error, with a hint, at the call itself."""
 
-# Ops are called with what they refuse, and with options that are put together.
+# Ops are called with wrong arguments, and with options from dictionaries.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fuser.support.errors import (
     UnknownOpError,
 )
 
-# Untyped: a type checker refuses these calls, too.
+# Untyped, because a type checker rejects these calls, too.
 Call = Callable[[Any, Any], object]
 HUGE = 2**2000
 
@@ -274,7 +274,7 @@ def test_a_tensor_is_no_list_of_references() -> None:
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["execute", "manual_execute"])
 def test_what_an_executor_has_taken_is_not_changed(by_hand: bool) -> None:
-    """Calls of known inputs would not see it."""
+    """Repeated calls would not notice a change of a fusion that an executor owns."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 4], contiguity=True)
         y = fd.ops.neg(x)
@@ -319,7 +319,7 @@ def test_a_definition_is_written_once() -> None:
 
 
 def test_a_guard_ends_with_its_name() -> None:
-    """As that of nvFuser, which is an object without a block."""
+    """A FusionGuard ends when its name is deleted, as nvFuser's, which needs no `with` block."""
     fusion = Fusion()
     guard = FusionGuard(fusion)
     x = define_tensor([-1], contiguity=True)

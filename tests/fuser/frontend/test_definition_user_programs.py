@@ -1,5 +1,5 @@
-"""Each program of the table on one device: as it is, again from its text, through a cache, on a
-GPU's schedules, and through all that shows what runs."""
+"""Each program of the table on one device: directly, from its text, through a cache, with a GPU's
+schedules, and with all inspection features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(fd: FusionDefinition, inputs: Sequence[Any], **options: Any) -> list[tor
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same numbers, NaN for NaN, in the same order of memory."""
+    """Whether two results have equal numbers (NaN equals NaN) and the same memory order."""
     return (
         a.dtype == b.dtype
         and a.stride() == b.stride()
@@ -77,7 +77,7 @@ def test_what_runs_can_be_shown(program: Program) -> None:
     math = fd.fusion.print_math()
     assert math.startswith("Inputs:\n") and "%kernel_math {" in math
     torch.manual_seed(SEED)
-    # What is computed anew would begin with updated inputs, or draw other numbers.
+    # A second run would read updated inputs, or draw other random numbers.
     is_repeatable = not program.updates and "rand_like" not in repr(fd)
     if is_repeatable:
         fd.validate(program.inputs())

@@ -1,5 +1,5 @@
-"""The programs of the table with inputs that ranks share: results, updates and random numbers are
-those of one device."""
+"""The programs of the table with sharded inputs: results, updates and random numbers equal those of
+one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNDER_MPIRUN = (
     "moe_gating",
 )
 X = ParallelType.mesh_x
-# A tensor of a rank, and the axis of which it has a block (-1: it has all).
+# A tensor of a rank, and the axis along which it is a shard (-1: it is the whole tensor).
 Part = tuple[torch.Tensor, int]
 
 
@@ -63,7 +63,7 @@ def shard_of(x: torch.Tensor, tv: TensorView) -> torch.Tensor:
 
 
 def whole(parts: list[Part]) -> torch.Tensor:
-    """Join the parts of all ranks; what all have is the same on each."""
+    """Joins the parts of all ranks; a replicated result must be equal on all of them."""
     tensors, axes = zip(*parts, strict=True)
     assert len(set(axes)) == 1
     if axes[0] >= 0:
@@ -114,7 +114,7 @@ def test_under_mpirun(name: str, comm: Any) -> None:
 
 
 def test_random_numbers_follow_the_seed() -> None:
-    """Equal seeds give equal numbers, whatever the ranks; other seeds and offsets others."""
+    """Equal seeds give equal numbers on any ranks; other seeds or offsets give other numbers."""
     program = PROGRAMS["stochastic_rounding"]
     x, seed, offset = program.inputs()
     fd = program.build()

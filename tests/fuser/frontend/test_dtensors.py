@@ -1,4 +1,4 @@
-"""`execute_with_dtensors`: under mpirun and torchrun, and what one process can know."""
+"""`execute_with_dtensors` under mpirun and torchrun, and checks that need a single process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuser.support.errors import ArgumentError, DTensorError
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).parents[3]
-# To import torch's DTensors takes seconds, which only ranks should spend.
+# The import of torch's DTensors takes seconds. Only ranks import them.
 CHECKS = (
     "linears on d",
     "linears on d/2 x 2",
@@ -53,7 +53,7 @@ def test_dtensors_under_mpirun(
 
 
 def run_under_torchrun(ranks: int, *args: str) -> str:
-    """Runs the checks in a job of their own; returns what it prints."""
+    """Runs the checks in a separate job; returns its output."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -1,4 +1,4 @@
-"""A hint for definitions that are compiled again and again with other numbers."""
+"""The warning about definitions that are compiled repeatedly with other numbers."""
 
 from __future__ import annotations
 

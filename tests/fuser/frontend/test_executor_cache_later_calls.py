@@ -1,4 +1,4 @@
-"""What the first call of a signature refuses, every later call refuses too."""
+"""Inputs that the first call of a signature rejects are rejected by every later call."""
 
 from __future__ import annotations
 
@@ -74,8 +74,11 @@ def nested() -> torch.Tensor:
 def test_what_is_known_at_a_glance_is_still_looked_at(
     given: Callable[[], list[object]], shapes: list[tuple[int, int]]
 ) -> None:
-    """After the second call of a kind, inputs are compared in one go: with those of the call
-    before, then with those whose first input had this shape."""
+    """The quick check of repeated calls must still reject wrong inputs.
+
+    It compares with the inputs of the previous call, then with those of a call whose first input
+    had this shape.
+    """
     fd, tensors = doubled(), [torch.randn(shape) for shape in shapes]
     for x in tensors * 2:
         fd.execute([x])
@@ -94,7 +97,7 @@ def test_sizes_in_turns_are_known_at_a_glance(monkeypatch: pytest.MonkeyPatch) -
     sets = [(torch.randn(n, 3), torch.randn(3, n)) for n in (2, 4, 5)]
     for x, w in sets * 3:
         fd.execute([x, w])
-    # The first input has a shape that is known with another second one.
+    # The shape of the first input is known, but with another second input.
     other = torch.randn(3, 7)
     for x, w in [*sets, (sets[0][0], other), sets[0], (sets[0][0], other)]:
         torch.testing.assert_close(fd.execute([x, w])[0], x @ w)
@@ -110,7 +113,8 @@ def test_sizes_in_turns_are_known_at_a_glance(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_programs_in_turns_are_the_latest_ones() -> None:
-    """Of two classes with a program each, the one of the latest call is told."""
+    """If two classes of inputs take turns, `host_program` returns the program of the latest
+    call."""
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1, -1]) for _ in range(2))
         fd.add_output(fd.ops.add(x, y))

@@ -1,4 +1,5 @@
-"""LRUCache and LruFusionCache: a second equal definition hits; repro scripts run by themselves."""
+"""LRUCache and LruFusionCache: a second equal definition is a hit; repro scripts run by
+themselves."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def scaled(factor: float) -> FusionDefinition:
 
 # ------------------------------------------------------------------ equality
 def base(fd: FusionDefinition, **changes: Any) -> None:
-    """One program, in which each of these changes something that is no name."""
+    """Defines one program. Each entry of `changes` changes its structure, not only a name."""
     x = fd.define_tensor(changes.get("shape", [-1, -1]), contiguity=changes.get("flags", True))
     y = fd.define_tensor([-1, -1], contiguity=True, stride_order=changes.get("order", []))
     z = fd.ops.add(x, fd.ops.mul(y, changes.get("factor", 2.0)))
@@ -112,7 +113,8 @@ def test_names_and_ops_beside_do_not_count() -> None:
 
 
 def test_sizes_that_are_said_to_be_equal_count() -> None:
-    """No op says so; which of them was said first does not count."""
+    """Equalities that only `declare_extents` states belong to the structure; their order does
+    not."""
 
     def define(fd: FusionDefinition, pairs: list[tuple[int, int]]) -> None:
         x = fd.define_tensor([-1] * 4)
@@ -149,7 +151,7 @@ def test_a_cache_has_every_op_once() -> None:
         before = cache.num_fusions()
         first = cache.cache_compile(case.define(2))
         grown = cache.num_fusions() - before
-        # Some names are one op: mod and fmod of integers, set and real.
+        # Some names are the same op: mod and fmod of integers, set and real.
         assert grown in (0, 1)
         assert cache.cache_compile(case.define(2)) is first
         assert cache.num_fusions() == before + grown

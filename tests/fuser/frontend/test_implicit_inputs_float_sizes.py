@@ -31,7 +31,7 @@ pytestmark = pytest.mark.from_text
 Define = Callable[[FusionDefinition, Any, Any], Any]
 FLOATS = (DataType.Float, DataType.Double, DataType.Half, DataType.BFloat16)
 
-# What an op makes of x [12] and a scalar s, and the same of torch.
+# Name -> an op on x [12] and a scalar s, and the same computation in torch.
 OPS: dict[str, tuple[Define, Callable[[torch.Tensor, int], torch.Tensor]]] = {
     "reshape": (
         lambda fd, x, s: fd.ops.reshape(x, [s, fd.ops.div(12.0, s)]),
@@ -271,7 +271,7 @@ def test_a_new_float_extent_is_a_new_size_of_the_same_plan(monkeypatch: Any) -> 
                 torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
-# The sizes that the programs of these ops take beside x and 3.0; of the others, 3.
+# Op -> the sizes in its program, with x and 3.0 as inputs; 3 for other ops.
 FURTHER = {
     "reshape": [3, 4],
     "product": [3, 2],
@@ -316,7 +316,7 @@ MESH = DeviceMesh([0, 1])
 
 
 def sharded() -> FusionDefinition:
-    """x [n] replicated, viewed as [s, n / s], cut along the columns' devices; row sums."""
+    """Defines x [n], replicated, viewed as [s, n / s] with the columns sharded; and row sums."""
     with FusionDefinition() as fd:
         x, s = fd.define_tensor([-1, -1], contiguity=True), fd.define_scalar(dtype=DataType.Float)
         y = fd.ops.reshape(x, [x.size(0), s, fd.ops.div(x.size(1), s)])
@@ -330,7 +330,7 @@ def sharded() -> FusionDefinition:
 
 
 def shard_of(fd: FusionDefinition, whole: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank passes of the first input."""
+    """Returns this rank's part of the first input."""
     tv = fd.fusion.inputs[0]
     assert isinstance(tv, TensorView)
     return shard_tensor(whole, tv)

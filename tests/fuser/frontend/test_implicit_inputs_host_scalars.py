@@ -1,4 +1,5 @@
-"""CPU scalars: tensors of rank 0 on the host. A call takes the value that they have then."""
+"""CPU scalars: tensors without axes on the host. A call reads the value that they have at its
+start."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MESH = DeviceMesh([0, 1])
 
 
 def scaled(dtype: DataType = DataType.Float, *, is_sharded: bool = False) -> FusionDefinition:
-    """Returns s * x and s + x, cast to the scalar's dtype, for a CPU scalar s that comes first."""
+    """Defines s * x and s + x, cast to the scalar's dtype. The CPU scalar s is the first input."""
     with FusionDefinition() as fd:
         s = fd.define_tensor([], dtype=dtype, is_cpu=True)
         x = fd.define_tensor([-1, 3], dtype=dtype)
@@ -58,7 +59,8 @@ def test_every_value_of_every_dtype(dtype: DataType) -> None:
 
 
 def test_a_call_takes_the_value_of_its_time() -> None:
-    """Also calls that are repeated without a look at the program; results stay what they are."""
+    """Repeated calls on the fast path read the current value, too. Earlier results do not
+    change."""
     fd, s, x = scaled(), torch.tensor(1.0), torch.randn(4, 3)
     kept: list[tuple[float, torch.Tensor]] = []
     for k in range(40):
@@ -168,7 +170,7 @@ def test_a_cpu_scalar_is_updated_after_the_run(shown: str) -> None:
     for step in range(4):
         before = 1.0 + 3.0 * step
         outputs = fd.execute([count, x])
-        # What the program computes sees the value that the call began with.
+        # The program reads the value from the start of the call.
         torch.testing.assert_close(outputs[-1], x * before)
         assert count.item() == before + 3.0
         assert len(outputs) == 1 + (shown != "hidden")

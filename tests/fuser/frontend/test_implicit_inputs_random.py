@@ -1,6 +1,6 @@
-"""Random numbers of whole programs: draws from torch's generator, and every way of running."""
+"""Random numbers of whole programs: from torch's generator, in every way of running."""
 
-# Ops are called with what they refuse, and with options that are put together.
+# Ops are called with wrong arguments, and with options from dictionaries.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ D = DataType
 
 
 def drawing(kind: str = "uniform", *, ops: int = 1) -> FusionDefinition:
-    """A program that adds random numbers to x, and returns them."""
+    """Defines a program that adds random numbers to x, and returns them as well."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         total = x
@@ -42,7 +42,7 @@ def drawing(kind: str = "uniform", *, ops: int = 1) -> FusionDefinition:
 
 
 def keyed(kind: str = "uniform", dtype: DataType = D.Float) -> FusionDefinition:
-    """A program of the seed and the offset that it is given."""
+    """Defines a program whose seed and offset are inputs."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         seed, offset = fd.define_scalar(D.Int), fd.define_scalar(D.Int)
@@ -82,15 +82,15 @@ def test_the_distribution_is_uniform(dtype: DataType) -> None:
     n = 1 << 20
     (u,) = keyed(dtype=dtype).execute([torch.zeros(1 << 10, 1 << 10), 17, 0])
     assert u.min() >= 0 and u.max() < 1
-    # Half types round, and what is rounded to 1 is 0.
+    # Half types round; a number that is rounded to 1 becomes 0.
     rounding = 0.0 if dtype in (D.Float, D.Double) else torch.finfo(u.dtype).eps
     u = u.double().flatten()
     assert abs(u.mean() - 0.5) < 5 / math.sqrt(12 * n) + rounding
     assert abs(u.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / n) + rounding
-    # Kolmogorov and Smirnov: the distance from the distribution.
+    # Kolmogorov-Smirnov test: the distance from the distribution.
     ranks = torch.arange(1, n + 1, dtype=torch.float64) / n
     assert (u.sort().values - ranks).abs().max() < 1.95 / math.sqrt(n) + rounding
-    # Neighbours, which share a block of words, do not depend on each other.
+    # Neighbours come from one Philox block, and must be independent.
     for step in (1, 2, 3, 4, 1024):
         a, b = u[:-step] - u.mean(), u[step:] - u.mean()
         assert abs((a * b).mean() / u.var()) < 5 / math.sqrt(n), step
@@ -113,7 +113,7 @@ def test_the_distribution_is_normal(dtype: DataType) -> None:
 
 
 def test_what_two_kernels_compute_again_is_the_same() -> None:
-    """Nothing holds the mask: a kernel of rows and one of columns both make it."""
+    """No memory holds the dropout mask: a kernel of rows and one of columns both compute it."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         kept = fd.ops.cast(fd.ops.lt(fd.ops.rand_like(x), 0.5), D.Float)
@@ -146,7 +146,7 @@ def test_calls_differ_and_a_seed_repeats_them() -> None:
 
 
 def test_draws_are_torchs_own() -> None:
-    """Torch's ops and ours draw from one generator, and a saved state holds for both."""
+    """torch's ops and ours draw from one generator; a saved state restores both."""
     fd = drawing()
     torch.manual_seed(1)
     torch.rand(3)
@@ -179,7 +179,7 @@ def test_numbers_are_written_into_an_input() -> None:
 
 
 def test_ops_draw_in_the_order_of_their_definition() -> None:
-    """On the CPU each call draws a seed; the ops of a call have its offsets 0, 1, .."""
+    """On the CPU, each call draws one seed, and the ops of a call have the offsets 0, 1, ..."""
     torch.manual_seed(9)
     seed = int(torch.empty((), dtype=torch.int64).random_())
     torch.manual_seed(9)
@@ -200,7 +200,7 @@ def test_an_op_that_no_output_needs_draws_too() -> None:
 
 
 class _CudaGenerator:
-    """What a CUDA generator is asked for."""
+    """A generator with the methods that a program calls on a CUDA generator."""
 
     device = torch.device("cuda")
 
@@ -272,11 +272,12 @@ def test_first_calls_beside_each_other_draw_different_numbers() -> None:
         assert len({*found}) == 3
 
 
-# Other threads draw from the same generator meanwhile.
+# Other threads draw from the same generator at the same time.
 @pytest.mark.from_text(runs=False)
 @pytest.mark.parametrize("meshed", [False, True])
 def test_what_other_threads_draw_meanwhile_does_not_come_again(meshed: bool) -> None:
-    """First calls, which are prepared at length, and calls of new sizes."""
+    """Numbers that other threads draw during a call are not drawn twice. Covers first calls, whose
+    preparation is long, and calls with new sizes."""
     seen: list[float] = []
     is_over = threading.Event()
 
@@ -307,7 +308,7 @@ def test_what_other_threads_draw_meanwhile_does_not_come_again(meshed: bool) -> 
 
 # ------------------------------------------------------------------ every way of running
 def test_the_evaluator_gives_the_same_numbers() -> None:
-    """The recorded plan, and op by op through the table."""
+    """The recorded plan and op-by-op evaluation have the same numbers."""
     fd = drawing("normal", ops=2)
     torch.manual_seed(4)
     outputs = [fd.execute([X]) for _ in range(4)]
@@ -357,7 +358,7 @@ def test_the_compiled_runner_leaves_them_to_python() -> None:
 
 
 def test_new_sizes_and_turns() -> None:
-    """What one size has shown serves others; calls of two sizes take turns."""
+    """The plan of one size also serves others, and calls of two sizes take turns."""
     fd = drawing()
     torch.manual_seed(3)
     shapes = [(5, 8), (6, 8), (5, 8), (64, 128), (6, 8)] * 6
@@ -410,7 +411,7 @@ def test_one_kernel_by_hand_takes_a_seed() -> None:
 @pytest.mark.parametrize("ends", [D.Double, D.Float, D.Int], ids=str)
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 def test_ends_and_keys_are_scalars(kind: str, ends: DataType) -> None:
-    """Symbols and constants alike give the numbers of the reference, and the same again."""
+    """Symbols and constants both give the numbers of the reference, in every run."""
     low, high = (2, 5) if ends is D.Int else (0.25, 1.75)
     for is_constant in (True, False):
         with FusionDefinition() as fd:

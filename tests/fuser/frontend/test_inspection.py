@@ -1,4 +1,4 @@
-"""Looking inside of definitions: inputs, ops, axes, kernels, scheduled IR, as nvFuser spells it."""
+"""Inspection of definitions by nvFuser's names: inputs, ops, axes, kernels, scheduled IR."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuser.support.errors import ShardingError
 
 
 def two_kernels() -> FusionDefinition:
-    """A kernel, a library call and two kernels more, one of which takes a number."""
+    """Defines a kernel, a library call and two more kernels, one of which reads a scalar."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         w = fd.define_tensor([-1, -1], contiguity=True)
@@ -160,7 +160,7 @@ def test_kernels_of_a_rank_are_of_its_shards() -> None:
 
 
 def gathered_linear(d: int) -> FusionDefinition:
-    """x [DIDx(m), k] and w [DIDx(n), k] -> [m, DIDx(n)]."""
+    """Defines x [DIDx(m), k] and w [DIDx(n), k] -> [m, DIDx(n)]."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         w = fd.define_tensor([-1, -1], contiguity=True)
@@ -239,7 +239,7 @@ def test_versions_are_ordered_by_their_numbers() -> None:
 
 
 def test_a_descriptor_tells_order_and_contiguity() -> None:
-    """Checked against torch: a permutation of a dense tensor, parts of one, expanded axes."""
+    """Compares with torch: permutations of dense tensors, parts of tensors, expanded axes."""
     dense = torch.empty(3, 4, 5)
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         found = fuser.compute_tensor_descriptor(

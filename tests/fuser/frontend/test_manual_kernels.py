@@ -56,7 +56,7 @@ def test_execute_and_manual_execute_exclude_each_other() -> None:
 @pytest.mark.parametrize("inner", [True, False], ids=["inner", "outer"])
 @pytest.mark.parametrize("n", [7, 10, 12, 130])
 def test_an_rfactored_split_need_not_divide(n: int, inner: bool) -> None:
-    """What the last part lacks is read by nobody."""
+    """The last part of a split may be incomplete; its missing elements are never read."""
     with FusionDefinition() as fd:
         total = fd.ops.sum(fd.define_tensor([-1, -1], contiguity=True), dim=1)
         fd.add_output(total)
@@ -102,7 +102,8 @@ HANDS: dict[str, Callable[[TensorView], object]] = {
 @pytest.mark.parametrize("hand", HANDS.values(), ids=HANDS)
 @pytest.mark.parametrize("of_sum", [False, True], ids=["pointwise", "sum"])
 def test_execute_schedules_by_itself(hand: Callable[[TensorView], object], of_sum: bool) -> None:
-    """Loops by hand say nothing about values, and are `manual_execute`'s."""
+    """`execute` ignores the user's loops, which do not change values. `manual_execute` uses
+    them."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         out = fd.ops.sum(fd.ops.exp(x), dim=1) if of_sum else fd.ops.exp(x)
@@ -140,7 +141,7 @@ def test_axis_of_any_extent_gives_a_block_its_threads(reduces: bool) -> None:
 
 
 def _reshaped(shape: list[int]) -> tuple[FusionDefinition, list[TensorView]]:
-    """Tensors above a reshape get the transforms of one below it, and are inlined there."""
+    """Applies the transforms of a tensor below a reshape to those above it, and inlines them."""
     with FusionDefinition() as fd:
         x = fd.define_tensor(shape, contiguity=True)
         y = fd.ops.add(x, 1.0)

@@ -1,4 +1,4 @@
-"""KernelExecutor: one kernel of a fusion that is scheduled by hand, and what may be asked of it."""
+"""KernelExecutor: one kernel of a fusion that the user has scheduled, and its queries."""
 
 from __future__ import annotations
 

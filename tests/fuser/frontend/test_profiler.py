@@ -1,4 +1,4 @@
-"""PythonProfiler and FUSER_PROF: what a run took, with the results and side effects of one run."""
+"""PythonProfiler and FUSER_PROF: a profile, with the results and side effects of one run."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_fields_have_the_names_of_nvfuser() -> None:
 
 
 def two_kernels() -> FusionDefinition:
-    """x [m, k], w [n, k], a row that is expanded: a linear, a pointwise kernel, a reduction of
-    something else: that of y would be one kernel with y + 1."""
+    """Defines x [m, k], w [n, k] and an expanded row: a linear, a pointwise kernel, and a reduction
+    of another tensor. A reduction of y would be one kernel with y + 1."""
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         y = fd.ops.linear(x, w)
@@ -67,7 +67,7 @@ def two_kernels() -> FusionDefinition:
 def check_sums(profile: FusionProfile) -> None:
     rows = profile.kernel_profiles
     assert profile.kernel_time_ms == pytest.approx(sum(k.time_ms for k in rows))
-    # On a CPU one thing runs after the other.
+    # On a CPU, ops run one after the other.
     assert 0 < profile.kernel_time_ms <= profile.host_time_ms <= profile.cuda_evt_time_ms
     for k in rows:
         assert k.time_ms > 0
@@ -76,7 +76,7 @@ def check_sums(profile: FusionProfile) -> None:
     nbytes = profile.input_bytes + profile.output_bytes
     gbs = nbytes / (profile.kernel_time_ms * 1e-3) / 1e9
     assert profile.effective_bandwidth_gbs == pytest.approx(gbs)
-    # A CPU tells none of these.
+    # A CPU provides none of these values.
     assert profile.percentage_peak_bandwith is None
     for k in rows:
         assert (k.device, k.registers, k.percentage_peak_bandwidth) == (None, None, None)
@@ -252,7 +252,7 @@ def test_refusals() -> None:
         PythonProfiler().__enter__()
     with pytest.raises(ArgumentError, match="auto_scheduled"):
         PythonProfiler("yes")  # pyright: ignore[reportArgumentType]
-    # What failed has left nothing on.
+    # The failed block has left no profiler active.
     fd.execute(given)
     with pytest.raises(NotCompiledError):
         fuser.get_fusion_profile()
@@ -296,7 +296,7 @@ def test_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ------------------------------------------------------------------ several ranks
 def check_linear_of_rows() -> None:
-    """x [m, k] and w [n, k] cut on k: a local product, and one allreduce of [m, n]."""
+    """Shards x [m, k] and w [n, k] on k: a local product, and one allreduce of [m, n]."""
     here = Communicator.instance()
     d = here.size()
     m, n, k = 4, 3, 8
@@ -325,7 +325,7 @@ def check_linear_of_rows() -> None:
 
 
 def check_steps() -> None:
-    """A stream loop: a row for each step of each op, and none for a wait."""
+    """A stream loop has a row for each step of each op, and none for waits."""
     fd, inputs, want = streamed_linear(Communicator.instance().size())
     with PythonProfiler() as prof:
         (out,) = fd.execute(inputs)
@@ -337,7 +337,7 @@ def check_steps() -> None:
 
 
 def check_all_profile() -> None:
-    """A rank that profiles does not meet one that executes; nobody runs."""
+    """If one rank profiles and another executes, both raise an error and nothing runs."""
     rank = Communicator.instance().rank()
     fd = row_parallel((0, 1))
     with pytest.raises(ProgramMismatchError, match=r"// profiled"):
@@ -365,7 +365,7 @@ def test_on_simulated_ranks(check: Callable[[], None]) -> None:
 
 
 def test_a_wait_counts_for_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at the clock is a second later, so every op takes one."""
+    """Each reading of the fake clock is one second later, so every op takes one second."""
     here = threading.local()
 
     def tick() -> float:

@@ -1,4 +1,5 @@
-"""Programs are shared by structure and bounded: ranks and equal definitions make one lowering."""
+"""Programs are shared by structure, and the cache is bounded: ranks and equal definitions lower
+once."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_simulated_ranks_and_repeated_calls_make_one_lowering() -> None:
             for out in world.run(lambda: rank(multidevice.Communicator.instance().rank())):
                 torch.testing.assert_close(out, expected)
     assert PROGRAMS.lowerings - before == 1
-    # Each kernel was asked for once, not once per rank and run.
+    # Each kernel was requested once, not once per rank and run.
     kernels = fd.fec.statistics()["kernels"]
     assert kernels >= 1 and kernel_requests() - requests == kernels
 

@@ -1,4 +1,5 @@
-"""The entry of later calls: what is known of the latest class is used for it alone."""
+"""The cache entry of repeated calls: facts about one class of inputs are used for this class
+only."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:input 0.*requires grad")
 @pytest.mark.parametrize("name", _OTHERS)
 def test_other_inputs_after_the_latest(name: str) -> None:
-    """What the glance at the latest class must tell apart."""
+    """The quick check of the latest class must reject inputs of these other classes."""
     fd = _double()
     plain, other = torch.randn(4, 6), _OTHERS[name](torch.randn(4, 6))
     for value in (plain, plain, other, plain, other, other):
@@ -53,7 +54,7 @@ def test_other_inputs_after_the_latest(name: str) -> None:
 
 
 class _Hostile:
-    """What raises whatever it is asked for."""
+    """An object that raises on every access."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"nobody asks for {name}")
@@ -114,7 +115,7 @@ def test_options_of_one_call_do_not_stay() -> None:
 
 
 def test_a_rank_outside_of_the_mesh_gets_nothing() -> None:
-    """In each call, also of an output of two axes."""
+    """Such a rank gets a tensor of shape [0] in each call, also for an output with two axes."""
 
     def body() -> tuple[int, ...]:
         fd = _double()
@@ -130,7 +131,8 @@ def test_a_rank_outside_of_the_mesh_gets_nothing() -> None:
 
 
 def test_the_glance_in_c_tells_what_the_other_one_does() -> None:
-    """It never says yes to what Python's tells apart, and asks it about all else."""
+    """The quick check in C never accepts inputs that Python's check rejects; in doubt, it calls
+    that one."""
     runner = compiled_runner.wait(HANG_S)
     if runner is None:
         pytest.skip(compiled_runner.why_not())
@@ -156,7 +158,7 @@ def test_the_glance_in_c_tells_what_the_other_one_does() -> None:
     for given in ([], plain[:1], plain * 2, iter(plain), None, plain[::-1]):
         assert glance(given) is None
         assert asked.pop() is given
-    # A storage that has become too small, and a gradient that is wanted since.
+    # A storage that has shrunk, and a tensor that has come to require a gradient.
     plain[1].untyped_storage().resize_(4)
     assert glance(plain) is None and asked.pop() is plain
 

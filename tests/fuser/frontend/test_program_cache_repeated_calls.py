@@ -1,4 +1,4 @@
-"""What a call costs the host that has come before: how many functions it passes through."""
+"""The host time of a repeated call, measured by the number of Python functions that it calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.counted_calls import name_of
 
 
 class _Nothing:
-    """A graph that does nothing, and what captures it."""
+    """A graph that does nothing, and the object that captures it."""
 
     stream = 0
 
@@ -49,7 +49,7 @@ class _Nothing:
 
 
 def python_calls(call: Callable[[], object]) -> Counter[str]:
-    """Returns which functions of the packages are called, and how often."""
+    """Returns how often each function of the packages is called."""
     found: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -77,7 +77,8 @@ def test_a_kernel() -> None:
 
 
 def test_a_graph_and_the_agreement_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many functions, however many steps the graph repeats and tensors it reads."""
+    """The number of functions does not depend on the steps of the graph and the tensors that it
+    reads."""
     monkeypatch.setitem(MAKERS, "cpu", _Nothing)
     # Simulated ranks are threads that take turns.
     monkeypatch.setattr(cuda_graphs.USERS, "alone", lambda: nullcontext([]))
@@ -96,7 +97,8 @@ def test_a_graph_and_the_agreement_before_it(monkeypatch: pytest.MonkeyPatch) ->
         del held
         for _ in range(60):
             fd.execute(inputs)
-        # Where an output lies in a place of its own, a twin of the graph may be made for that.
+        # If the address of an output differs, a second graph may be captured for it. The smallest
+        # of several counts excludes that.
         calls = [python_calls(lambda: fd.execute(inputs)) for _ in range(5)]
         found = min(calls, key=Counter.total)
         assert any(line.startswith("captured: ") for line in fd.cuda_graphs()), fd.cuda_graphs()
@@ -106,8 +108,8 @@ def test_a_graph_and_the_agreement_before_it(monkeypatch: pytest.MonkeyPatch) ->
     assert alone.total() <= 26, alone
     with simulate(2) as world:
         for found in world.run(count):
-            # What simulated ranks do while they wait for one another, and to have generators of
-            # their own, is not counted.
+            # Not counted: functions with which simulated ranks wait for one another, and switch
+            # their random generators.
             said = {name_of(CallTokens.say), name_of(call_token)}
             others = {
                 f"{a.__module__}." for a in (SimulatedControl, poll_until, Generators, CallTokens)

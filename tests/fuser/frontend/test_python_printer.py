@@ -1,4 +1,5 @@
-"""`repr(fd)` is a Python program: it makes an equal fusion, equal text, values and strides."""
+"""`repr(fd)` is a Python program that defines an equal fusion, with equal text, values and
+strides."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_every_op_of_scalars_is_defined_again(dtype: DataType) -> None:
 
 
 def test_every_node_has_a_statement() -> None:
-    """A new node class needs a row in `python_statements`, or is the compiler's own."""
+    """A new node class needs a row in `STATEMENTS`, unless only the compiler creates it."""
     kinds = [k for k in Op.REGISTRY.values() if issubclass(k, TensorOp)]
     of_ours = [k for k in kinds if k.__module__.startswith("fuser.")]
     leaves = {k for k in of_ours if k.fields_of("result") and not k.__subclasses__()}
@@ -132,7 +133,7 @@ def test_random_programs_compute_the_same(seed: int) -> None:
         for one in (fd, other):
             given = case.passed(call, "cpu")
             outs = one.execute(given)
-            # Updated inputs are results, too.
+            # Updated inputs count as results.
             results.append([*outs, *(t for t in given if isinstance(t, torch.Tensor))])
         assert_same(*results)
 
@@ -187,7 +188,7 @@ is_cpu=False)
     )
 
 
-# The calls of section "repr" of nvFuser's interface: what is written, and how it is spelled.
+# The calls of section "repr" of nvFuser's interface: a call, and its printed text.
 SPELLED: list[tuple[Callable[..., Any], str]] = [
     (lambda fd, x: fd.ops.sum(x, 1), "fd.ops.sum(tv0, dims=[1], dtype=DataType.Float)"),
     (lambda fd, x: fd.ops.max(x, 0), "fd.ops.max(tv0, dims=[0])"),
@@ -286,7 +287,7 @@ def test_sizes_and_numbers_are_those_that_were_written() -> None:
 
 
 def test_a_clamped_slice_is_a_view_for_the_copy_too() -> None:
-    """The literals of its sizes are Python's numbers there, and were extents."""
+    """In the copy, sizes that were extents are Python numbers."""
 
     def define(fd: FusionDefinition) -> None:
         x = fd.define_tensor([1, -1, -1])
@@ -319,9 +320,9 @@ def test_every_line_is_one_statement_of_python() -> None:
     assert len(function.body) == len(repr(written(sizes)).splitlines()) - 1
 
 
-# ------------------------------------------------------------------ what is no op
+# ------------------------------------------------------------------ numbers, updates and extents
 def test_numbers_follow_from_the_structure() -> None:
-    """What stood in a definition before, in other numbers, does not show."""
+    """Names do not depend on numbers that an earlier part of the definition used up."""
 
     def define(fd: FusionDefinition, names: int) -> None:
         x = fd.define_tensor([-1, -1])
@@ -359,7 +360,7 @@ def test_updates_are_hidden_or_not_as_they_were() -> None:
 
 
 def test_sizes_that_an_update_or_an_expand_makes_equal() -> None:
-    """No op says so: ops that stand behind rely on it."""
+    """No op implies these equalities, but later ops rely on them."""
 
     def define(fd: FusionDefinition) -> None:
         x, y = fd.define_tensor([-1, -1], contiguity=True), fd.define_tensor([4, 6])
@@ -428,7 +429,7 @@ def test_a_mesh_that_an_op_copied_is_none_of_the_users() -> None:
 
 
 def scheduled(fd: FusionDefinition) -> None:
-    """Everything that a user may do to a tensor's axes, and to its memory."""
+    """Applies every call that a user may make on a tensor's axes and memory."""
     x = fd.define_tensor([-1, 8, 6, 4], contiguity=True)
     n = fd.define_scalar(None, DataType.Int)
     y, z, w = fd.ops.exp(x), fd.ops.neg(x), fd.ops.stride_order(x, [0, 2, 3, 1])
@@ -471,7 +472,7 @@ def test_a_schedule_by_hand_runs_the_same() -> None:
 
 
 def copied(fd: FusionDefinition) -> None:
-    """Copies that schedules insert lie as what they copy."""
+    """Copies that schedules insert have the memory order of their operand."""
     x = fd.define_tensor([-1, 32])
     w = fd.define_tensor([-1, 32], stride_order=[0, 1], contiguity=[True, False])
     y = fd.ops.mul(fd.ops.exp(x), w)

@@ -1,4 +1,4 @@
-"""`validate` and its tolerances; expected tolerances are rows of the published table."""
+"""`validate` and its tolerances. The expected tolerances are rows of the published table."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_what_contraction_and_halves_in_between_change_is_accepted(kind: str) ->
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1], contiguity=True, dtype=dtype) for _ in range(2))
         if kind == "a half in between":
-            # torch rounds the product to Half, a kernel need not.
+            # torch rounds the product to Half; a kernel may omit that.
             middle = fd.ops.cast(fd.ops.cast(fd.ops.mul(x, y), DataType.Half), DataType.Float)
             fd.add_output(fd.ops.mul(fd.ops.sub(middle, fd.ops.cast(x, DataType.Float)), 1000.0))
             inputs = [a, b]
@@ -173,14 +173,14 @@ def test_what_contraction_and_halves_in_between_change_is_accepted(kind: str) ->
             inputs = [a, b, c, d]
             wide = c.double() if kind == "a product less itself" else c.double() * exact[3]
             result = (exact[0] * exact[1] - wide).float()
-    # What a fused multiply-add, or a kernel without the rounding, gives.
+    # The result of a fused multiply-add, or of a kernel that omits the rounding.
     fuser.validate_with_auto_inferred_outputs(fd.fusion, [result], inputs)
     fd.validate(inputs)
     wrong = result.clone()
     wrong[7] += 64 * result.abs().max()
     with pytest.raises(fuser.ValidationError, match="1 of 20000 elements"):
         fuser.validate_with_auto_inferred_outputs(fd.fusion, [wrong], inputs)
-    # Roundings are no licence for errors of more digits.
+    # Larger errors than such a rounding are not accepted.
     with pytest.raises(fuser.ValidationError):
         size = (exact[0] * exact[1]).abs() * (20.0 if dtype is DataType.Half else 1e-5)
         fuser.validate_with_auto_inferred_outputs(fd.fusion, [result + size.float()], inputs)

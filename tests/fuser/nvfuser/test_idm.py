@@ -1,4 +1,4 @@
-"""`fuser.idm`: which axes are one, in each mode."""
+"""`fuser.idm`: which axes are mapped, in each mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E, A, B, P = MODES
 
 
 def mapped(fd: FusionDefinition, a: Any, b: Any) -> list[bool]:
-    """Whether two axes are one, in each mode."""
+    """Returns whether two axes are mapped, for each mode."""
     model = idm.IdModel(fd.fusion)
     sets = [model.maybe_build_graph(mode).disjoint_val_sets() for mode in MODES]
     found = [s.strict_are_mapped(a, b) for s in sets]
@@ -51,7 +51,7 @@ def test_splits_of_other_factors_differ() -> None:
 
 
 def test_a_split_is_equal_by_what_it_makes() -> None:
-    """24 by 4 within is 24 by 6 around."""
+    """24 split by an inner 4 equals 24 split by an outer 6."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([24])
         y = fd.ops.neg(x)
@@ -87,7 +87,7 @@ def test_a_broadcast_axis_and_what_it_becomes() -> None:
         z.split(0, 4)
     assert mapped(fd, one, many) == [False, False, True, True]
     assert mapped(fd, wide.axis(2), z.axis(2)) == [True] * 4
-    # Split alike, they stay one.
+    # After equal splits, they are still mapped.
     assert mapped(fd, wide.axis(0), z.axis(0)) == [False, False, True, True]
     assert mapped(fd, wide.axis(1), z.axis(1)) == [False, False, True, True]
 
@@ -104,7 +104,7 @@ def test_an_expanded_axis_merged_with_a_concrete_one() -> None:
 
 
 def test_each_mode_maps_what_those_before_do() -> None:
-    """And no other pair of axes of equal classes."""
+    """Each mode maps the pairs of the mode before it, and no unexpected ones."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 6, -1])
         w = fd.define_tensor([-1])
@@ -149,7 +149,7 @@ def test_mapped_by_the_user() -> None:
     assert sets.strict_are_mapped(a, b)
     assert sets.strict_are_mapped(x.axis(0), y.axis(0))
     assert not sets.strict_are_mapped(x.axis(0), y.axis(1))
-    # The graph is the model's, and that of this mode alone.
+    # The change affects this model's graph, and only that of this mode.
     assert model.maybe_build_graph(P) is graph
     other = model.maybe_build_graph(E).disjoint_val_sets()
     assert not other.strict_are_mapped(a, b)
@@ -219,7 +219,7 @@ def test_extents_that_cannot_be_one() -> None:
 
 
 def test_vals_are_all_values() -> None:
-    """Tensors, their domains and axes, and scalars: extents too."""
+    """Tensors, their domains and axes, and scalars, including extents."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8])
         s = fd.define_scalar(None, fuser.DataType.Double)

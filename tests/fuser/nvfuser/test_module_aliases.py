@@ -1,4 +1,5 @@
-"""Every member of nvFuser's Python API outside of its ops: it is there, or refused in words."""
+"""Every member of nvFuser's Python API other than ops exists, or raises an error that says what to
+use."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 import fuser
 from fuser import FusionDefinition, ParallelType, UnsupportedError
 
-# Object -> its members. Those behind `|` are refused; `test_refused_members` calls them.
+# Object -> its members. Those after `|` raise an error; `test_refused_members` calls them.
 MEMBERS = {
     "fuser": """FusionDefinition LruFusionCache version __version__ define_tensor define_scalar
         translate_fusion compute_tensor_descriptor validate_with_auto_inferred_outputs
@@ -132,7 +133,7 @@ def test_refused_members_say_so(of: str, name: str) -> None:
     }
     with pytest.raises(UnsupportedError) as caught:
         calls.get(name, lambda: getattr(OBJECTS[of], name))()
-    # It says why, or what to use.
+    # The message has the reason, or the replacement.
     assert name in str(caught.value) and ":" in str(caught.value)
 
 

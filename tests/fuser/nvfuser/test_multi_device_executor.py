@@ -1,4 +1,4 @@
-"""MultiDeviceExecutor: the programs that nvFuser's users know, as text and as numbers."""
+"""MultiDeviceExecutor: programs that users of nvFuser know, as text and as numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ Meaning = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A definition (its inputs and output), global shapes, the meaning, ranks and parameters."""
+    """A definition (its inputs and output), global shapes, the reference, the number of ranks, and
+    parameters."""
 
     define: Callable[[FusionDefinition], tuple[list[TensorView], TensorView]]
     shapes: tuple[tuple[int, ...], ...]
@@ -166,9 +167,10 @@ def matmul_allreduce(fd: FusionDefinition) -> tuple[list[TensorView], TensorView
 
 
 def matmul_reduce_scatter(d: int, *, exchanged: bool = False, extents: tuple[int, ...] = (6, 5, 7)):
-    """a [d, d, M/d, K/d] @ b [d, 1, K/d, N], and the sum over the first axis; rank r has row r.
+    """Defines a [d, d, M/d, K/d] @ b [d, 1, K/d, N], and the sum over the first axis; rank r has
+    row r.
 
-    `exchanged`: the blocks are sent to their owners, and summed there.
+    With `exchanged`, the blocks are sent to their owners and summed there.
     """
 
     def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
@@ -299,13 +301,15 @@ def test_programs_are_right_and_print_as_golden_texts(name: str) -> None:
 
 
 def symbolic_like(fd: FusionDefinition, *shapes: Sequence[int]) -> list[TensorView]:
-    """Defines tensors of any sizes where `static` gives numbers; 1 stays a broadcast."""
+    """Defines tensors with symbolic sizes in place of the numbers of `static`; 1 stays a
+    broadcast."""
     sizes = ([n if n == 1 else -1 for n in shape] for shape in shapes)
     return [fd.define_tensor(shape, contiguity=True) for shape in sizes]
 
 
 def structure(program: HostIrContainer) -> list[tuple[int, str]]:
-    """Returns the kind of every op and communication, and how many loops and branches hold it."""
+    """Returns the kind of every op and communication, and the number of loops and branches around
+    it."""
 
     def listed(ops: Sequence[Op], depth: int) -> Iterator[tuple[int, str]]:
         for op in ops:
@@ -380,7 +384,8 @@ def test_a_program_of_more_ranks_than_the_job_has_can_be_shown() -> None:
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "matmul_reduce_scatter"])
 def test_collectives_are_right_with_rank_offset(name: str) -> None:
-    """Devices that begin with their own blocks cannot gather or reduce one block together."""
+    """Ranks that begin with their own blocks cannot gather or reduce the same block at the same
+    time."""
     case = replace(CASES[name], params=RING)
     xs = [torch.randn(shape) for shape in case.shapes]
 

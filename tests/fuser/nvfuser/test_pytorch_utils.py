@@ -1,4 +1,4 @@
-"""`fuser.pytorch_utils` and `fuser.benchmark_utils`, as far as they need no GPU."""
+"""`fuser.pytorch_utils` and `fuser.benchmark_utils`, except for the parts that need a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Scaled dot product attention and its gradient, against brute force in float64."""
 
-# Ops are called with what they refuse, and with options that are put together.
+# Ops are called with wrong arguments, and with options from dictionaries.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_forward_and_backward(dtype: DataType, is_causal: bool) -> None:
         *operands, grad = given = draw([query, key, value, (*query[:3], value[3])], dtype, seed)
         wide = [t.double() for t in operands]
         expected = *attend(wide, is_causal=is_causal), *gradients(wide, grad, is_causal=is_causal)
-        # The later runs repeat the plan of the first.
+        # Later runs repeat the plan of the first.
         for _ in range(4):
             check(fd.execute(given), expected, dtype)
 
@@ -67,7 +67,7 @@ def test_scale_and_its_input(scale: float) -> None:
         )
         for out in (*results, *grads):
             fd.add_output(out)
-    # Numbers are inputs of each run.
+    # The numbers are inputs of each run.
     for is_causal, factor in itertools.product((False, True), (scale, 0.5)):
         how = {"is_causal": is_causal, "scale": factor}
         expected = *attend(wide, **how), *gradients(wide, grad, **how)  # pyright: ignore[reportArgumentType]
@@ -92,7 +92,8 @@ def test_operands_lie_anywhere(layout: str) -> None:
 
 @pytest.mark.parametrize("axis", range(4))
 def test_equal_rows_of_operands_make_results_of_their_own(axis: int) -> None:
-    """Of queries that memory holds once, each sees other keys; found by the sharded fuzzer."""
+    """Queries that are one row in memory attend to different keys. The sharded fuzzer found
+    this."""
     shape, flags = (2, 3, 4, 8), [None if k == axis else False for k in range(4)]
     one = tuple(slice(0, 1) if k == axis else slice(None) for k in range(4))
     *operands, grad = given = [t[one].expand(shape) for t in draw([shape] * 4)]
@@ -110,7 +111,7 @@ def test_equal_rows_of_operands_make_results_of_their_own(axis: int) -> None:
 
 
 def test_more_batches() -> None:
-    """Axes in front of the batch are batches."""
+    """Axes before the batch axis are batches, too."""
     *operands, grad = given = draw([(2, 3, 2, 2, 4, 8)] * 4)
     wide = [t.double() for t in operands]
     check(define(rank=6).execute(given), (*attend(wide), *gradients(wide, grad)), D.Float)
@@ -190,8 +191,8 @@ def test_one_tensor_as_all_operands() -> None:
 
 # ------------------------------------------------------------------ dropout
 def test_dropout() -> None:
-    """What is dropped follows from torch's generator, in each run anew, and backward drops it,
-    too."""
+    """The dropped weights come from torch's generator, new in each run; the gradient drops the same
+    ones."""
     p = 0.25
     fd = define(dropout_p=p)
     # Values that show the weights: output = weights @ I.
@@ -298,7 +299,7 @@ def test_what_is_no_gradient() -> None:
             call(philox_seed=tensor([2], D.Int))
         with pytest.raises(DefinitionError, match="philox_seed needs 2 elements"):
             call(philox_seed=tensor([3], D.UInt64))
-        # The gradient of what is repeated would be a sum.
+        # The gradient of an expanded operand would be a sum.
         with pytest.raises(DefinitionError, match="along N"):
             call(key=tensor([1, 3, 4, 8]))
         with pytest.raises(DefinitionError, match="sdpfa_bwd"):
@@ -333,7 +334,8 @@ def test_seeds_are_stored_and_not_computed_with() -> None:
 
 
 def test_what_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In no run: the first ones, those that a plan repeats, those of new sizes."""
+    """A result that nothing reads is not computed: in first runs, in runs that repeat a plan, and
+    in runs with new sizes."""
     seen: list[object] = []
 
     def spied(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,5 +358,5 @@ def test_what_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
         expected, _ = attend([t.double() for t in operands])
         torch.testing.assert_close(got.double(), expected.relu(), rtol=2e-6, atol=2e-6)
         assert not zeros.view(torch.int64).any()
-    # Once for each of the sizes; dry runs, which compute nothing, read all.
+    # Called once for each size. Dry runs, which compute nothing, ask for all results.
     assert seen[-1] == (True, False, True, False) and len(seen) >= 3

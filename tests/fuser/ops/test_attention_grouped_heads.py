@@ -1,4 +1,4 @@
-"""Attention whose keys and values have fewer heads (`enable_gqa`), against repeated heads in
+"""Attention with fewer heads of keys and values (`enable_gqa`), compared with repeated heads in
 float64."""
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def define(
     place: Callable[[dict[str, TensorView]], None] = lambda tensors: None,
     backward: bool = True,
 ) -> FusionDefinition:
-    """Defines the results of forward and the gradients; `sizes` are the heads of query and key."""
+    """Defines the results of the forward and the gradients; `sizes` are the heads of query and
+    key."""
     with FusionDefinition() as fd:
 
         def tensor(heads: int) -> TensorView:
@@ -87,7 +88,8 @@ def test_heads_that_are_declared(sizes: tuple[int, int]) -> None:
 
 
 def test_more_batches_and_projections() -> None:
-    """Axes in front of the batch; heads that lie side by side, and gradients that do, too."""
+    """Axes before the batch axis; heads that are adjacent in memory, and gradients that are,
+    too."""
     given = draw(shapes_of(4, 2, 3))
     check(define(rank=5).execute(given), expected_of(given, is_causal=False), D.Float)
     beside = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in draw(shapes_of(4, 2))]
@@ -171,7 +173,7 @@ def run_cut(names: tuple[str, ...], heads: int, groups: int) -> list[torch.Tenso
 @pytest.mark.finding("G1")
 @pytest.mark.parametrize("names", [OPERANDS, ("query",), ("key",), ("value", "grad")])
 def test_heads_are_cut(names: tuple[str, ...]) -> None:
-    """Those of keys with those of queries, whichever of them the user cuts."""
+    """Heads of keys are sharded as those of queries, whichever of them the user shards."""
     with simulate(2) as world:
         results = world.run(run_cut, names, 8, 4)
     expected = expected_of(draw(shapes_of(8, 4)), is_causal=False)
@@ -200,8 +202,8 @@ def run_beside(
     is_static: bool,
     is_grouped: bool,
 ) -> list[torch.Tensor]:
-    """Runs forward on a rank with a bias, a mask, or both, that are whole; operands whose initials
-    are in `names` are cut."""
+    """Runs the forward on a rank with a replicated bias, mask, or both. Operands whose initials are
+    in `names` are sharded."""
     mesh, placements = MESHES[where]
     with FusionDefinition() as fd:
         tensors = [fd.from_pytorch(t, is_static) for t in (*operands, *named.values())]
@@ -226,7 +228,7 @@ def run_beside(
 def test_heads_are_cut_beside_a_bias_or_mask_of_any_broadcast(
     where: str, names: str, groups: int
 ) -> None:
-    """One head of a bias or mask is read on all devices; several heads are cut with those of
+    """A bias or mask with one head is replicated; with several heads, they are sharded as those of
     queries."""
     mesh, placements = MESHES[where]
     for k, shape in enumerate(itertools.product((1, 2), (1, 8), (1, 3))):
@@ -248,7 +250,7 @@ def test_heads_are_cut_beside_a_bias_or_mask_of_any_broadcast(
 def block(
     whole: torch.Tensor, rank: int, mesh: DeviceMesh, placements: list[Shard | Replicate]
 ) -> torch.Tensor:
-    """Returns the part of a tensor that a rank of row-major devices has."""
+    """Returns a rank's shard of a tensor, on devices in row-major order."""
     places = torch.unravel_index(torch.tensor(rank), mesh.shape)
     for size, place, placement in zip(mesh.shape, places, placements, strict=True):
         if isinstance(placement, Shard):
@@ -260,7 +262,7 @@ def block(
 def test_heads_of_keys_that_devices_cannot_share_evenly_are_refused(
     heads: int, groups: int
 ) -> None:
-    """A rank would read keys of heads that another one has."""
+    """Otherwise a rank would need key heads that another rank has."""
     words = r"sdpfa_(fwd|bwd): \d heads? of its (key|value), .*cut batches instead of heads; or"
     with simulate(2) as world, pytest.raises(FuserError, match=words):
         world.run(run_cut, ("query",), heads, groups)
@@ -272,7 +274,7 @@ def run_few(
     is_static: bool,
     placements: list[Shard | Replicate],
 ) -> list[torch.Tensor]:
-    """Runs forward on a rank of four with queries that are cut, keys and values that are whole."""
+    """Runs the forward on a rank of four, with sharded queries and replicated keys and values."""
     shape: Any = [[0, 1], [2, 3]] if len(placements) == 2 else range(4)
     mesh = DeviceMesh(shape)
     with FusionDefinition() as fd:

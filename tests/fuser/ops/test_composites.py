@@ -1,5 +1,5 @@
-"""Ops of torch.nn.functional: values, dtypes and refusals are torch's, and each is as few kernels
-as what is written by hand."""
+"""Ops of torch.nn.functional: values, dtypes and errors are torch's, and each needs as few kernels
+as a version written by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def define(build: Build, given: Sequence[Tensor], *, static: bool = False) -> Fu
 
 
 def run(build: Build, *given: Tensor, static: bool = False) -> Tensor:
-    """Returns the first result, which a run from the definition's text has again."""
+    """Returns the first result, after checking that a run from the definition's text has the
+    same."""
     fd = define(build, given, static=static)
     (found,) = fd.execute(list(given))
     names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
@@ -217,7 +218,7 @@ def test_dropout_keeps_the_share_that_is_asked_for_and_draws_anew(dtype: torch.d
     assert torch.equal(fd.execute([x])[0], first) and not torch.equal(first, second)
     kept = first != 0
     check(first[kept], x.double()[kept] / 0.75, dtype)
-    # Six deviations of the share that is kept.
+    # Six standard deviations of the share of kept elements.
     assert abs(kept.double().mean().item() - 0.75) < 6 * (0.75 * 0.25 / x.numel()) ** 0.5
 
 
@@ -462,7 +463,7 @@ def _run_cut(name: str, axis: int, *, static: bool) -> Tensor:
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("name", SHARDED)
 def test_composites_of_cut_tensors_equal_torch(name: str, axis: int, static: bool) -> None:
-    """Cuts along the axis that an op goes over (tensor-parallel), or another one (data- and
+    """Sharded along the axis of the op (tensor-parallel), or along another one (data- or
     sequence-parallel)."""
     _, of_torch, shapes = SHARDED[name]
     expected = of_torch(*(draw(*s, seed=k) for k, s in enumerate(shapes)))

@@ -81,7 +81,7 @@ def test_values(dtype: DataType, static: bool, bias: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_other_sizes_of_one_definition(bias: bool) -> None:
-    """The pattern of the first run serves the others."""
+    """The recorded plan of the first run serves the other sizes."""
     fd = definition(operands((2, 3, 5), (3, 4, 5), bias=bias))
     for b, s, d, n, k in ((2, 3, 3, 4, 5), (4, 7, 2, 6, 3), (3, 2, 5, 2, 8), (2, 2, 2, 2, 2)):
         for _ in range(3):
@@ -97,11 +97,11 @@ def test_extents_of_0_and_1(bias: bool, static: bool) -> None:
         check(definition(given, static=static).execute(given)[0], given)
 
 
-# Small products are summed by other code of torch's than large ones.
+# torch sums small products by other code than large ones.
 @pytest.mark.parametrize("size", [2, 64])
 @pytest.mark.parametrize(("dtype", "odd"), [(D.BFloat16, 257), (D.Half, 2049)])
 def test_the_sum_with_the_bias_is_rounded_once(dtype: DataType, odd: int, size: int) -> None:
-    """The product is odd, no number of the dtype; with the bias, 1, it is one."""
+    """The product alone is odd, and the dtype cannot hold it. With the bias, 1, it can."""
     x = torch.ones(size, 2, dtype=to_torch(dtype))
     weight = torch.ones(3, size, 2, dtype=x.dtype)
     weight[..., 0] = odd - 1
@@ -179,8 +179,8 @@ def test_rfactor_of_the_contracted_axis() -> None:
 
 
 # ------------------------------------------------------------------ ranks
-# The axis of each tensor that is cut (-1: none), and the types of the communications of weights,
-# rows and results.
+# The sharded axis of each tensor (-1: none), and the types of communication of weights, rows and
+# results.
 W, I, N, K = {"w": 0, "b": 0}, {"x": 0}, {"w": 1, "b": 1}, {"x": 1, "w": 2}
 CUTS: dict[str, tuple[Mapping[str, int], list[str]]] = {
     "batch": (W, []),
@@ -259,7 +259,7 @@ def cut_definition(
 def test_a_batch_and_the_sum_over_two_mesh_axes(
     dtype: DataType, lead: Shape, result: int | None
 ) -> None:
-    """x [*i, k on x], weight [w on y, v, n, k on x]: partial sums, then the bias, once."""
+    """x [*i, k on x], weight [w on y, v, n, k on x]: partial sums, and the bias is added once."""
     given = operands((*lead, 16), (4, 2, 8, 16), bias=True, dtype=dtype)
     want = meaning(given)
 
@@ -277,7 +277,7 @@ def test_a_batch_and_the_sum_over_two_mesh_axes(
             cut(w, 0, 2, Y)
             cut(out, 0, 2, Y)
             if result is not None:
-                # Inside of the batch's blocks, or of the second axis of weights.
+                # Within the blocks of the batch, or of the second axis of weights.
                 cut(out, result + 1, 2)
         tensors = (x, w, bias)
         shards = [multidevice.shard_tensor(t, tv) for t, tv in zip(given, tensors, strict=True)]

@@ -1,6 +1,6 @@
-"""grouped_mm beside a product per group in float64: any groups, layouts and ranks."""
+"""grouped_mm, compared with a product per group in float64: any groups, layouts and ranks."""
 
-# Ops are called with what they refuse, and with options that are put together.
+# Ops are called with wrong arguments, and with options from dictionaries.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def grouped(fd: Any, a: Any, b: Any, offsets: Any) -> Any:
 
 
 def reference(ragged: str, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Returns what each element sums up, in float64: that of its group, or nothing."""
+    """Returns the result in float64: for each element, the sum of its group, or 0 without a
+    group."""
     a, b, ends = a.double(), b.double(), offsets.tolist()
     places = torch.arange(max(*a.shape, *b.shape))
     parts = [(places >= x) & (places < y) for x, y in pairwise([0, *ends])]
@@ -84,7 +85,7 @@ def check(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("ragged", FORMS)
 def test_any_groups(ragged: str, strided: bool) -> None:
-    """Groups of any sizes, of none, none at all; extents of 0 and 1."""
+    """Groups of any sizes, empty groups, and no groups; extents of 0 and 1."""
     rng = random.Random(ragged)
     for _ in range(30):
         sizes = {c: rng.choice((0, 1, 2, 5, 7, 16)) for c in "gmnk"}
@@ -117,7 +118,7 @@ def test_layouts(ragged: str, layout: str) -> None:
 
 @pytest.mark.parametrize("ragged", FORMS)
 def test_one_definition_for_any_offsets(ragged: str) -> None:
-    """Groups change from run to run; kernels stand on either side."""
+    """Groups change from run to run. Kernels run before and after the product."""
 
     def build(fd: Any, a: Any, b: Any, offsets: Any) -> Any:
         return fd.ops.neg(fd.ops.grouped_mm(fd.ops.neg(a), b, offsets))
@@ -212,7 +213,7 @@ def test_costs_are_those_of_the_groups() -> None:
 def run_cut(
     ragged: str, cuts: dict[str, int], *, static: bool, sizes: dict[str, int] = SIZES
 ) -> tuple[torch.Tensor, int, str]:
-    """Runs on a rank; return results, how many collectives there were, and the program."""
+    """Runs on a rank; returns the results, the number of collectives, and the program."""
     given = draw_all(ragged, sizes, [1, 1, 4, 5], torch.float64)
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:
@@ -234,7 +235,7 @@ def run_cut(
     return out, fd.fec.statistics()["collectives"], program.full_text()
 
 
-# What is cut, and whether that needs communication.
+# Ragged axis -> (sharded axis of each tensor, number of communications).
 CUTS: dict[str, list[tuple[dict[str, int], int]]] = {
     "k": [
         ({"a": 0}, 0),
@@ -273,7 +274,8 @@ def test_any_cuts(ragged: str, static: bool) -> None:
 
 @pytest.mark.parametrize(("ragged", "axis"), [("k", 1), ("n", 0), ("n", 2), ("m", 0)])
 def test_a_cut_of_what_is_needed_whole_is_told(ragged: str, axis: int) -> None:
-    """As a host program by hand may have it."""
+    """A host program written by hand may shard an axis that the op needs whole: an error reports
+    it."""
     given = draw_all(ragged, SIZES, [1, 2, 3, 4])
     fd = define(grouped, given)
     (op,) = fd.fusion.exprs
@@ -285,7 +287,7 @@ def test_a_cut_of_what_is_needed_whole_is_told(ragged: str, axis: int) -> None:
 
 
 def test_no_graph_repeats_a_run() -> None:
-    """The offsets are read on the host: the plan says why it is not captured."""
+    """The host reads the offsets, so the plan reports why it cannot be captured."""
     fd = define(grouped, given := draw_all("m", SIZES, [1, 2, 3, 4]))
     fd.execute(given)
     (op,) = fd.fusion.exprs

@@ -1,6 +1,7 @@
-"""grouped_mm of floats of one byte with scales, beside float64: any groups, scales and ranks."""
+"""grouped_mm of floats of one byte with scales, compared with float64: any groups, scales and
+ranks."""
 
-# Ops are called with what they refuse, and with operands that are put together.
+# Ops are called with wrong arguments, and with operands from dictionaries.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Tensor = torch.Tensor
 Given = dict[str, Tensor]
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = {"g": 4, "m": 6, "n": 10, "k": 8, "1": 1}
-# The letters that each may have, and what of them is drawn.
+# Operand -> the forms of its axes that tests draw.
 OPERANDS = {
     "scale1": ("gm1", "m1", "g11", "1m1", "", "1"),
     "scale2": ("g1n", "1n", "g11", "11n", "", "11"),
@@ -64,7 +65,7 @@ def draw_given(
     letters: Mapping[str, str],
     bias: torch.dtype = torch.float32,
 ) -> Given:
-    """Returns matrices, offsets, and what else has letters, by name."""
+    """Returns matrices, offsets, and the optional operands that have letters, by name."""
     first, second = shapes(ragged, sizes)
     given = {"mat1": draw(first, E4), "mat2": draw(second, E5, 1)}
     given["offsets"] = torch.tensor(ends, dtype=torch.int32)
@@ -75,8 +76,10 @@ def draw_given(
 
 
 def reference(ragged: str, given: Given, *, sizes_only: bool = False) -> Tensor:
-    """Returns a product per group in float64, then what each element has of its group; with
-    `sizes_only`, of absolute values."""
+    """Returns a product per group in float64, scaled for each group.
+
+    With `sizes_only`, it is that of the absolute values.
+    """
     wide = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
     wide = {n: t.abs() if sizes_only else t for n, t in wide.items()}
     a, b, ends = wide["mat1"], wide["mat2"], given["offsets"].tolist()
@@ -98,7 +101,7 @@ def reference(ragged: str, given: Given, *, sizes_only: bool = False) -> Tensor:
 
 
 def of_group(x: Tensor, g: int, *, is_number: bool = False) -> Tensor:
-    """Returns what a group has of a scale or bias, or of a number per group."""
+    """Returns the part of a scale or bias, or of a number per group, that belongs to a group."""
     if x.numel() == 1:
         return x.reshape(())
     if is_number or x.ndim == 3:
@@ -116,7 +119,7 @@ def build(names: list[str], dtype: DataType) -> Callable[..., Any]:
 
 
 def check(ragged: str, given: Given, dtype: DataType = D.Float) -> None:
-    """Runs a definition as written and from its own text."""
+    """Runs a definition directly and from its own text."""
     (out,) = run(build([*given], dtype), *given.values(), options=())
     compare(out, ragged, given, dtype)
 
@@ -145,8 +148,8 @@ def test_each_operand_alone_and_all_of_them(ragged: str, dtype: DataType) -> Non
 
 @pytest.mark.parametrize("ragged", FORMS)
 def test_any_groups_and_extents(ragged: str) -> None:
-    """Groups of any sizes, of none, none at all; extents of 0 and 1, tiles of tensor cores; sizes
-    that the call brings."""
+    """Groups of any sizes, empty groups, and no groups; extents of 0 and 1, and tiles of tensor
+    cores; sizes that only the call knows."""
     rng = random.Random(ragged)
     for _ in range(40):
         sizes = {c: rng.choice((0, 1, 2, 5, 16, 32)) for c in "gmnk"} | {"1": 1}
@@ -185,7 +188,7 @@ def test_k_of_nothing_is_the_bias() -> None:
 
 @pytest.mark.parametrize("ragged", FORMS)
 def test_one_definition_for_any_offsets(ragged: str) -> None:
-    """Casts before and after are kernels; sizes and groups are new each time."""
+    """Kernels cast before and after the product. Sizes and groups are new in each call."""
     names = ["mat1", "mat2", "offsets", *ALL]
     with FusionDefinition() as fd:
         ranks = [*map(len, shapes(ragged, SIZES)), 1, *map(len, ALL.values())]
@@ -334,7 +337,7 @@ def test_costs_are_those_of_the_groups(ragged: str) -> None:
 def run_cut(
     ragged: str, letters: dict[str, str], cuts: dict[str, int], sizes: dict[str, int] = SIZES
 ) -> tuple[Tensor, int, str]:
-    """Runs on a rank; return results, how many collectives there were, and the program."""
+    """Runs on a rank; returns the results, the number of collectives, and the program."""
     given = draw_given(ragged, sizes, [1, 1, 4, 5], letters)
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:
@@ -351,7 +354,7 @@ def run_cut(
 
 
 ROWS, COLUMNS = {"mat1": -2, "scale1": -2, "bias": -2}, {"mat2": -1, "scale2": -1, "bias": -1}
-# What is cut, and the collectives that this needs: what is ragged, g and k are gathered.
+# Ragged axis -> (sharded axes, number of collectives). The ragged axis, g and k are gathered.
 CUTS: dict[str, list[tuple[dict[str, int], int]]] = {
     "k": [(ROWS, 0), (COLUMNS, 0), ({"mat1": -2}, 0), ({"alpha": 0}, 1), ({"mat1": -1}, 1)],
     "n": [(ROWS, 0), (COLUMNS, 3), ({"mat1": -2}, 0), ({"alpha": 0}, 1), ({"scale2": -1}, 1)],

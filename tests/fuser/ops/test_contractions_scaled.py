@@ -1,4 +1,4 @@
-"""Products of floats of one byte and quantisation in blocks, beside torch in float64."""
+"""Products of floats of one byte and block quantisation, compared with torch in float64."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_alpha_bias_beta(fields: tuple[bool, bool, bool], rank: int) -> None:
 
 
 def test_any_extents_and_strides() -> None:
-    """One, none, and more than one of each axis; factors in other orders and with gaps."""
+    """Extents of 0, 1 and more along each axis; factors in other memory orders and with gaps."""
 
     def build(a: Any, b: Any, s: Any, t: Any, c: Any) -> Any:
         return ops.scaled_mm(a, b, s, t, bias=c, dtype=D.Float)[0]
@@ -95,7 +95,7 @@ def test_any_extents_and_strides() -> None:
 
 
 def test_what_surrounds_a_product() -> None:
-    """Casts before and after are kernels; sizes that the call brings are new each time."""
+    """Kernels cast before and after the product. Sizes are new in each call."""
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         s = fd.define_tensor([])
@@ -141,7 +141,7 @@ def test_on_ranks(where: str, ranks: int) -> None:
     axis = {"m": 0, "n": 1}.get(where)
     whole = outs[0] if axis is None else torch.cat(outs, axis)
     torch.testing.assert_close(whole.double(), expected, rtol=1e-6, atol=1e-5)
-    # Bytes are gathered, not products.
+    # The one-byte operands are gathered, not the products.
     assert ("Allgather" in results[0][1]) == (where == "k")
 
 
@@ -149,7 +149,7 @@ def test_on_ranks(where: str, ranks: int) -> None:
 @pytest.mark.parametrize("expanded", ["scale1", "scale2", "bias"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_scale_for_all_rows(ranks: int, expanded: str, where: str) -> None:
-    """An axis that is one element many times has a size, and a part on each rank."""
+    """An expanded axis has a size, and a part on each rank."""
     a, b = factors(8, 16, 12)
     more = {"scale1": draw(8, 1), "scale2": draw(1, 12), "bias": draw(8, 12)}
     axis = 1 if expanded == "scale2" else 0

@@ -1,6 +1,7 @@
-"""Elementwise ops: dtypes and values against torch, in all layouts; promotion; call errors."""
+"""Elementwise ops: dtypes and values compared with torch, in all layouts; promotion; errors of
+calls."""
 
-# Ops are called with what they refuse, and with options that are put together.
+# Ops are called with wrong arguments, and with options from dictionaries.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ NUMBERS: list[Any] = [True, 3, 0.5, 2j, -0.0, numpy.float32(0.5), numpy.int64(3)
 
 
 def torch_with_number(dtype: DataType, rank: int, number: Any, name: str) -> torch.dtype:
-    """Returns torch's dtype of an op of a tensor and a number, of which half becomes Float."""
+    """Returns torch's dtype for an op on a tensor and a number, in which half dtypes become
+    Float."""
     operand = torch.ones([2] * rank, dtype=to_torch(dtype))
     plain = number if type(number) in (bool, int, float, complex) else number.item()
     result = torch.result_type(operand, plain)
@@ -180,7 +182,7 @@ def test_a_scalar_input_is_a_number_that_has_no_width() -> None:
         x, d = define_tensor([-1], dtype=D.Int), define_scalar(None, D.Double)
         assert ops.mul(x, d).dtype() is D.Float
         assert ops.mul(ops.cast(x, D.Double), d).dtype() is D.Double
-        # Scalars alone stay Python's numbers.
+        # Without a tensor, scalars remain Python numbers.
         assert ops.mul(d, 2).dtype is D.Double
         assert ops.mul(x, ops.mul(d, 2)).dtype() is D.Float
 
@@ -249,7 +251,7 @@ def test_dtype_errors_name_op_and_dtype() -> None:
 
 
 def _refuses_in_torch(name: str, arity: int) -> bool:
-    """Whether torch has no such op of complex numbers."""
+    """Whether torch does not support this op for complex numbers."""
     kind, _ = PUBLIC[name]
     z = torch.ones(2, dtype=torch.complex64)
     operands = [z.real] * 2 if name == "complex" else [z] * arity

@@ -1,4 +1,4 @@
-"""Python numbers beside tensors: dtypes and values are torch's, or nvFuser's as an option."""
+"""Python numbers with tensors: dtypes and values are torch's, or nvFuser's with an option."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def define(write: Callable[[Any, Any], Any], x: Tensor, **options: Any) -> Fusio
 
 
 def again(fd: FusionDefinition) -> FusionDefinition:
-    """Returns the definition that the text of another makes."""
+    """Returns the definition that the text of another one creates."""
     made: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
     exec(repr(fd), made)
     with FusionDefinition() as twin:

@@ -1,4 +1,4 @@
-"""Elementwise ops of scalars alone: computed by the host as torch computes them in float64."""
+"""Elementwise ops on scalars only: the host computes them as torch does in float64."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ D = DataType
 FLOATS = (0.5, -2.5, 3.0, 0.0, -0.0, 1.0, 7.25, 1e300, math.inf, -math.inf, math.nan)
 INTEGERS = (-(2**62), -9, -1, 0, 1, 2, 6, 2**40 + 1)
 BOOLS = (False, True)
-# Divisions by 0 have no value on the host.
+# On the host, divisions by 0 are errors.
 _DIVISIONS = ("div", "mod", "fmod", "remainder")
 
 
 def _operands(row: Row, values: Sequence[Number]) -> list[list[Number]]:
-    """Returns calls' values: each value beside itself and its neighbours in the list."""
+    """Returns the operands of calls: each value with itself and with its neighbours in the list."""
     n = len(values)
     calls = [
         [values[(i + k * step) % n] for k in range(row.arity)]
@@ -46,8 +46,11 @@ def _operands(row: Row, values: Sequence[Number]) -> list[list[Number]]:
 
 
 def _is_defined(row: Row, call: Sequence[Number]) -> bool:
-    """Whether the call has a value: no integer is divided by 0, shifts are by less than the width,
-    results stay below 64 bits. The sign of a NaN is nobody's."""
+    """Whether the call has a defined value.
+
+    No integer is divided by 0, shifts are below the width, and results fit into 64 bits. The sign
+    of a NaN is not defined.
+    """
     if any(isinstance(v, float) for v in call):
         return not (row.zero_sign and any(v != v for v in call))
     if row.name in _DIVISIONS:
@@ -60,7 +63,7 @@ def _is_defined(row: Row, call: Sequence[Number]) -> bool:
 
 
 def _expected(row: Row, call: Sequence[Number], dtype: DataType) -> torch.Tensor:
-    """Returns torch's result on 0-dim tensors of the widest dtype."""
+    """Returns torch's result for 0-dim tensors of the widest dtype."""
     if dtype is D.Bool and row.rule in ("default", "int") and row.name in BOOL_FN:
         return BOOL_FN[row.name](*map(torch.tensor, call))
     is_float = dtype in (D.Double, D.Float) or row.rule == "float"
@@ -103,7 +106,7 @@ def test_every_op_that_takes_scalars_has_a_reference() -> None:
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_values_are_those_of_torch(name: str) -> None:
-    """A call of symbols, evaluated and compiled, and the call of constants are one value."""
+    """A call on symbols, evaluated and compiled, and a call on constants have the same value."""
     row = REFERENCES[name]
     for dtype, values in _dtypes(row):
         types = [dtype] * row.arity
@@ -172,7 +175,7 @@ def test_the_rest_of_the_ops_that_take_scalars() -> None:
 
 
 def _program() -> tuple[Fusion, list[str]]:
-    """Returns a fusion with each op of one to three Double scalars as a factor of a tensor."""
+    """Returns a fusion in which each op on one to three Double scalars is a factor of a tensor."""
     names: list[str] = []
     fusion = Fusion()
     with FusionGuard(fusion):
@@ -196,7 +199,7 @@ def test_text_of_scalar_ops_reads_back() -> None:
 
 
 def test_kernels_take_what_the_host_computed() -> None:
-    """All in one program, whose later calls bring other numbers."""
+    """One program with all ops, whose later calls have other numbers."""
     names: list[str] = []
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], dtype=D.Double, contiguity=True)

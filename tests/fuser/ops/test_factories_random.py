@@ -1,4 +1,4 @@
-"""Random ops: what a call is told, their text, and their meaning against the definition."""
+"""Random ops: errors of calls, their text, and their values compared with the definition."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLOATS = (D.Float, D.Double, D.Half, D.BFloat16)
     ],
 )
 def test_the_reference_gives_the_published_words(word: int, words: tuple[int, ...]) -> None:
-    """Of counters and keys that are zeros, and ones, as the authors of Philox publish them."""
+    """For counters and keys of zeros and of ones, as the authors of Philox published them."""
     assert reference.philox((word, word), (word, word, word, word)) == words
 
 
@@ -59,7 +59,7 @@ def test_meaning(kind: str, dtype: DataType, key: tuple[int, int]) -> None:
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """A normal number differs by the rounding of log, sin and cos."""
+    """Requires equality up to the rounding of log, sin and cos."""
     error = {torch.float64: 1e-13, torch.float32: 3e-6}.get(got.dtype, torch.finfo(got.dtype).eps)
     torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
 

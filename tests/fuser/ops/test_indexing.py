@@ -1,4 +1,5 @@
-"""index_select, embedding_fwd, take_along_axis and gather as kernels, beside torch in float64."""
+"""index_select, embedding_fwd, take_along_axis and gather as kernels, compared with torch in
+float64."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ CASES: dict[str, tuple[tuple[Build, Callable[..., torch.Tensor]], Any, Any, int]
 def test_each(case: str, strided: bool, on: Sequence[str]) -> None:
     (build, reference), shape, index_shape, extent = CASES[case]
     if strided and 1 in (*shape, *index_shape) and ("repeated" in case or "one" in case):
-        # A symbolic extent is no broadcast: a gather takes it, what must match does not.
+        # A symbolic extent is no broadcast. gather accepts it; ops whose extents must match do not.
         strided = False
     table, index = draw(shape, torch.float32), draw_index(index_shape, extent)
     (out,) = run(build, table, index, on=on, strided=strided)
@@ -135,7 +136,7 @@ def test_dtypes(dtype: torch.dtype, index_dtype: torch.dtype) -> None:
 
 
 def test_many_at_random() -> None:
-    """Ranks, extents and axes that no case names."""
+    """Random ranks, extents and axes beyond the listed cases."""
     rng = random.Random(5)
     for seed in range(60):
         rank = rng.randint(1, 4)
@@ -155,14 +156,14 @@ def test_many_at_random() -> None:
         assert torch.equal(out, reference(table, index)), (seed, kind, shape, index_shape, dim)
 
 
-# ------------------------------------------------------------------ with what stands around them
+# ------------------------------------------------------------------ with ops around them
 def layer_norm(fd: Any, x: TensorView) -> TensorView:
     var, mean = fd.ops.var_mean(x, [-1], 0, True)
     return fd.ops.mul(fd.ops.sub(x, mean), fd.ops.rsqrt(fd.ops.add(var, 1e-5)))
 
 
 def norm_of_sums(fd: Any, words: Any, places: Any, ids: Any, at: Any) -> TensorView:
-    """The first layer of an encoder."""
+    """Defines the first layer of an encoder."""
     x = fd.ops.add(fd.ops.embedding_fwd(ids, words), fd.ops.embedding_fwd(at, places))
     return fd.ops.cast(layer_norm(fd, x), DataType.BFloat16)
 
@@ -177,7 +178,7 @@ def cross_entropy(fd: Any, x: Any, target: Any) -> TensorView:
 
 
 def cross_entropy_of_stored(fd: Any, x: Any, target: Any) -> TensorView:
-    """The table is what another kernel computes."""
+    """Defines a lookup whose table is the result of another kernel."""
     wide = fd.ops.cast(x, DataType.Float)
     shifted = fd.ops.sub(wide, fd.ops.max(wide, [1], True))
     log_p = fd.ops.sub(shifted, fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), [1], True)))
@@ -187,7 +188,8 @@ def cross_entropy_of_stored(fd: Any, x: Any, target: Any) -> TensorView:
 
 
 def along_of_stored(fd: Any, x: Any, target: Any) -> TensorView:
-    """The same, of extents that are known to be equal: what leads to a place is computed there."""
+    """Defines the same for extents that are known to be equal. The indices are computed in the same
+    kernel."""
     wide = fd.ops.cast(x, DataType.Float)
     shifted = fd.ops.sub(wide, fd.ops.max(wide, [1], True))
     log_p = fd.ops.sub(shifted, fd.ops.log(fd.ops.sum(fd.ops.exp(shifted), [1], True)))
@@ -455,7 +457,7 @@ def _one(fd: Any, dtype: torch.dtype) -> Any:
 
 
 def _places(rows: int, below: int, count: int) -> torch.Tensor:
-    """Returns places of which no row has one twice."""
+    """Returns indices such that no row has one twice."""
     generator = torch.Generator().manual_seed(rows)
     return torch.rand(rows, below, generator=generator).argsort(1)[:, :count]
 
@@ -518,7 +520,7 @@ def test_embedding_with_max_norm_equals_torch_and_leaves_the_table(
     table[3], table[4, 0] = 0.0, math.nan
     kept = table.clone()
     (out,) = run(build, index, table, on=DEVICES[2])
-    # Torch writes into its table.
+    # torch writes into its table, so it gets a copy.
     wide = table.double().clone()
     expected = F.embedding(index, wide, max_norm=2.5, norm_type=2.0 if order is None else order)
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
@@ -618,7 +620,7 @@ def test_sizes_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("place", [0, 3, -4, -1])
 def test_a_constant_place_is_one_of_the_axis(place: int) -> None:
-    """Known at the call: no NaN for what torch refuses."""
+    """A wrong constant index is an error of the call, as in torch, and does not become NaN."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1])
         fd.add_output(fd.ops.select(x, fd.define_scalar(place, DataType.Int), 1))

@@ -1,4 +1,4 @@
-"""Rows added where an index says, beside torch in float64."""
+"""index_put_accumulate: rows added at indices, compared with torch in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def build(acc: Any, index: Any, value: Any) -> Any:
 
 
 def wanted(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
-    """Adds row after row, in float64 or int64; those of rows that are not there are left out."""
+    """Adds row after row, in float64 or int64; rows for positions outside of the tensor are
+    ignored."""
     out = acc.double() if acc.dtype.is_floating_point else acc.long()
     out = out.clone()
     value = value.to(out.dtype).expand(len(index), *acc.shape[1:])
@@ -49,7 +50,7 @@ def test_dtypes_and_shapes(dtype: torch.dtype) -> None:
     rng = random.Random(4)
     for n, rest in ((4, ()), (1, (3,)), (7, (5, 2)), (30, (4,)), (0, (3,)), (3, (0,))):
         rows = rng.choice((1, 2, 5))
-        # Whole numbers of few digits: sums in any order are exact, and rounded once.
+        # Small integers: sums are exact in any order, and rounded once.
         acc, value = ((draw(k, *rest) * 2).round().to(dtype) for k in (rows, n))
         index = torch.randint(0, rows, (n,), generator=torch.Generator().manual_seed(n))
         index = index.to(rng.choice((torch.int64, torch.int32)))

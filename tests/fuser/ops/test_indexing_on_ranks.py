@@ -1,4 +1,4 @@
-"""Lookups of cut tables by cut indices, on simulated ranks, in steps of a stream, as text."""
+"""Lookups in sharded tables by sharded indices: on simulated ranks, in stream steps, from text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Build, Callable[..., torch.Tensor], Any, Any, int]] = {
 def run_cut(
     name: str, cuts: dict[str, int], *, after: bool, static: bool, steps: int = 0
 ) -> tuple[torch.Tensor, dict[str, int], str]:
-    """Runs on a rank; returns its results, and what was launched."""
+    """Runs on a rank; returns its results and the numbers of launches."""
     build, _, shape, index_shape, extent = CASES[name]
     table, index = draw(shape, torch.float32), draw_index(index_shape, extent)
     mesh = DeviceMesh(range(Communicator.instance().size()))
@@ -95,7 +95,8 @@ def axes_of(name: str) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_cuts(name: str) -> None:
-    """Whatever is cut, each rank has its part; what needs the other's part gets it."""
+    """Each rank gets its part of the result for any sharding; parts of other ranks are
+    communicated."""
     every = axes_of(name)
     rng = random.Random(name)
     pairs = [c for c in itertools.combinations(every, 2) if c[0][0] != c[1][0]]
@@ -148,7 +149,7 @@ def test_steps(name: str) -> None:
 
 
 def test_steps_of_a_gather_need_equal_extents() -> None:
-    """A block of the index would be read from the table's first elements."""
+    """Otherwise a block of the index would be applied to the first elements of the table."""
     with simulate(2) as world:
         results = world.run(run_cut, "gather", {}, after=True, static=True, steps=2)
     torch.testing.assert_close(results[0][0], expected_of("gather", after=True), rtol=0, atol=0)
@@ -164,7 +165,8 @@ def test_steps_of_a_gather_need_equal_extents() -> None:
 
 
 def test_costs_know_what_is_read() -> None:
-    """Of a large table as much as is found, of a small one no more than all of it."""
+    """The predicted bytes are those of the selected elements, and at most those of the whole
+    table."""
     ids = draw_index((6,), 100)
     for rows, read in ((100, 6), (3, 3)):
         table = draw((rows, 32), torch.float32)

@@ -1,4 +1,4 @@
-"""Messages where Python, numpy or torch ask a tensor or a scalar of a definition for values."""
+"""Error messages for code in which Python, numpy or torch ask a tensor or scalar for its value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _delete(x: Any, key: Any) -> None:
     del x[key]
 
 
-# Calls with a tensor x, and what their messages name.
+# Calls with a tensor x, and patterns of their messages.
 OF_TENSORS: dict[str, tuple[Callable[..., object], str]] = {
     "len": (lambda x: len(x), r"len\(\) of T0.*write x\.size\(0\)"),
     "for": (lambda x: list(x), r"iteration of T0.*write x\[0\]"),
@@ -67,7 +67,7 @@ OF_TENSORS: dict[str, tuple[Callable[..., object], str]] = {
     "a torch index": (lambda x: x[torch.tensor([0])], r"fd\.ops\.index_select"),
     "shape(0)": (lambda x: x.shape(0), r"write x\.shape\[0\], or x\.size\(0\)"),
 }
-# Calls with a scalar s of the call, and the extent n of a tensor.
+# Calls with a scalar input s, and the extent n of a tensor.
 OF_SCALARS: dict[str, tuple[Callable[..., object], str]] = {
     "int": (lambda s, n: int(s), r"int\(\) of d2: a scalar has no value"),
     "float": (lambda s, n: float(n), r"float\(\) of i0"),
@@ -120,7 +120,7 @@ def test_constant_extents_are_integers() -> None:
         assert (int(half), math.floor(half), round(half, 1), f"{half:.1f}") == (2, 2, 2.8, "2.8")
         with pytest.raises(ArgumentError, match="an index or a count"):
             range(half)
-        # Rows, as a user of torch goes through them.
+        # Iterates over rows, as with a torch tensor.
         for row in range(n):
             fd.add_output(fd.ops.neg(x[row]))
     outs = fd.execute([a := torch.randn(3, 4)])

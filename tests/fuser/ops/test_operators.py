@@ -1,4 +1,4 @@
-"""Python's operators on the tensors of a definition, against torch's on tensors in float64."""
+"""Python's operators on the tensors of a definition, compared with torch in float64."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_integers() -> None:
         torch.testing.assert_close(run(build, x, y), expected)
 
 
-# Quotients that round up to an integer, that lose their fraction, and values without a quotient.
+# Quotients that round up to an integer or lose their fraction, and values without a quotient.
 _DIVIDED = [1.0, -1.0, 7.0, -7.5, 0.3, 1e30, 3e-7, 0.0, -0.0, math.inf, -math.inf, math.nan, 6.0]
 _DIVISORS = [0.1, -0.1, 2.0, -3.0, 0.3, 1e-3, 0.0, -0.0, math.inf, -math.inf, math.nan, 7.0]
 QUOTIENTS: dict[str, Build] = {
@@ -109,7 +109,7 @@ def test_floats_are_divided_downwards(dtype: torch.dtype, name: str) -> None:
         torch.tensor(column, dtype=torch.float64).to(dtype) for column in zip(*pairs, strict=True)
     )
     build = QUOTIENTS[name]
-    # Arithmetic on halves gives Float.
+    # Arithmetic on half dtypes has the dtype Float.
     wide = torch.promote_types(dtype, torch.float32)
     a, b = x.to(wide), y.to(wide)
     expected = build(a.clone(), b) if name != "a number of numpy before" else 5 // b
@@ -183,7 +183,7 @@ def test_quotients_that_torch_does_not_have() -> None:
 
 @pytest.mark.finding("G18")
 def test_scalars_have_the_operators_of_tensors() -> None:
-    """Beside numbers of any library, and the tensors."""
+    """Together with numbers of any library, and with tensors."""
     builds: dict[str, Callable[[Any, Any], Any]] = {
         "/": lambda s, n: s / 4 + 1 / s,
         "**": lambda s, n: s**2 + 2**n,
@@ -280,7 +280,7 @@ def test_scalars_do_not_count_from_the_end(start: int, end: int) -> None:
 
 
 def test_operators_may_stand_in_rows_of_ops() -> None:
-    """A softmax as one would write it in torch."""
+    """A softmax, written as in torch."""
 
     x = draw(3, 8)
     with FusionDefinition() as fd:
@@ -386,7 +386,7 @@ def test_equality_of_scalars_is_a_condition() -> None:
         s, n = fd.define_scalar(), fd.define_scalar(dtype=DataType.Int)
         fd.add_output(fd.ops.where(s == 1.0, x, -x))
         fd.add_output(fd.ops.where(n != x.size(0), x, -x))
-        # Constants are known.
+        # The values of constants are known.
         assert x.size(1) == 5 and x.size(1) == np.int64(5) and x.size(1) != 4
         with pytest.raises(ArgumentError, match=r"neither true nor false.*write a is b"):
             assert s == 1.0
@@ -438,7 +438,7 @@ def test_truth_of_a_constant_is_that_of_its_value(value: complex) -> None:
         x, s = fd.define_tensor([4, 5, 1]), fd.define_scalar(value)
         assert bool(s) is bool(value) and (not s) is (not value)
         assert x.shape[0] - 3 and not x.shape[0] - 4 and bool(x.size(2) - 1) is False
-        # Zeros stay numbers to the ops.
+        # A zero is a number for the ops, not a missing argument.
         fd.add_output(fd.ops.full([2], s, DataType.ComplexDouble))
     (out,) = fd.execute([torch.zeros(4, 5, 1)])
     expected = torch.full((2,), value, dtype=torch.complex128)
@@ -455,5 +455,5 @@ def test_identity_is_asked_by_is_and_keeps_tables_of_tensors() -> None:
         assert kept[y] == 2 and z not in kept
         fd.add_output(z)
     assert len(fd.fusion.exprs) == 1  # no comparison was added
-    # There is nothing to add an op to.
+    # Outside of a definition, no op can be added.
     assert fd.fusion.outputs[0] == z and fd.fusion.inputs == [x, y] and x != y

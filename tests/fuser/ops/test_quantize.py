@@ -1,6 +1,6 @@
-"""Quantisation in blocks, and scales in tiles, beside brute force: an element at a time."""
+"""Block quantisation, and scales in tiles, compared with brute force, one element at a time."""
 
-# Ops are called with what they refuse.
+# Ops are called with wrong arguments.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def quantize(tv: Any) -> Any:
 
 
 def brute_force(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values and scales, a block at a time: the first power of two that is large enough."""
+    """Returns values and scales, one block at a time: the first power of two that is large
+    enough."""
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
     scales = torch.empty((*x.shape[:-1], x.shape[-1] // 32), dtype=torch.float8_e8m0fnu)
     for place in itertools.product(*map(range, scales.shape)):
@@ -81,7 +82,8 @@ def test_blocks_are_those_of_brute_force(dtype: torch.dtype, options: list[str])
 
 
 def test_scales_times_values_are_near() -> None:
-    """Half a unit in the last of 3 digits of each number, or of the least one of the block."""
+    """The error is at most half a unit in the last of 3 digits of each number, or of the smallest
+    step of the block."""
     x = draw(64, 128)
     values, scales = run(quantize, x)
     power = scales.double().repeat_interleave(32, -1)
@@ -89,7 +91,7 @@ def test_scales_times_values_are_near() -> None:
     unit = torch.maximum(x.double().abs() * 2.0**-4, power * 2.0**-10)
     assert bool(((again - x).abs() <= unit).all())
     assert bool((values.double().abs() <= 448).all())
-    # No smaller power would do.
+    # The next smaller power of two would be too small.
     blocks = x.double().unflatten(-1, (-1, 32)).abs().amax(-1)
     assert bool((blocks > 448 * scales.double() / 2).all())
 
@@ -188,12 +190,12 @@ def test_what_is_no_block() -> None:
 
 # ------------------------------------------------------------------ scales in tiles
 def bits(x: Tensor) -> Tensor:
-    """Returns floats of one byte as their bytes, which torch moves and compares."""
+    """Returns floats of one byte as their bytes, which torch can copy and compare."""
     return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
 
 
 def in_tiles(x: Tensor, tiles: int) -> Tensor:
-    """Returns the rows of a matrix in so many tiles, an element at a time; 0 has no bits."""
+    """Returns the rows of a matrix in tiles, one element at a time; padding has bits of 0."""
     given, columns = bits(x), -(-x.shape[1] // 4)
     out = given.new_zeros(tiles * columns * 512)
     for r, c in itertools.product(*map(range, x.shape)):
@@ -203,7 +205,7 @@ def in_tiles(x: Tensor, tiles: int) -> Tensor:
 
 
 def of_groups(x: Tensor, starts: Sequence[int], begins: Sequence[int]) -> Tensor:
-    """Returns the tiles of groups of rows, a group at a time."""
+    """Returns the tiles of groups of rows, one group at a time."""
     m, columns = len(x), -(-x.shape[1] // 4) * 4
     ends = [*starts[1:], m][: len(starts)]
     out = bits(x).new_zeros((m + 127 * len(starts)) // 128 * 128, columns)
@@ -223,7 +225,7 @@ def swizzled(tv: Any) -> Any:
 
 
 def test_the_order_in_a_tile() -> None:
-    """Where the layout that cuBLAS states has elements, written by hand."""
+    """Positions of elements in cuBLAS's documented layout, written by hand."""
     x = torch.arange(256 * 8).reshape(256, 8)
     found = in_tiles(x, 2).flatten().tolist()
     places = {(0, 0): 0, (0, 3): 3, (32, 0): 4, (64, 0): 8, (96, 3): 15, (1, 0): 16, (31, 0): 496}
@@ -298,7 +300,8 @@ def int32(numbers: Sequence[int]) -> Tensor:
 
 
 def draw_groups(rng: random.Random, m: int, count: int) -> tuple[list[int], list[int]]:
-    """Returns where groups of m rows begin, and their tiles: some with room before them."""
+    """Returns the beginnings of groups of m rows, and of their tiles, some with gaps before
+    them."""
     starts = sorted([0, *(rng.choice([0, m, rng.randint(0, m)]) for _ in range(count - 1))])[:count]
     tiles = [-(-(y - x) // 128) for x, y in pairwise([*starts, m])]
     left = (m + 127 * count) // 128 - sum(tiles)
@@ -318,7 +321,7 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32, torch.bfloat
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strided", [False, True])
 def test_any_groups(strided: bool, dtype: torch.dtype) -> None:
-    """Groups of any sizes, of none, none at all; extents of 0 and 1."""
+    """Groups of any sizes, empty groups, and no groups; extents of 0 and 1."""
     rng = random.Random(f"{dtype}{strided}")
     for _ in range(25):
         m, k = rng.choice((0, 1, 5, 40, 128, 130, 300)), rng.choice((0, 1, 4, 5))
@@ -340,7 +343,7 @@ def test_groups_of_any_layout(layout: str) -> None:
 
 
 def test_one_definition_for_any_offsets() -> None:
-    """Groups change from run to run; kernels stand on either side."""
+    """Groups change from run to run. Kernels run before and after the op."""
 
     def build(fd: Any, x: Any, starts: Any, begins: Any) -> Any:
         return fd.ops.neg(grouped(fd, fd.ops.neg(x), starts, begins))
@@ -450,7 +453,7 @@ def test_text_of_groups() -> None:
     tensors = ", ".join(f"{name}={tv}" for name, tv in names)
     assert str(op) == f"{op.out} = PreprocessGroupedMatmulInputSf({tensors})"
     assert "fd.ops.preprocess_grouped_matmul_input_sf(tv0, tv1, tv2)" in repr(fd)
-    # No graph repeats a run: the offsets are read on the host.
+    # Runs are not captured as a graph, because the host reads the offsets.
     assert op.READS_ON_HOST and not op.draws
     (nbytes,) = bytes_of_kernels(fd, given)
     assert nbytes == 4 * (2 * 9 * 6 + 3 * 128 * 8)
@@ -460,7 +463,7 @@ def test_text_of_groups() -> None:
 def run_cut(
     cuts: dict[str, int], build: Callable[..., Any], begins: Sequence[int] = (0, 128)
 ) -> list[Tensor]:
-    """Runs on a rank with some tensors cut along an axis."""
+    """Runs on a rank with some tensors sharded along an axis."""
     given = [draw(12, 256), int32([0, 5]), int32(begins)]
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:
@@ -510,7 +513,8 @@ def test_offsets_that_are_none_end_every_rank() -> None:
 
 @pytest.mark.parametrize("operand", [0, 1, 2])
 def test_a_cut_of_what_is_needed_whole_is_told(operand: int) -> None:
-    """As a host program by hand may have it."""
+    """A host program written by hand may shard an axis that the op needs whole: an error reports
+    it."""
     fd = define(grouped, [draw_bits(10, 6, torch.float32), int32([0, 2]), int32([0, 128])])
     (op,) = fd.fusion.exprs
     check_results(op)

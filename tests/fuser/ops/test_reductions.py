@@ -1,4 +1,4 @@
-"""Reductions against torch: forms of the call, dtypes, broadcast, expanded and empty axes."""
+"""Reductions compared with torch: forms of the call, dtypes, broadcast, expanded and empty axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Build = Callable[[TensorView], object]
 
 
 def run(x: torch.Tensor, dtype: DataType, build: Build) -> tuple[Fusion, list[torch.Tensor]]:
-    """Builds on a tensor with x's sizes symbolic, concretize and evaluate in float64."""
+    """Builds the op on a tensor like x with symbolic sizes, concretizes it and evaluates it in
+    float64."""
     fusion = Fusion()
     with FusionGuard(fusion):
         tv = define_tensor([-1] * x.ndim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""reshape: the index map by brute force, symbolic decisions, views between, errors."""
+"""reshape: the index map by brute force, symbolic decisions, views in between, errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.from_text
 
 
 def factorizations(n: int, longest: int) -> Iterator[tuple[int, ...]]:
-    """Yields the shapes with n elements and at most `longest` axes, ones included."""
+    """Yields the shapes with n elements and at most `longest` axes, including axes of size 1."""
     for rank in range(1, longest + 1):
         for shape in itertools.product([d for d in range(1, n + 1) if n % d == 0], repeat=rank):
             if math.prod(shape) == n:
@@ -44,7 +44,7 @@ def factorizations(n: int, longest: int) -> Iterator[tuple[int, ...]]:
 def source_element(
     tv: TensorView, index: Sequence[int], values: dict[Symbol, Number], source: TensorView
 ) -> list[int]:
-    """Follows one output index of views back to the indices of `source`, through the domains."""
+    """Traces one output index of views back to the indices of `source`, through the domains."""
     known = {a.number: sc.const(i) for a, i in zip(tv.domain.no_reductions, index, strict=True)}
     while tv is not source:
         op = tv.definition()
@@ -55,7 +55,7 @@ def source_element(
             p.number: sc.ZERO if p.is_broadcast else known[c.number]
             for p, c in mapped_axes(op, 0, tv)
         }
-        # Broadcast axes that a squeeze dropped are at index 0.
+        # The index of a broadcast axis that a squeeze dropped is 0.
         for axis in producer.domain.no_reductions:
             known.setdefault(axis.number, sc.ZERO)
         tv = producer
@@ -68,7 +68,7 @@ def check_every_element(
     values: dict[Symbol, Number],
     shapes: tuple[tuple[int, ...], ...],
 ) -> None:
-    """Compares all index maps with torch.reshape of a tensor of running numbers."""
+    """Compares all index maps with torch.reshape of a tensor of consecutive numbers."""
     shape, new_shape = shapes
     expected = torch.arange(math.prod(shape)).reshape(shape).reshape(new_shape)
     out = fusion.outputs[0]
@@ -82,7 +82,7 @@ def check_every_element(
 
 
 def check_transforms(fusion: Fusion, values: dict[Symbol, Number]) -> None:
-    """Checks that splits are exact, by their factors, and that merges multiply."""
+    """Checks that the factors of splits divide exactly, and that merges multiply."""
 
     def n(x: Scalar) -> int:
         return int(sc.evaluate(x, values))
@@ -144,7 +144,7 @@ def test_symbolic_shapes_map_every_element_after_concretization(count: int) -> N
 
 
 def reshaped(shape: Sequence[int], new_shape: Sequence[object]) -> TensorView:
-    """Reshape a tensor; an entry "k" of new_shape is the size of its axis k."""
+    """Reshapes a tensor; an entry "k" of new_shape is the size of its axis k."""
     with FusionGuard(Fusion()):
         x = define_tensor(list(shape))
         sizes = [x.size(int(s)) if isinstance(s, str) else s for s in new_shape]

@@ -26,7 +26,8 @@ D = DataType
 def run(
     build: Callable[..., object], *inputs: torch.Tensor, static: bool = False
 ) -> tuple[Fusion, list[torch.Tensor]]:
-    """Builds on tensors like the inputs, verify, concretize, evaluate in float64."""
+    """Builds an op on tensors like the inputs, verifies and concretizes it, and evaluates it in
+    float64."""
     fusion = Fusion()
     with FusionGuard(fusion):
         tvs = [
@@ -147,7 +148,7 @@ def test_slice(starts: list[int], ends: list[int], static: bool) -> None:
 
 
 def test_one_of_many_equal_elements_is_one_element() -> None:
-    """An axis cropped to 1 stands beside axes of 1 wherever those may."""
+    """An axis that is cropped to size 1 can be combined with other axes of size 1."""
     x, wide = rand(3, 1), rand(3, 1).expand(3, 6)
 
     def build(x: TensorView, wide: TensorView) -> tuple[TensorView, ...]:
@@ -190,7 +191,7 @@ def test_slice_errors() -> None:
         ):
             with pytest.raises(DefinitionError, match=text):
                 ops.slice(x, starts, ends, strides)
-        # A call that means something, which is not there yet.
+        # A meaningful call that is not implemented yet.
         with pytest.raises(UnsupportedError, match="All slice operation strides must be of const"):
             ops.slice(x, [0, 0], [1, 1], [2, 1])
         with pytest.raises(TypeError):

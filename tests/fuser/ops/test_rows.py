@@ -1,6 +1,6 @@
-"""Every public op has all its parts: a row that lacks one fails here, by op and part.
+"""Every public op has all its parts. If a row lacks one, a test here fails and names op and part.
 
-What the row says of nodes, dtypes and shapes is checked against calls, and these against torch.
+The nodes, dtypes and shapes in the rows are checked against calls, and these against torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.support.op_samples import DOMAINS, SAMPLES
 from tools.fuzz import oracle
 
 CASE_NAMES = {case.name for case in CASES}
-# Ops without tensors of their own: what they name or refuse needs no node.
+# Ops that create no tensor, and therefore no node.
 NODELESS = {"shape", "size"}
 
 
 def missing_parts(
     row: OpRow, page: str, nodes: Mapping[type[TensorOp], NodeRow] = NODES
 ) -> list[str]:
-    """Returns what a row lacks, in words."""
+    """Returns the names of the parts that a row lacks."""
     if not row.is_implemented:
         return [] if f"`{row.name}(" in page else ["docs/reference/operations.md"]
     parameters = list(inspect.signature(row.function).parameters.values())
@@ -68,7 +68,7 @@ def missing_parts(
 
 
 def _is_computed(node: type[TensorOp], row: NodeRow) -> bool:
-    """Whether the stage that the row names knows the class."""
+    """Whether the stage that the row names has the class in its table."""
     match row.computed:
         case "element":
             return node in values._BY_OP  # pyright: ignore[reportPrivateUsage]
@@ -87,7 +87,7 @@ def test_every_op_has_all_parts(name: str) -> None:
 
 
 def test_a_missing_part_is_named() -> None:
-    """The test above can fail: of each part, by name."""
+    """The test above can fail: each missing part is reported by name."""
     page = document_ops.PAGE.read_text()
     row = ROWS["cat"]
     assert missing_parts(row, page) == []
@@ -140,7 +140,8 @@ def test_no_name_is_told_twice() -> None:
 
 # ------------------------------------------------------------------ what rows say, against calls
 def _check_maps(op: TensorOp) -> None:
-    """How the op may be sharded: for each operand, which of its axes each root axis is."""
+    """Checks the sharding maps of an op: for each operand, the axis that corresponds to each root
+    axis."""
     for out in op.outputs:
         rank = len(out.domain.maybe_root)
         for at, tv in enumerate(op.inputs):
@@ -152,7 +153,7 @@ def _check_maps(op: TensorOp) -> None:
 
 
 def _ruled(row: OpRow, dtypes: list[DataType]) -> DataType:
-    """Returns what the row's dtype rule says of operands with axes."""
+    """Returns the result dtype of the row's dtype rule, for operands with axes."""
     with FusionGuard(Fusion()):
         return typed(row.name, row.dtype, [define_tensor([-1], dtype=d) for d in dtypes])[1]
 

@@ -18,7 +18,7 @@ DIM, SLOPE, VALUE, SHAPE = 1, 0.1, 3.0, [2, 3]
 DTYPE = DataType.Double
 N = 7  # the extent of `DIM`
 
-# Of x and y [5, N], a and b [N, 5] and [5, N], mask [5, N] and ids [5].
+# torch's functions of x and y [5, N], a [N, 5], b [5, N], mask [5, N] and ids [5].
 Torch = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 OF_TORCH: dict[str, Torch] = {
     "square": lambda t: torch.square(t["x"]),

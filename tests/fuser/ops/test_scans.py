@@ -1,4 +1,4 @@
-"""Scans, argsort and topk beside torch, in float64 where values are rounded."""
+"""Scans, argsort and topk compared with torch, in float64 if values are rounded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_dtypes_stay(name: str, dtype: torch.dtype) -> None:
 
 
 def test_halves_are_added_up_in_floats() -> None:
-    """Of 4000 ones, a sum in float16 stays at 2048, one in bfloat16 at 256."""
+    """For 4000 ones, a sum in float16 would stop at 2048, and one in bfloat16 at 256."""
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.ones(4000, dtype=dtype)
         (out,) = run(scan("cumsum", 0), x)
@@ -99,7 +99,7 @@ def test_an_axis_that_is_repeated_counts_with_all_elements() -> None:
 
 @pytest.mark.parametrize("name", SCANS)
 def test_one_element_is_a_copy(name: str) -> None:
-    """As nvFuser does along a broadcast; what a scan begins with still counts."""
+    """As in nvFuser along a broadcast axis. `init` is still included."""
     for shape, dim in (((), 0), ((), -1), ((1, 4), 0), ((3, 1), -1)):
         x = draw(shape, torch.float32)
         fd = define(scan(name, dim), [x])
@@ -225,7 +225,7 @@ def test_topk_is_in_order_where_none_is_asked_for(largest: bool) -> None:
 @pytest.mark.parametrize("dtype", FLOATS + INTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_topk_of_equal_elements(dtype: torch.dtype, layout: str) -> None:
-    """Any order, any of equal ones; but each once."""
+    """Equal elements may be selected in any order, but each only once."""
     x = lay_out((draw((6, 50), torch.int64) % 7).to(dtype), layout)
     for dim, largest, k in itertools.product((0, 1), (False, True), (1, 4)):
         found, places = run(choose(k, dim, largest, False), x)
@@ -258,7 +258,7 @@ def test_how_many_may_be_an_input_or_computed() -> None:
 
 
 def test_what_is_found_is_read_by_kernels() -> None:
-    """One of the results alone, and both with ops on either side."""
+    """With one of the results, and with both, and with ops before and after."""
 
     def build(fd: Any, tv: Any) -> Any:
         found, places = fd.ops.topk(fd.ops.neg(tv), fd.define_scalar(3, DataType.Int), sorted=True)

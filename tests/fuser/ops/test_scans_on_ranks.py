@@ -1,4 +1,4 @@
-"""Scans and sorts of tensors that a mesh cuts: gathered along their axis, along others in parts."""
+"""Scans and sorts of sharded tensors: gathered along their own axis, in parts along others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], torch.Tensor
 def run_cut(
     name: str, cuts: dict[str, int], *, static: bool, steps: int = 0
 ) -> tuple[torch.Tensor, dict[str, int], str]:
-    """Runs on a rank, between ops that kernels compute; return results and what was launched."""
+    """Runs on a rank, between ops that kernels compute; returns the results and the numbers of
+    launches."""
     x = draw(SHAPE, torch.float64)
     mesh = DeviceMesh(range(Communicator.instance().size()))
     with FusionDefinition() as fd:
@@ -115,7 +116,7 @@ def test_steps_are_refused(name: str) -> None:
 
 
 def test_a_cut_of_the_axis_in_a_program_is_told() -> None:
-    """A host program by hand that scans a shard along the axis that is cut."""
+    """A host program written by hand scans a shard along the sharded axis: an error reports it."""
     with simulate(2) as world:
         text = world.run(run_cut, "cumsum", {"x": 0}, static=True)[0][2]
     assert "dim=1" in text
@@ -136,7 +137,8 @@ def test_under_mpirun(name: str, cuts: dict[str, int], comm: Any) -> None:
 
 # ------------------------------------------------------------------ costs
 def test_costs() -> None:
-    """A scan reads and writes once; a sort of 4 bytes moves elements and places 4 times."""
+    """A scan reads and writes once. A sort of 4-byte elements moves elements and indices 4
+    times."""
     x = draw((32, 16), torch.float32)
     found: dict[str, int] = {}
     for name in ("cumsum", "argsort", "topk"):

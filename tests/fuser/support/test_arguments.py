@@ -1,4 +1,4 @@
-"""Arguments that op calls take and refuse at their entrance: numbers for scalars, names, sizes."""
+"""Checks of op arguments: numbers in place of scalars, names, sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.tensor([[3.0, -1.0, 2.0], [0.0, 5.0, -4.0]])
 PLACES = torch.tensor([[0, 2], [1, 1]])
 EMBED = torch.tensor([1, 0, 1])
 
-# Calls whose scalars are numbers, and what torch computes.
+# Calls with numbers in place of scalars, and the same computation in torch.
 NUMBERS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "topk": (
         lambda ops, x: ops.topk(x, 2)[0],
@@ -193,7 +193,7 @@ def test_a_size_of_one_that_was_not_declared_says_how(sizes: tuple[Any, Any]) ->
     torch.testing.assert_close(fd.execute([a, b])[0], a + b)
 
 
-# Calls of torch's, numpy's and of the definition that cannot be meant so, and what to write.
+# Calls of torch, numpy and the definition that must be mistakes, and the hint in the message.
 WORDS: dict[str, tuple[Callable[..., Any], str]] = {
     "torch.exp": (
         lambda fd, x: torch.exp(x),
@@ -227,7 +227,7 @@ def test_calls_as_in_torch_say_what_to_write(name: str) -> None:
 def test_a_definition_is_called_with_its_inputs() -> None:
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1, 3], contiguity=True) for _ in range(2))
-        # The sizes are a list, as torch's are, and a call, as nvFuser's.
+        # `shape` is a list, as in torch, and can be called, as in nvFuser.
         assert x.shape[1] == 3 and x.shape == x.shape() and x.shape[0] is x.size(0)
         fd.add_output(fd.ops.add(fd.ops.expand(fd.ops.sum(x, 1, True), x.shape), y))
     a, b = torch.randn(2, 3), torch.randn(2, 3)
@@ -267,7 +267,7 @@ def test_a_symbolic_shape_is_equal_where_it_is_known_and_else_an_error() -> None
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1, 5], contiguity=True) for _ in range(2))
         n = x.shape[0]
-        # Known whatever the run brings.
+        # Known before the run, for any inputs.
         assert x.shape == x.shape() and x.shape == (n, 5) and fd.ops.neg(x).shape == [n, 5]
         assert x.shape != (4, 6) and x.shape != (4, 5, 1) and x.shape != (4,)
         assert x.shape != (-1, 5) and x.shape[1:] == (5,) and 5 in x.shape and n in x.shape

@@ -1,7 +1,7 @@
-"""Junk in the place of every argument of every public call works, or is refused in words.
+"""Junk in the place of any argument of any public call works, or raises an error that helps.
 
-Each row is a valid call. Each of its arguments is replaced in turn by every value of the junk
-table; what comes back is a result or a `FuserError` that names the call and the user's line.
+Each row is a valid call. Each of its arguments is replaced by every value of the junk table in
+turn. The outcome must be a result, or a `FuserError` that names the call and the user's line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HUGE = 10**5000
 
 
 class Bench:
-    """A definition with a value of each kind that calls take."""
+    """A definition with a value of each kind of argument."""
 
     def __init__(self) -> None:
         with FusionDefinition() as other:
@@ -267,7 +267,7 @@ ROWS: list[tuple[str, Callable[[Bench], Callable[..., object]], Call]] = [
 
 
 def problem_of(name: str, error: Exception | None) -> str:
-    """Returns what is wrong with how a call ended, "" for nothing."""
+    """Returns what is wrong with the outcome of a call; "" for nothing."""
     if error is None:
         return ""
     if not isinstance(error, FuserError):
@@ -298,9 +298,9 @@ def test_junk_in_the_place_of_each_argument(
             wrong.append(f"{what}: {problem}")
         if error is None:
             bench.close()
-            bench = Bench()  # what was taken may have changed the definition
+            bench = Bench()  # a call that worked may have changed the definition
 
-    # Elementwise ops are made by one function: each takes its share of the table.
+    # One function creates all elementwise ops, so each op tests only a part of the table.
     share = (sum(name.encode()) % 4, 4) if name in PUBLIC else (0, 1)
     for position in range(len(valid(bench))):
         for index in range(JUNK)[slice(share[0], None, share[1])]:
@@ -317,7 +317,8 @@ def test_junk_in_the_place_of_each_argument(
 
 
 def methods_of(cls: type) -> set[str]:
-    """The public methods, without those of the classes below and the queries without arguments."""
+    """Returns the public methods, without those of the base classes and without queries that take
+    no arguments."""
     return {
         name
         for name, f in vars(cls).items()
@@ -327,7 +328,7 @@ def methods_of(cls: type) -> set[str]:
 
 def test_every_public_call_has_a_row() -> None:
     assert set(OPS) == set(dir(fuser.ops))
-    # `execute` and its kin are the subject of other tests: they check values, too.
+    # `execute` and similar calls have their own tests, because they also check values.
     running = {"execute", "manual_execute", "overlap_report", "repro_script_for", "trace"}
     running |= {"validate", "manual_validate", "execute_with_dtensors"}
     assert methods_of(FusionDefinition) - running <= set(DEFINITION)

@@ -1,4 +1,4 @@
-"""Device descriptions, the driver that refuses, and polynomials as vectors of the CPU."""
+"""Descriptions of devices, a driver that fails, and polynomials in vectors of the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_unknown_device() -> None:
         describe_device("meta")
 
 
-# Products and sums of floats in the assembler text of x86-64 and of Arm: of vectors, of one float.
+# Instructions for products and sums of floats on x86-64 and Arm: of vectors, and of one float.
 _OF_VECTORS = re.compile(r"^\s+(v?(mul|add|fn?m(add|sub)\w*)ps|f(mul|add|ml[as])\s+v\S+4s)\b", re.M)
 _OF_ONE = re.compile(
     r"^\s+(v?(mul|add|fn?m(add|sub)\w*)ss|f(n?mul|n?m?add|n?m?sub)\s+s\d+)\b", re.M
@@ -47,7 +47,7 @@ _OF_ONE = re.compile(
 
 
 def assembler_of(source: KernelSource, *flags: str) -> str:
-    """Returns the assembler text of a kernel of the CPU."""
+    """Returns the assembler text of a CPU kernel."""
     text = preamble(SIMT_FILES + RT_FILES) + cpu_kernel._unit(source, "k", checked=False)
     return cpu_kernel._run_compiler(
         (*cpu_kernel._fast_flags([source]), *flags, "-S"), text, {}
@@ -55,7 +55,7 @@ def assembler_of(source: KernelSource, *flags: str) -> str:
 
 
 def test_gelu_loop_is_vectorised() -> None:
-    """The machine code says so, however busy the machine is."""
+    """Reads the machine code, so the result does not depend on how busy the machine is."""
     source = handwritten_kernels.kernel(
         "gelu_loop",
         "const float* T0, float* T1, int64_t n",
@@ -65,7 +65,7 @@ def test_gelu_loop_is_vectorised() -> None:
     )
     text = assembler_of(source)
     scalar = assembler_of(source, "-fno-tree-vectorize", "-fno-openmp-simd")
-    # The polynomial by vectors, and once more for the elements behind the last one; no calls.
+    # The polynomial in vectors, once more for the elements after the last vector, and no calls.
     assert len(_OF_VECTORS.findall(text)) >= len(_OF_ONE.findall(text)) > 10
     assert not re.search(r"(call|bl)\s+\S*erf", text)
     assert not _OF_VECTORS.search(scalar) and _OF_ONE.search(scalar)

@@ -26,7 +26,8 @@ from tests.support.stream_programs import N_STREAMS, PROGRAMS
 
 
 def row_parallel(ranks: int) -> FusionDefinition:
-    """relu(x @ w.T) with the inner axis cut over the ranks: one allreduce, one kernel."""
+    """Defines relu(x @ w.T) with the inner axis sharded over the ranks: one allreduce, one
+    kernel."""
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         fd.add_output(fd.ops.relu(fd.ops.linear(x, w)))
@@ -41,7 +42,7 @@ X, W = torch.randn(3, 8), torch.randn(4, 8)
 
 
 def run_on_two_ranks(calls: int = 1) -> list[FusionDefinition]:
-    """Runs on 2 simulated ranks, each with a definition of its own."""
+    """Runs on 2 simulated ranks, each with its own definition."""
 
     def body() -> FusionDefinition:
         fd = row_parallel(2)
@@ -89,7 +90,7 @@ def test_every_dump_prints_its_text_under_a_heading(
     assert MARKS[name] in text
     if name != "communication":
         assert re.search(rf"\n// end of {name} of {of}.*\n$", text)
-    # Nothing of the other stages.
+    # No text of other stages.
     assert {line.split()[1] for line in text.splitlines() if re.match("// \\w+ of", line)} == {
         name,
         "end",
@@ -107,7 +108,7 @@ def test_program_dumps_name_the_users_line(
 def test_host_ir_runs_from_what_was_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The dump once was the short form, which no command could run."""
+    """The dump was once in the short form, which no command could run."""
     monkeypatch.setenv("FUSER_DUMP", "host_ir")
     fds = run_on_two_ranks()
     text = capsys.readouterr().out
@@ -165,14 +166,15 @@ def test_dumps_go_to_numbered_files(
     assert numbers == list(range(numbers[0], numbers[0] + 3))
     assert all(f.stem.endswith("rank0") for f in files)
     assert parse(files[0].read_text()).communications()
-    # Replayed calls are posted, too.
+    # Communications of replayed calls are printed, too.
     assert files[2].read_text().count("Posting Communication 0") == 3
 
 
 def test_a_posted_line_names_the_library_that_carries_it_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program for NCCL on CPU ranks was announced as if NCCL had run; the second call replays."""
+    """A program for NCCL on CPU ranks was once announced as if NCCL had run. The second call
+    replays."""
     program = run_on_two_ranks()[0].fec.host_program()
     monkeypatch.setenv("FUSER_DUMP", "communication")
     for named, carrier in (
@@ -200,7 +202,7 @@ def test_a_posted_line_names_the_library_that_carries_it_out(
 def test_the_first_run_and_later_ones_announce_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sends and receives of a group, too: later runs once wrote none of these."""
+    """Includes the sends and receives of a group, which later runs once did not print."""
     case = PROGRAMS[name]
     program = case.build()
     started: set[int] = set()
@@ -247,7 +249,7 @@ def test_all_ranks_dump_when_asked(
 
 
 def test_lines_are_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks share a terminal: what each writes at once stays together."""
+    """Ranks share a terminal, so each line must be written at once."""
     monkeypatch.setenv("FUSER_DUMP", "communication")
     pieces: list[str] = []
     whole = SimpleNamespace(write=pieces.append, flush=lambda: None)

@@ -1,4 +1,4 @@
-"""Wrong arguments, and the words of nvFuser's own errors that its users match."""
+"""Wrong arguments raise errors with nvFuser's own messages, which its users match."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensor(fd: FusionDefinition, *shape: int, dtype: DataType = D.Float) -> Tens
     return fd.define_tensor(shape=list(shape), contiguity=True, dtype=dtype)
 
 
-# What is wrong while a fusion of a [4, 4] tensor is defined: the call, the error, its words.
+# Mistakes in the definition of a fusion of a [4, 4] tensor: the call, the error, its message.
 DEFINED: list[tuple[Define, type[Exception], str]] = [
     (lambda fd, t: t.size(5), RuntimeError, "out of boundary index 5. total index: 2"),
     (lambda fd, t: t.size(-3), RuntimeError, "Tried to access out of boundary index"),
@@ -252,7 +252,7 @@ def heuristics_of_another_kind() -> None:
 
 
 X = torch.ones(2, 3)
-# What is wrong when a definition runs.
+# Mistakes in the call that runs a definition.
 RUN: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: FusionDefinition().execute([]),

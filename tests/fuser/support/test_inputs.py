@@ -1,4 +1,5 @@
-"""Tensors that cannot be read by address and strides are resolved, refused, or warned about."""
+"""Tensors that cannot be read by address and strides are resolved, or raise an error or a
+warning."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def doubled(rank: int = 2) -> FusionDefinition:
 
 
 def lazy(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A lazy negative view, and its value in float64."""
+    """Returns a lazy negative view, and its value in float64."""
     z = torch.randn(*shape, dtype=torch.complex64)
     return z.conj().imag, -z.imag.double()
 
@@ -169,7 +170,7 @@ def test_a_returned_input_is_the_callers_tensor_and_shows_its_update() -> None:
         outputs = fd.execute([t])
         assert outputs[0].data_ptr() == t.data_ptr()
         torch.testing.assert_close(t, torch.arange(4.0) + 1)
-        # What is computed sees the value at the start of the call.
+        # The program reads the value from the start of the call.
         torch.testing.assert_close(outputs[-1], torch.arange(4.0) * 2)
 
 

@@ -83,7 +83,7 @@ def test_settings_are_one_object_per_content(monkeypatch: pytest.MonkeyPatch) ->
     plain = options.settings()
     assert not plain.enabled("checked")
     assert plain.argument("schedules_for") is None
-    # Names that change nothing do not make another program.
+    # Names without effect do not cause another program to be compiled.
     assert options.settings(["host_ir_lowering"], ["matmul_expr_eval"]) is plain
     per_call = options.settings(["checked", "schedules_for(h200)"])
     assert per_call.enabled("checked")
@@ -114,7 +114,7 @@ def test_bad_options_of_a_call(enable: Any, disable: Any, text: str) -> None:
 
 
 def test_asking_for_a_feature_without_effect_is_an_error() -> None:
-    """So that no code can depend on a name which the table says changes nothing."""
+    """No code can depend on a name that has no effect."""
     with pytest.raises(OptionError, match="not a DISABLE option"):
         options.settings().disabled("matmul_expr_eval")
 

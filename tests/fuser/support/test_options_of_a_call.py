@@ -27,7 +27,7 @@ def row_sums() -> FusionDefinition:
 
 
 def executor(fec: FusionExecutorCache) -> FusedKernelExecutor:
-    """The runner of the only kernel of the most recent program."""
+    """Returns the executor of the only kernel of the most recent program."""
     evaluator = fec._last().evaluator
     (group,) = evaluator.program.groups
     runner = evaluator.kernel(group)
@@ -54,7 +54,7 @@ def test_checked_mode_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_finding_names_tensor_op_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The executor itself compares sizes; without that, checked mode is what notices.
+    # The executor itself compares sizes. Without this check, only checked mode finds the error.
     monkeypatch.setattr(Binder, "_check_axis", lambda *_: None)
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
@@ -153,7 +153,7 @@ def test_a_device_that_does_not_exist(device: int | str) -> None:
 
 
 def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors name their device with its index: "cuda" was another one than theirs."""
+    """Tensors name their device with an index; "cuda" once counted as a different device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert torch_device("cuda") == torch.device("cuda", 1) == torch_device(1)

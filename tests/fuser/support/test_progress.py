@@ -1,4 +1,4 @@
-"""The line that says how far a long compilation is: on a terminal, of rank 0, and erased."""
+"""The progress line of a long compilation: on a terminal, by rank 0, and erased at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.finding("G26")
 
 
 class Terminal(io.StringIO):
-    """Standard error that somebody looks at."""
+    """A standard error that is a terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Returns a terminal on which a line appears at once."""
     found = Terminal()
-    # pytest puts its own `sys.stderr` back before each phase of a test.
+    # pytest restores its own `sys.stderr` before each phase of a test.
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "AFTER_S", 0.0)
@@ -119,7 +119,7 @@ def _closed() -> io.StringIO:
 
 
 def note_stages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the stages that lines are told."""
+    """Returns the stages that progress lines display."""
     found: list[str] = []
     stage: Callable[..., None] = progress.ProgressLine.stage
 

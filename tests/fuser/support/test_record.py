@@ -1,4 +1,4 @@
-"""Records do what frozen dataclasses do."""
+"""Records behave like frozen dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How torch's CUDA kernels are called, on stand-ins for them that the CPU carries out."""
+"""How torch's CUDA attention kernels are called, tested on the CPU with stand-ins for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def takes(*tensors: Tensor) -> None:
-    """Requires what the kernels do: whole units of a head, which lie one behind the other."""
+    """Requires the operands that kernels support: heads of whole 16-byte vectors, with stride 1."""
     for t in tensors:
         unit = 16 // t.itemsize
         assert t.shape[-1] % unit == 0 and t.stride(-1) == 1
@@ -31,7 +31,7 @@ def takes(*tensors: Tensor) -> None:
 
 
 def takes_words(*tensors: Tensor) -> None:
-    """Requires that rows begin at words of 16 bytes, too."""
+    """Requires in addition that each row begins at a multiple of 16 bytes."""
     takes(*tensors)
     for t in tensors:
         assert t.data_ptr() % 16 == 0
@@ -43,7 +43,8 @@ def takes_words(*tensors: Tensor) -> None:
 
 
 class Kernels:
-    """Torch's CUDA kernels, forward and backward; notes their calls, and heads of keys in each."""
+    """Stand-ins for torch's CUDA kernels, which record their calls and the number of key heads of
+    each."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -84,7 +85,7 @@ class Kernels:
         grad, q, k, v, out, lse, _, _, bias, _, _, rows, columns, p, is_causal = given
         self.heads_of_keys.append(k.shape[1])
         takes_words(grad, q, k, v, out)
-        # One plan for all that lie elsewhere.
+        # cuDNN keeps one plan per strides, at whatever address the tensors are.
         assert grad.stride() == out.stride()
         assert out.shape != q.shape or torch.empty_like(q).stride() == out.stride()
         assert bias is None and p == 0 and lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
@@ -107,7 +108,7 @@ class Kernels:
         assert q.dtype is torch.bfloat16 and q.shape[-1] == v.shape[-1] <= 256
         assert not is_causal or q.shape[-2] == k.shape[-2]
         out, lse = attend(grouped(q, k, v), is_causal=is_causal, scale=scale)
-        # Torch leaves the seed as it finds it where nothing is dropped.
+        # Without dropout, torch does not write the seed.
         seed = torch.full((2,), 77, dtype=torch.uint64)
         rest = seed, torch.full((), 78, dtype=torch.uint64), torch.empty(0)
         made = torch.empty_like(q).copy_(out)
@@ -150,7 +151,7 @@ class Kernels:
                 for n, s in zip(bias.shape[:3], bias.stride()[:3], strict=True)
                 if n > 1
             )
-            # It may read whole words behind the last element.
+            # The kernel may read a whole vector at the last element.
             room = bias.untyped_storage().nbytes() - bias.storage_offset() * bias.itemsize
             last = sum((n - 1) * s for n, s in zip(bias.shape[:3], bias.stride()[:3], strict=True))
             assert (last + -(-bias.shape[-1] // 8) * 8) * bias.itemsize <= room
@@ -169,8 +170,7 @@ class Kernels:
         grad, q, k, v, bias, out, lse, _, _, p, wanted, is_causal = given
         self.heads_of_keys.append(k.shape[1])
         takes_words(grad, q, k, v, out)
-        # Torch's kernel for half floats looks for rows of `out` where they are in a contiguous one
-        # [N, L, H, E].
+        # Torch's kernel for half floats assumes that `out` is contiguous as [N, L, H, E].
         assert out.transpose(1, 2).is_contiguous()
         assert bias is None and wanted == [True, True, True, False] and p == 0
         assert lse.is_contiguous() and lse.shape[-1] == -(-q.shape[2] // 32) * 32
@@ -179,7 +179,7 @@ class Kernels:
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Returns operands in float64, with each head of keys as often as it is read."""
+    """Returns operands in float64, with each key head repeated for the query heads that read it."""
     times = q.shape[1] // k.shape[1]
     return [q.double(), *(t.double().repeat_interleave(times, 1) for t in (k, v))]
 
@@ -197,7 +197,7 @@ HOPPER, AMPERE = ((9, 0), 91900), ((8, 0), 91900)
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernels]:
-    """Lets the CPU be a GPU of a kind, with stand-ins for its kernels."""
+    """Makes the CPU appear as a GPU of a kind, with stand-ins for its kernels."""
 
     def make(kind: tuple[tuple[int, int], int]) -> Kernels:
         made = Kernels()
@@ -241,7 +241,7 @@ def test_heads_are_padded(kernels: Kernels, e: int, is_causal: bool) -> None:
     assert kernels.calls == ["flash", "flash backward"]
 
 
-# What flash attention does not take: shapes of query, key and value, and what differs.
+# Calls that flash attention does not support: shapes of query, key and value; other arguments.
 OTHERS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "causal with fewer keys": ([(1, 2, 5, 8), (1, 2, 3, 8), (1, 2, 3, 8)], {"is_causal": True}),
     "causal with more keys": ([(1, 2, 3, 8), (1, 2, 5, 8), (1, 2, 5, 8)], {"is_causal": True}),
@@ -267,7 +267,7 @@ def test_what_the_other_kernel_takes(kernels: Kernels, name: str, is_turned: boo
     assert kernels.calls == ["efficient", "efficient backward"]
 
 
-# What no kernel takes.
+# Calls that no kernel supports.
 LEFT: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "no keys": ([(1, 1, 3, 8), (1, 1, 0, 8), (1, 1, 0, 8)], {}),
     "a scale below 0": ([(1, 1, 3, 8)] * 3, {"scale": -1.0}),
@@ -287,7 +287,7 @@ def test_what_no_kernel_takes(kernels: Kernels, name: str) -> None:
     assert not kernels.calls
 
 
-# Shapes of what is added to scores [2, 3, 5, s].
+# Shapes of a bias for scores [2, 3, 5, s].
 BIASES = ((2, 3, 5, -1), (2, 1, 1, -1), (1, 1, 5, -1), (2, 3, 5, 1), (1, 1, 1, 1))
 
 
@@ -349,7 +349,7 @@ NINE = (
     WIDE,
     (4, 16, 16, 1000, 1000, 96, 96),
 )
-# (machine, shape, what differs from bfloat16 without bias, dropout and order) -> kernel.
+# (machine, shape, differences from bfloat16 without bias, dropout and causal mask) -> kernel.
 TABLE: list[tuple[tuple[tuple[int, int], int], tuple[int, ...], dict[str, Any], str | None]] = [
     *((HOPPER, shape, {}, "efficient" if shape is SMALL else "cudnn") for shape in NINE),
     *(
@@ -363,12 +363,12 @@ TABLE: list[tuple[tuple[tuple[int, int], int], tuple[int, ...], dict[str, Any], 
     (HOPPER, (2, 4, 4, 33, 130, 64, 64), {"is_causal": True}, "efficient"),
     (HOPPER, (2, 64, 64, 512, 2048, 64, 64), {"is_causal": True}, "cudnn"),
     (AMPERE, (2, 64, 64, 512, 2048, 64, 64), {"is_causal": True}, "efficient"),
-    # A bias with more digits is not rounded; float operands have one kernel, doubles none.
+    # A bias of a wider dtype is not rounded; float operands have one kernel, doubles none.
     (HOPPER, LONG, {"added": F32}, None),
     (HOPPER, LONG, {"dtype": F32}, "efficient"),
     (HOPPER, LONG, {"dtype": F32, "added": F32}, "efficient"),
     (HOPPER, LONG, {"dtype": F64}, None),
-    # Heads: other values, gradients of odd ones in later versions, larger ones.
+    # Sizes of heads: values of another size, gradients in later versions of cuDNN, larger heads.
     (HOPPER, (4, 32, 32, 2048, 2048, 128, 64), {"is_backward": True}, "cudnn"),
     (AMPERE, (4, 32, 32, 2048, 2048, 128, 64), {}, "efficient"),
     (((9, 0), 92300), (2, 16, 16, 2048, 2048, 192, 192), {}, "cudnn"),
@@ -377,11 +377,11 @@ TABLE: list[tuple[tuple[tuple[int, int], int], tuple[int, ...], dict[str, Any], 
     (HOPPER, WIDE, {"is_backward": True}, "cudnn"),
     (HOPPER, (2, 16, 16, 2048, 2048, 264, 264), {}, "efficient"),
     (HOPPER, (2, 16, 16, 2048, 2048, 20, 20), {}, "cudnn"),
-    # cuDNN takes no single key, and no more than 65,535 batches.
+    # cuDNN does not support a single key, or more than 65,535 batches.
     (HOPPER, (64, 64, 64, 2048, 1, 128, 128), {}, "flash"),
     (HOPPER, (8, 32, 8, 512, 1, 128, 128), {}, "flash"),
     (HOPPER, (70000, 1, 1, 512, 512, 64, 64), {}, None),
-    # What is dropped: both kernels of a call know its gradient, and cuDNN parts of a sixteenth.
+    # Dropout: forward and gradient use one kernel; cuDNN supports multiples of one sixteenth.
     (HOPPER, LONG, {"dropout_p": 0.125}, "cudnn"),
     (HOPPER, LONG, {"dropout_p": 0.125, "is_backward": True}, "cudnn"),
     (HOPPER, LONG, {"dropout_p": 0.1}, "flash"),
@@ -391,7 +391,7 @@ TABLE: list[tuple[tuple[tuple[int, int], int], tuple[int, ...], dict[str, Any], 
     (HOPPER, DECODE, {"dropout_p": 0.125}, "flash"),
     (HOPPER, SMALL, {"dropout_p": 0.5}, "cudnn"),
     (((9, 0), 92300), (2, 16, 16, 2048, 2048, 192, 192), {"dropout_p": 0.5}, "flash"),
-    # Other machines: Blackwell as Hopper; an old cuDNN, or none; Turing has nothing.
+    # Other machines: Blackwell as Hopper; an old cuDNN, or none; Turing has no kernel.
     (((10, 0), 91900), LONG, {}, "cudnn"),
     (((12, 0), 91900), LONG, {}, "flash"),
     (((9, 0), 91400), LONG, {}, "flash"),
@@ -430,12 +430,12 @@ def test_deterministic_gradients_are_not_cudnns() -> None:
 
 @pytest.fixture
 def hopper(use: Callable[..., Kernels], monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """Stand-ins of a Hopper's kernels, on which no call is small."""
+    """Stand-ins for the kernels of a Hopper GPU, for which no call counts as small."""
     monkeypatch.setattr(attention_kernels, "_SMALL", 0)
     return use(HOPPER)
 
 
-# What lies otherwise than the kernel takes it: of query, key, value and grad.
+# Layouts of query, key, value and grad; kernels do not support all of them directly.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda t: t,
     "heads beside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
@@ -470,8 +470,8 @@ def test_grouped_heads_are_not_repeated(
     heads: int,
     groups: int,
 ) -> None:
-    """Kernels that take fewer heads of keys get them unrepeated; memory-efficient attention with a
-    bias does not take them."""
+    """Kernels that support fewer key heads get them unrepeated. The memory-efficient kernel with a
+    bias does not support them."""
     made = use(kind)
     monkeypatch.setattr(attention_kernels, "_SMALL", 0)
     one, other = (2, heads, 5, 16), (2, groups, 7, 16)
@@ -497,7 +497,7 @@ def test_grouped_heads_are_not_repeated(
 @pytest.mark.parametrize("s", [5, 8, 57])
 @pytest.mark.parametrize("how", ["bias", "mask", "both", "expanded mask", "odd"])
 def test_what_is_added_by_cudnn(hopper: Kernels, shape: tuple[int, ...], s: int, how: str) -> None:
-    """A bias as few elements as it has; rows without scores are 0."""
+    """cuDNN gets a bias without repeated elements. Rows without scores are 0."""
     q, k, v = (t.bfloat16() / 2 for t in draw([(2, 3, 5, 8), (2, 3, s, 8), (2, 3, s, 8)]))
     sizes = [s if n < 0 else n for n in shape]
     bias = draw([sizes], seed=5)[0].bfloat16() if how in ("bias", "both", "odd") else None
@@ -552,5 +552,5 @@ def test_plain_calls_give_what_forward_and_backward_give(
         wants = backward(call, grad, (q, k, v), results)
         found = run(grad, q, k, v, expected[0], expected[1])
         assert all(torch.equal(a, b) for a, b in zip(found, wants, strict=True))
-    # The output of a small call may lie otherwise than the query.
+    # The output of a small call may have other strides than the query.
     assert run is not None or kind is AMPERE or is_small or layout in ("columns", "gaps")

@@ -1,5 +1,5 @@
-"""Results of attention lie in memory as the operands that they follow do, as torch's kernels write
-them: what is projected next is a view."""
+"""Results of attention have the memory order of their operands, as torch's kernels write them. The
+transpose before the next projection is then a view."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.attention_reference import attend, define, draw, gradients
 pytestmark = pytest.mark.from_text
 
 Tensor = torch.Tensor
-# n, h, l and e by position, outermost first; strides that a result has, then.
+# Positions of n, h, l and e in memory, outermost first, and the strides of a result.
 ORDERS = {"rows": (0, 1, 2, 3), "heads beside": (0, 2, 1, 3), "heads outside": (1, 0, 2, 3)}
 
 
@@ -42,7 +42,7 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("key_order", ORDERS)
 @pytest.mark.parametrize("query_order", ORDERS)
 def test_results_lie_as_their_operands(query_order: str, key_order: str) -> None:
-    """In the first runs and in those that repeat a plan; of one definition for all layouts."""
+    """In the first runs and in those that repeat a plan; with one definition for all layouts."""
     fd = define(is_causal=True)
     given = draw([(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), (2, 3, 5, 8)])
     wide = [t.double() for t in given]
@@ -72,7 +72,7 @@ def test_parts_of_one_projection_give_a_result_without_gaps() -> None:
 
 
 def test_a_query_whose_rows_lie_apart_gives_rows() -> None:
-    """Torch's kernels read rows: of such a query they read a copy."""
+    """Torch's kernels need rows with stride 1: they get a copy of such a query."""
     given = draw([(2, 3, 5, 8)] * 3)
     apart = [laid(t, (0, 1, 3, 2)) for t in given]
     expected, _ = attend([t.double() for t in given])
@@ -84,7 +84,8 @@ def test_a_query_whose_rows_lie_apart_gives_rows() -> None:
 
 @pytest.mark.parametrize("is_computed", [False, True])
 def test_what_merges_the_heads_is_a_view(is_computed: bool) -> None:
-    """A query that a caller, or a kernel, lays as a projection does; the text runs alike."""
+    """The query has the layout of a projection, from a caller or from a kernel. The host program is
+    the same."""
     with FusionDefinition() as fd:
         q, k, v = (fd.define_tensor([-1, 3, -1, 8], contiguity=False) for _ in range(3))
         weight = fd.define_tensor([4, 24], contiguity=True)

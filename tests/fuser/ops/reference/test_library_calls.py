@@ -1,6 +1,7 @@
-"""Results of library ops: equal to torch in any layout, size and turn, without a copy behind."""
+"""Results of library ops equal torch's for any layout, size and order of calls, without a copy
+afterwards."""
 
-# The texts of kernels are compiled apart.
+# The texts of kernels are compiled separately.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from hostir.runtime.torch_ops import (
 
 pytestmark = pytest.mark.from_text
 
-# What has torch's own form for a CPU.
+# Library ops for which torch has a function on the CPU.
 COMPARED = [n for n, row in LIBRARY.items() if row.runs_on_cpu and row.peer is not None]
 CPU = torch.device("cpu")
 
 
 def other_sizes(name: str) -> tuple[int, ...]:
-    """Returns a shape of a row with one more along its first axis."""
+    """Returns the shape of a row with one more element along its first axis."""
     first, *rest = LIBRARY[name].small
     return first + 1, *rest
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """Returns the same elements, of which neighbours lie apart."""
+    """Returns a tensor with the same elements, in which neighbours are not adjacent in memory."""
     if x.ndim < 2:
         return x.repeat_interleave(2)[::2]
     return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -79,7 +80,7 @@ def expect(name: str, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tenso
 
 @pytest.mark.finding("G36")
 def test_every_library_op_says_how_torch_writes_into_buffers() -> None:
-    """Also those that run on a GPU alone; products of matrices have a call of their own."""
+    """Includes ops that run on a GPU only. Plain matrix products have their own call."""
     without = {cls.__name__ for cls in nodes_computed("library") if NODES[cls].into is None}
     assert without == {"MatmulOp", "LinearOp"}
 
@@ -87,7 +88,7 @@ def test_every_library_op_says_how_torch_writes_into_buffers() -> None:
 @pytest.mark.finding("G36")
 @pytest.mark.parametrize("name", COMPARED)
 def test_results_of_many_calls_stay_what_they_are(name: str) -> None:
-    """Sizes and layouts change in turns, and the caller holds all results."""
+    """Sizes and layouts take turns, and the caller keeps all results."""
     row = LIBRARY[name]
     fd = define(name, draw(name, row.small))
     held: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
@@ -121,7 +122,7 @@ def test_results_are_written_into_buffers_that_are_given(name: str) -> None:
 
 
 def copies_of(call: Callable[[], object]) -> int:
-    """Returns how many copies of tensors torch makes in one call."""
+    """Returns the number of tensor copies that torch makes in one call."""
     for _ in range(3):
         call()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -152,7 +153,7 @@ def test_results_with_late_streams(name: str) -> None:
 @pytest.mark.finding("G36")
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_result_in_the_middle_of_a_program(name: str) -> None:
-    """A kernel reads from memory that runs share."""
+    """A kernel reads the result from memory that runs share."""
     row, inputs = LIBRARY[name], draw(name, LIBRARY[name].small)
     with FusionDefinition() as fd:
         made = row.build(fd, *map(fd.from_pytorch, inputs))
@@ -169,8 +170,8 @@ def test_a_result_in_the_middle_of_a_program(name: str) -> None:
 def test_a_result_that_torch_returns_is_the_buffer(
     monkeypatch: pytest.MonkeyPatch, is_read: bool
 ) -> None:
-    """As of ops that have no form that writes. In the middle of a program it is copied, where a
-    graph may repeat the runs."""
+    """For ops that torch cannot make write into a buffer. In the middle of a program the result is
+    copied if a graph may repeat the runs."""
     monkeypatch.setattr(ArgsortOp, "READS_ON_HOST", is_read)
     made: list[torch.Tensor] = []
 
@@ -204,7 +205,7 @@ def test_a_result_that_torch_returns_is_the_buffer(
 @pytest.mark.parametrize("kept", ["both", "values", "places"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_topk_of_one_element_equals_torch(dtype: torch.dtype, kept: str, largest: bool) -> None:
-    """NaN is above all numbers, and each place has the value that is found."""
+    """NaN is above all numbers, and each index has the value that is returned."""
     torch.manual_seed(1)
     x = torch.randn(6, 5, 9).mul(4).to(dtype)
     if dtype.is_floating_point:
@@ -251,7 +252,7 @@ def test_scatter_kernel_leaves_out_what_is_outside(
     for shape, dim, length in (((4, 7, 5), 1, 3), ((9,), 0, 6), ((3, 4), 1, 4), ((2, 3, 4), 0, 1)):
         x = torch.randint(0, 99, shape, generator=generator).to(dtype)
         sizes = [length if k == dim else n for k, n in enumerate(shape)]
-        # Along each row another order: no place is meant twice.
+        # Each row has another permutation, so no position is written twice.
         order = torch.rand(
             [max(shape[dim] + 4, length) if k == dim else n for k, n in enumerate(sizes)],
             generator=generator,
@@ -320,7 +321,7 @@ def test_ends_of_groups_are_brought_back_and_told_by_the_next_call() -> None:
 def test_groups_are_one_call_of_torch_where_it_has_a_kernel_for_them(
     monkeypatch: pytest.MonkeyPatch, given: list[int]
 ) -> None:
-    """Ends stay on the device, and what torch returns is the result."""
+    """The ends of groups stay on the device, and the tensor that torch returns is the result."""
     made: list[torch.Tensor] = []
 
     def at_once(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
