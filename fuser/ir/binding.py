@@ -112,7 +112,8 @@ class Binder:
                 raise InputError(f"expected a number for {declared}, got a tensor")
             if given.dim() != len(axes):
                 raise InputError(
-                    f"{declared} has {len(axes)} axes, the input has shape {list(given.shape)}"
+                    f"expected {len(axes)} axes for {declared}, got an input of shape "
+                    f"{list(given.shape)}"
                 )
             for axis, local in zip(axes, given.shape, strict=True):
                 size = local * axis.blocks

@@ -358,10 +358,13 @@ class TensorView:
 
     @checked
     def set_memory_type(self, memory_type: MemoryType) -> None:
-        """Moves the tensor; fusion inputs and outputs accept global and symmetric only."""
+        """Moves the tensor; inputs and outputs must be in global or symmetric memory."""
         is_io = self in self.fusion.inputs or self in self.fusion.outputs
         if is_io and memory_type not in (MemoryType.global_, MemoryType.symmetric):
-            raise DefinitionError(f"{self} is a fusion input or output: global or symmetric only")
+            raise DefinitionError(
+                f"{self} is a fusion input or output, which must be in global or symmetric memory, "
+                f"not {memory_type.text}"
+            )
         self.memory = memory_type
 
     def give_memory(self) -> None:
@@ -635,6 +638,7 @@ class Fusion:
 
     @inputs.setter
     def inputs(self, values: Iterable[Value]) -> None:
+        """Replaces the inputs."""
         self._inputs = Values(values)
 
     @property
@@ -644,6 +648,7 @@ class Fusion:
 
     @outputs.setter
     def outputs(self, values: Iterable[TensorView]) -> None:
+        """Replaces the outputs."""
         self._outputs = Values(values)
 
     # ------------------------------------------------------------ making values
@@ -742,6 +747,7 @@ class Fusion:
 
     @exprs.setter
     def exprs(self, exprs: Iterable[TensorOp]) -> None:
+        """Replaces the ops, which must be in topological order."""
         self._exprs = tuple(exprs)
         self._added.clear()
         self._forget()
@@ -1205,8 +1211,9 @@ class Axis(Val):
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(
-                f"{parallel_type.name} of {self} of {self.tensor}: merge the axes, and put the "
-                f"merged one on ParallelType.stream{user_code(user_line())}"
+                f"cannot parallelize {self} of {self.tensor} on {parallel_type.name}: merge the "
+                "axes that are to be streamed, and parallelize the merged axis on "
+                f"ParallelType.stream{user_code(user_line())}"
             )
         is_cut = parallel_type.is_device or parallel_type is ParallelType.stream
         if is_cut:

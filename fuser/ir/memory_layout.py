@@ -238,7 +238,7 @@ class LayoutClasses:
         self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor | Laid) -> Layout:
-        """Returns the layout class of a tensor."""
+        """Returns the layout class of an actual tensor; always the same one if `order` is None."""
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense
         return (

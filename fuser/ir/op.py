@@ -57,11 +57,17 @@ def results() -> Any:
 
 
 @overload
-def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any: ...
+def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any:
+    """Declares a constant property, by default passed by keyword."""
+
+
 @overload
-def attr(*, kw_only: Literal[False], **default: Any) -> Any: ...
+def attr(*, kw_only: Literal[False], **default: Any) -> Any:
+    """Declares a constant property that may be passed by position."""
+
+
 def attr(*, kw_only: bool = True, **default: Any) -> Any:
-    """Declares a constant property."""
+    """Declares a constant property, such as the kind of a reduction or the dimension of a scan."""
     return field(metadata={"kind": "attr"}, kw_only=kw_only, **default)
 
 

@@ -45,9 +45,9 @@ def cache_after(
     fusion = tv.fusion
     uses = fusion.uses(tv)
     if not uses:
-        raise DefinitionError(f"cache_after of {tv}, which no op reads")
+        raise DefinitionError(f"cache_after of {tv}: no op reads this tensor")
     if tv.compute_at:
-        raise DefinitionError(f"cache_after of {tv}, which is already inlined")
+        raise DefinitionError(f"cache_after of {tv}: call it before the tensor is inlined")
     for op in cached_uses:
         if op not in uses:
             raise DefinitionError(f"cache_after of {tv}: a listed use does not read it:\n{op}")
@@ -73,9 +73,9 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
     fusion = tv.fusion
     definition = tv.definition()
     if definition is None:
-        raise DefinitionError(f"cache_before of {tv}, which is an input: no op defines it")
+        raise DefinitionError(f"cache_before of {tv}: no op defines this tensor, it is an input")
     if tv.compute_at:
-        raise DefinitionError(f"cache_before of {tv}, which is already inlined")
+        raise DefinitionError(f"cache_before of {tv}: call it before the tensor is inlined")
     # The producer takes the domain itself: an allocation domain describes tv's memory, so it stays.
     domain = tv.domain
     new = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)

@@ -39,8 +39,13 @@ class Expr(Statement):
     # Every registered class has these two methods.
     if TYPE_CHECKING:
 
-        def input(self, index: int) -> Any: ...
-        def output(self, index: int) -> Any: ...
+        def input(self, index: int) -> Any:
+            """Returns operand `index`. Raises `NoOperandError`."""
+            ...
+
+        def output(self, index: int) -> Any:
+            """Returns result `index`. Raises `NoOperandError`."""
+            ...
 
 
 class Values(list[T]):
@@ -75,7 +80,7 @@ def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
     """
     if not 0 <= index < len(values):
         text = " ".join(str(expr).split())
-        raise NoOperandError(f"{what}({index}) of {text}, which has {len(values)}")
+        raise NoOperandError(f"{what}({index}) does not exist: {text} has {len(values)} {what}s")
     return values[index]
 
 
@@ -84,5 +89,5 @@ ACTIVE_FUSION: ContextVar[Any] = ContextVar("active_fusion", default=None)
 
 
 def is_defining() -> bool:
-    """Whether a definition is being written."""
+    """Returns whether a definition is being written, so that comparisons create ops."""
     return ACTIVE_FUSION.get() is not None

@@ -65,11 +65,12 @@ class ParallelType(IrEnum):
 
     @property
     def text(self) -> str:
-        """Returns the print form: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
+        """The printed form: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
         return _PTYPE_TEXT[self]
 
     @property
     def is_device(self) -> bool:
+        """Whether the axis is sharded along a mesh dimension."""
         return self in DEVICE_TYPES
 
     @property
@@ -124,7 +125,7 @@ BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
 
 
 class IterType(IrEnum):
-    """Role of an axis in its tensor; the value is the print letter."""
+    """The kind of an axis in its tensor; the value is the letter in printed axes, `iS0{i0}`."""
 
     iteration = "i"
     reduction = "r"
@@ -134,7 +135,7 @@ class IterType(IrEnum):
 
 
 class MemoryType(IrEnum):
-    """Memory in which a tensor lives; the value is the letter in a tensor's name."""
+    """The memory that holds a tensor; the value is the letter in a tensor's name, `T0_g_float`."""
 
     local = "l"
     shared = "s"
@@ -144,7 +145,8 @@ class MemoryType(IrEnum):
 
     @property
     def text(self) -> str:
-        """Returns the word used by ALLOCATE (`register`, `shared`, `global`, ...)."""
+        """The word in the text of allocations: `register`, `shared`, `global`, `tensor` or
+        `symmetric`."""
         return {"l": "register", "s": "shared", "g": "global", "t": "tensor"}.get(
             self.value, "symmetric"
         )
@@ -155,7 +157,7 @@ setattr(MemoryType, "global", MemoryType.global_)
 
 
 class LoadStoreOpType(IrEnum):
-    """Ways to carry out a copy."""
+    """The hardware instruction or role of a copy."""
 
     set = "Set"
     segmenter_set = "SegmenterSet"

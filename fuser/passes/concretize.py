@@ -199,7 +199,8 @@ class KeyOfSizes:
             if found < 0:
                 op = self._fusion.definition(tv)
                 raise InputError(
-                    f"{tv}: the extent {size} is {found} for these inputs{_at(op) if op else ''}"
+                    f"the extent {size} of {tv} is negative for these inputs: {found}"
+                    f"{_at(op) if op else ''}"
                 )
             if found == 0:
                 yield size

@@ -29,25 +29,24 @@ from fuser.ops.reference.meaning import REDUCING
 from fuser.ops.resize import slice as slice_axes
 from fuser.ops.rows import ROWS
 
-# ----------------------------------------------------------------------
-# look_up_first: moves a lookup in front of elementwise ops that compute its table.
-#
-# The table of a lookup must be in memory (`segment.py`). A separate kernel would therefore compute
-# and write the whole table, although the lookup reads only some elements:
-#
-#     T2 = sub(T0 [n, v], T1 [n, 1])             T4 = takeAlongAxis(T0, T5, dim = 1)
-#     T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
-#
-# Before: any fusion. After: no table that is read only by its lookup is a cast, sum, difference,
-# product or negation of one floating tensor and operands that are constant along the looked-up
-# axis. These ops cost less than the memory traffic that they save, even if elements are looked up
-# repeatedly; NaN stays NaN.
-
+# ---------------------------------------------------------------------------------- look_up_first
 _KINDS = {UnaryOp: ("neg",), BinaryOp: ("add", "sub", "mul")}
 
 
 def look_up_first(fusion: Fusion) -> None:
-    """Rewrites the fusion in place."""
+    """Moves a lookup in front of elementwise ops that compute its table.
+
+    The table of a lookup must be in memory (`segment.py`). A separate kernel would therefore
+    compute and write the whole table, although the lookup reads only some elements:
+
+        T2 = sub(T0 [n, v], T1 [n, 1])             T4 = takeAlongAxis(T0, T5, dim = 1)
+        T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
+
+    Before: any fusion. After: no table that is read only by its lookup is a cast, sum, difference,
+    product or negation of one floating tensor and operands that are constant along the looked-up
+    axis. These ops cost less than the memory traffic that they save, even if elements are looked up
+    repeatedly; NaN stays NaN.
+    """
     is_done = False
     while not is_done:
         is_done = True
@@ -119,26 +118,25 @@ def _looked_up(op: LookupOp, source: TensorView) -> TensorView:
             raise AssertionError(f"{op.name} of {source}")
 
 
-# ----------------------------------------------------------------------
-# view_first: moves a reshape that a reduction reads in front of elementwise ops on an input.
-#
-# Reshaping an input costs nothing, because the result is a view (`view_ops.py`). Behind a cast, the
-# axes of the reduction would not be axes of the input. A scheduler would then know neither their
-# order in memory nor their alignment. In group norm:
-#
-#     T1 = __bfloat2float(T0 [n, c, h, w])          T3 = reshape(T0) [n, g, c / g * h * w]
-#     T2 = reshape(T1) [n, g, c / g * h * w]   ->   T2 = __bfloat2float(T3)
-#     .. = Welford(T2)                              .. = Welford(T2)
-#
-# Before: any fusion. After: no reshape whose result reaches a reduction reads a tensor that is
-# computed from an input by elementwise ops and read by nothing else. Inputs that an update writes
-# are excluded, because their views would show the new values.
-
+# ------------------------------------------------------------------------------------- view_first
 _ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
 
 
 def view_first(fusion: Fusion) -> None:
-    """Rewrites the fusion in place."""
+    """Moves a reshape that a reduction reads in front of elementwise ops on an input.
+
+    Reshaping an input costs nothing, because the result is a view (`view_ops.py`). Behind a cast,
+    the axes of the reduction would not be axes of the input. A scheduler would then know neither
+    their order in memory nor their alignment. In group norm:
+
+        T1 = __bfloat2float(T0 [n, c, h, w])          T3 = reshape(T0) [n, g, c / g * h * w]
+        T2 = reshape(T1) [n, g, c / g * h * w]   ->   T2 = __bfloat2float(T3)
+        .. = Welford(T2)                              .. = Welford(T2)
+
+    Before: any fusion. After: no reshape whose result reaches a reduction reads a tensor that is
+    computed from an input by elementwise ops and read by nothing else. Inputs that an update writes
+    are excluded, because their views would show the new values.
+    """
     if not any(isinstance(op, ReshapeOp) for op in fusion.exprs):
         return
     reduced = _read_by_reductions(fusion)
@@ -199,15 +197,7 @@ def _viewed_first(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
     return reshape
 
 
-# ----------------------------------------------------------------------
-# consecutive_casts: removes a cast without rounding in front of another cast.
-#
-# Before: cast(cast(x, A), B), where A represents every value of x's dtype. After: cast(x, B), or x
-# itself if B is its dtype. A cast that rounds stays.
-#
-#     T1 = __half2float(T0)
-#     T2 = __float2half(T1)      ->   uses of T2 read T0
-
+# ------------------------------------------------------------------------------ consecutive_casts
 _D = DataType
 # dtype -> the real dtypes that represent all its values.
 _REAL: dict[DataType, frozenset[DataType]] = {
@@ -235,7 +225,14 @@ _HOLDS: dict[DataType, frozenset[DataType]] = {
 
 
 def consecutive_casts(fusion: Fusion) -> None:
-    """Rewrites `fusion` in place."""
+    """Removes a cast without rounding in front of another cast.
+
+    Before: cast(cast(x, A), B), where A represents every value of x's dtype. After: cast(x, B), or
+    x itself if B is its dtype. A cast that rounds stays.
+
+        T1 = __half2float(T0)
+        T2 = __float2half(T1)      ->   uses of T2 read T0
+    """
     for op in fusion.exprs:
         if not isinstance(op, CastOp):
             continue
@@ -259,18 +256,16 @@ def consecutive_casts(fusion: Fusion) -> None:
     fusion.exprs = fusion.used_exprs()
 
 
-# ----------------------------------------------------------------------
-# remove_bcast_squeeze: removes a squeeze of axes that a broadcast has just inserted.
-#
-# Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x with the
-# remaining flags. Kernels then have no axes that nothing iterates.
-#
-#     T1 = broadcast( T0, flags = {false, true} )
-#     T2 = squeeze( T1, flags = {false, true} )      ->   uses of T2 read T0
-
-
+# --------------------------------------------------------------------------- remove_bcast_squeeze
 def remove_bcast_squeeze(fusion: Fusion) -> None:
-    """Rewrites `fusion` in place."""
+    """Removes a squeeze of axes that a broadcast has just inserted.
+
+    Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x with the
+    remaining flags. Kernels then have no axes that nothing iterates.
+
+        T1 = broadcast( T0, flags = {false, true} )
+        T2 = squeeze( T1, flags = {false, true} )      ->   uses of T2 read T0
+    """
     for op in fusion.exprs:
         if not isinstance(op, SqueezeOp):
             continue
@@ -310,17 +305,15 @@ def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
     return ReshapeOp(second.out, first.inp)
 
 
-# ----------------------------------------------------------------------
-# separate_updates: an op computes each value that is written into an input.
-#
-# Before: an in-place output may be a fusion input itself. After: it is a `set` (copy) of that
-# input, so that its old value is read as any other. The lowering to a host program requires it.
-#
-#     inputs T0, T1; T0 -> T1, T1 -> T0      T2 = set(T0); T3 = set(T1); T2 -> T1, T3 -> T0
-
-
+# ------------------------------------------------------------------------------- separate_updates
 def separate_updates(fusion: Fusion) -> None:
-    """Rewrites `fusion` in place."""
+    """Makes an op compute each value that is written into an input.
+
+    Before: an in-place output may be a fusion input itself. After: it is a `set` (copy) of that
+    input, so that its old value is read as any other. The lowering to a host program requires it.
+
+        inputs T0, T1; T0 -> T1, T1 -> T0      T2 = set(T0); T3 = set(T1); T2 -> T1, T3 -> T0
+    """
     for alias in fusion.aliases:
         if alias.out in fusion.inputs and alias.out is not alias.into:
             axes = [fusion.clone_axis(a) for a in alias.out.domain.no_reductions]
@@ -345,15 +338,13 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
     fusion.outputs = [value if out is alias.out else out for out in fusion.outputs]
 
 
-# ----------------------------------------------------------------------
-# remove_unused: removes ops on which no output depends.
-#
-# Before: any fusion. After: an output depends on every op, which later passes and the segmenter
-# then assume.
-
-
+# ---------------------------------------------------------------------------------- remove_unused
 def remove_unused(fusion: Fusion) -> None:
-    """Rewrites `fusion` in place."""
+    """Removes ops on which no output depends.
+
+    Before: any fusion. After: an output depends on every op, which later passes and the segmenter
+    then assume.
+    """
     fusion.exprs = fusion.used_exprs()
 
 

@@ -95,7 +95,10 @@ def iterate_resized(fusion: Fusion) -> None:
 
 
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
-    """Rewrites `fusion` in place; `plans` has one entry per undecided reshape that is used."""
+    """Decides all `?` axes of `fusion`, in place.
+
+    `plans` has one entry per undecided reshape on which an output depends, in program order.
+    """
     exprs: list[TensorOp] = []
     changed: set[TensorView] = set()
     for op in fusion.used_exprs():

@@ -335,7 +335,7 @@ class BroadcastOp(TensorOp):
         """Checks that the number of axes that are not new is the rank of the operand."""
         kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
         if kept != have:
-            raise VerifyError(f"broadcast keeps {kept} axes, but {self.inp} has {have}")
+            raise VerifyError(f"broadcast: flags keep {kept} axes, but {self.inp} has {have}")
 
 
 class SqueezeOp(TensorOp):

@@ -50,7 +50,7 @@ _PROOF_DEPTH = 24
 # ---------------------------------------------------------------- sums and products
 @lru_cache(maxsize=100_000)
 def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
-    """Returns a + factor * b."""
+    """Returns a + factor * b, with quotients and remainders joined."""
     terms = terms_of(a)
     for mono, coef in terms_of(b).items():
         terms[mono] = terms.get(mono, 0) + factor * coef

@@ -472,14 +472,14 @@ class Parser(ValueParser):
             if template.types[word] == "TensorView" and not isinstance(value, TensorView):
                 raise c.fail(f"expected a tensor, found {value_text(value)}", at)
             if word in found and found[word] != value:
-                raise c.fail(f"expected {value_text(found[word])} again", at)
+                raise c.fail(f"expected {value_text(found[word])}, as before", at)
             found[word] = value
         try:
             op = template.op(**found)
         except FuserError as error:
             raise c.fail(str(error), start) from error
         if not template.is_older and template_of(op) != template.text:
-            raise c.fail(f"this op prints as\n{op}", start)
+            raise c.fail(f"this op would be printed differently:\n{op}", start)
         for name, text, at in () if self.is_short else derived:
             field, _, method = name.partition(".")
             expected = getattr(op, field)
@@ -599,7 +599,7 @@ class Parser(ValueParser):
         self.fusion.extents.write(extent, self.scalar())
 
     def math(self) -> None:
-        """Reads `Inputs: ... Outputs: ... %kernel_math { ... } // %kernel_math` into the fusion."""
+        """Reads inputs, outputs and ops: `Inputs: ... Outputs: ... %kernel_math { ... }`."""
         c = self.cursor
         c.take("Inputs:")
         while not c.at("Outputs:"):

@@ -1,4 +1,4 @@
-"""Inputs whose sizes depend on one another: bound where they agree, refused by name where not."""
+"""Inputs whose sizes depend on one another: bound if they agree, else refused by name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def tensor(fd: Any, *shape: int) -> Any:
 
 
 def assert_bound_alike(fusion: Fusion, inputs: list[Any]) -> None:
-    """Later calls of a binder take a shorter way: to the same values, in the same order, or to the
-    same words."""
+    """Checks that the faster path of later calls yields the same values in the same order, or
+    error."""
     binder, found = Binder(fusion), list[object]()
     for _ in range(3):
         try:
@@ -35,7 +35,7 @@ def assert_bound_alike(fusion: Fusion, inputs: list[Any]) -> None:
 
 
 def both_ways(define: Define, *inputs: Any) -> torch.Tensor:
-    """Returns the result of a program, which its text, parsed, gives too."""
+    """Returns the result of a program, after checking that its parsed text yields the same."""
     with FusionDefinition() as fd:
         define(fd)
     (out,) = fd.execute(list(inputs))
@@ -78,7 +78,7 @@ def test_an_input_that_equals_its_own_slice(n: int) -> None:
 
 
 def test_two_computed_extents_are_checked() -> None:
-    """Rows of 2 and of 3 flattened to one length: it was never compared, and memory was overrun."""
+    """Rows of 2 and of 3 are flattened to one length. Without the check, memory was overrun."""
 
     def define(fd: Any) -> None:
         x, y = tensor(fd, -1, 2), tensor(fd, -1, 3)
@@ -105,7 +105,10 @@ def test_a_computed_extent_beside_a_constant_is_checked(n: int) -> None:
 
 
 def rotated(fd: Any, *, by_table: bool = False) -> None:
-    """RoPE whose head size is twice the extent of the tables, which may give the half's size."""
+    """Defines RoPE; the head size is twice the extent of the tables.
+
+    With `by_table`, the tables determine the size of the half.
+    """
     x, cos, sin = tensor(fd, -1, -1, -1), tensor(fd, -1, -1), tensor(fd, -1, -1)
     b, s, h = (x.size(i) for i in range(3))
     half = cos.size(1) if by_table else fd.ops.div(h, 2)
@@ -165,7 +168,7 @@ def test_integers_that_decide_no_size_share_a_program() -> None:
 
 @pytest.mark.parametrize("declared", [(-1, 37, -1, 6), (-1, -1, -1, -1)])
 def test_a_chain_of_symbolic_reshapes(declared: tuple[int, ...]) -> None:
-    """Empty tensors among the sizes: an axis of size 1 stayed one that cannot be squeezed."""
+    """The sizes include empty tensors, for which an axis of size 1 once could not be squeezed."""
     with FusionDefinition() as fd:
         x = tensor(fd, *declared)
         t = fd.ops.reshape(x, [1, x.size(0), 37, x.size(2), 2, 3])

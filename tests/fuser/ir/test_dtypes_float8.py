@@ -1,6 +1,6 @@
-"""Floats of one byte: conversions of all codes, bytes moved as they are, computation in Float.
+"""Floats of one byte: conversions of all codes, moves of bytes, and computation in Float.
 
-What is expected is torch's own conversion, and torch's ops on float32 or on the bytes.
+The expected values are torch's own conversions, and torch's ops on float32 or on the bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEDULES = pytest.mark.parametrize("options", [[], ["schedules_for(h200)"]], id
 def test_all_codes_become_every_dtype(dtype: DataType, options: list[str]) -> None:
     wanted = {**OTHERS, **FLOAT8}
     x = codes(dtype)
-    # What is not finite is no integer.
+    # Infinities and NaN cannot be converted to an integer.
     finite = x.float().abs() < 2**31
     outs = run(lambda t: [ops.cast(t, d) for d in wanted], x, options=options)
     for out, to in zip(outs, wanted.values(), strict=True):
@@ -45,7 +45,8 @@ def test_all_codes_become_every_dtype(dtype: DataType, options: list[str]) -> No
 
 
 def near_codes(dtype: DataType) -> Tensor:
-    """Returns all values of a dtype, the middles between them, and the floats on both sides."""
+    """Returns all values of a dtype, the middles between them, and the next floats on both
+    sides."""
     values = codes(dtype).double()
     values = values[values.isfinite()].unique()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2]).float()
@@ -70,7 +71,7 @@ def test_every_dtype_is_rounded_as_torch_does(dtype: DataType, options: list[str
 
 
 def test_what_is_too_large() -> None:
-    """The three ways, in numbers: the largest value (NaN in older torch), infinity, NaN."""
+    """Too large numbers become the largest value (NaN in older torch), infinity, or NaN."""
     x = torch.tensor([464.0, 464.1, 61439.0, 61440.0, 1.5 * 2.0**127, float("inf")])
     outs = run(lambda t: [ops.cast(ops.cast(t, d), D.Float) for d in FLOAT8], x)
     inf, nan = float("inf"), float("nan")
@@ -231,7 +232,7 @@ def test_what_dtypes_become() -> None:
 
 @EACH
 def test_sums_round_once(dtype: DataType) -> None:
-    """A partial sum of so many ones would not fit: 448 and one is 448, and 1 has no neighbour."""
+    """Rounded partial sums of so many ones would be wrong: near 448, adding 1 changes nothing."""
     x = torch.ones(1, 384).to(FLOAT8[dtype])
     (out,) = run(lambda t: ops.sum(t, [1]), x)
     check(out, torch.tensor([384.0]).to(FLOAT8[dtype]))
@@ -241,7 +242,7 @@ def test_sums_round_once(dtype: DataType) -> None:
 
 @EACH
 def test_what_stands_beside_a_run(dtype: DataType) -> None:
-    """Validation, scripts for inputs in any layout, updates in place, numbers, traces."""
+    """Validation, scripts for inputs of any layout, updates in place, numbers and traces work."""
     x = torch.arange(1.0, 97.0).view(8, 12).to(FLOAT8[dtype])
     with FusionDefinition() as fd:
         a, s = fd.define_tensor([-1, -1], dtype=dtype), fd.define_scalar(None, dtype)

@@ -1,7 +1,7 @@
-"""Outputs lie in memory as their inputs do: every order of axes, with gaps, repeats and units.
+"""Outputs have the memory order of their inputs: every order, with gaps, stride 0 and size 1.
 
-The values are torch's in float64. Where torch computes the same op alone, its strides are the
-expected ones, too; elsewhere the rule says them from the order that the test itself chose.
+Values are compared with torch in float64. If torch has the same op, its strides are expected.
+Otherwise they follow from the order that the test chose.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ MESH = DeviceMesh([0, 1])
 
 
 def strided(shape: Shape, strides: Shape, offset: int = 0, seed: int = 0) -> torch.Tensor:
-    """Returns a float32 tensor with these strides, its first element `offset` into the buffer."""
+    """Returns a float32 tensor with these strides, whose first element is at `offset`."""
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     values = torch.randn(offset + span, generator=torch.Generator().manual_seed(seed))
     return values.as_strided(list(shape), list(strides), offset)
 
 
 def strides_in(shape: Shape, order: Shape, gap: int = 0, step: int = 1) -> list[int]:
-    """Returns strides in an order of axes, outermost first, with `gap` elements behind each."""
+    """Returns the strides for an order of axes, outermost first, with `gap` elements behind
+    each."""
     strides = [0] * len(shape)
     for p in reversed(order):
         strides[p] = step
@@ -53,7 +54,7 @@ def laid(shape: Shape, order: Shape, seed: int = 0) -> torch.Tensor:
 
 
 def same_strides(found: torch.Tensor, wanted: Shape) -> bool:
-    """Whether strides are equal where an axis has more than one element."""
+    """Returns whether strides are equal along axes of more than one element."""
     known = zip(found.shape, found.stride(), wanted, strict=True)
     return all(n == 1 or mine == other for n, mine, other in known)
 
@@ -64,7 +65,7 @@ def check(found: torch.Tensor, reference: torch.Tensor, wanted: Shape, what: obj
 
 
 def defined(count: int, rank: int, build: Callable[..., Sequence[TensorView]]) -> FusionDefinition:
-    """Returns a definition that says nothing about how its inputs lie."""
+    """Returns a definition that declares no strides of its inputs."""
     with FusionDefinition() as fd:
         for out in build(fd, *(fd.define_tensor([-1] * rank) for _ in range(count))):
             fd.add_output(out)
@@ -72,8 +73,10 @@ def defined(count: int, rank: int, build: Callable[..., Sequence[TensorView]]) -
 
 
 def ways(rank: int) -> Iterator[tuple[tuple[int, ...], list[int], list[int], int]]:
-    """Yields (order, shape, strides, offset): dense, padded, sparse, with a unit axis, with a
-    repeated axis, and from an odd address on."""
+    """Yields (order, shape, strides, offset) of many layouts.
+
+    They are dense, padded or sparse, have an axis of size 1 or stride 0, or an odd start address.
+    """
     rng = random.Random(rank)
     for order in permutations(range(rank)):
         shape = [*SHAPE[:rank]]
@@ -102,7 +105,7 @@ def test_every_order_of_one_input(rank: int) -> None:
         x = strided(shape, strides, offset)
         what = order, shape, strides
         negative, total, turned = fd.execute([x])
-        # torch, too, gives a result the order of a strided operand, and rows to repeated axes.
+        # The rule is torch's: the order of a strided operand; row-major if an axis has stride 0.
         check(negative, -x.double(), torch.neg(x).stride(), what)
         wanted = torch.add(x, x).permute([*range(1, rank), 0])
         check(turned, wanted.double(), wanted.stride(), what)
@@ -114,7 +117,7 @@ def test_every_order_of_one_input(rank: int) -> None:
 
 
 def test_every_pair_of_orders() -> None:
-    """Of two operands with as many axes the first decides, as in torch."""
+    """Of two operands with the same number of axes, the first one decides, as in torch."""
 
     def build(fd: FusionDefinition, x: TensorView, y: TensorView) -> Sequence[TensorView]:
         return fd.ops.add(x, y), fd.ops.mul(fd.ops.neg(y), x)
@@ -140,7 +143,7 @@ def test_a_repeated_operand_leaves_the_order_to_the_other() -> None:
 
 
 def test_a_repeated_axis_is_another_class_than_a_padded_one() -> None:
-    """Both lie as (1, 0) with a gap outside, and only one of them has an order."""
+    """Both have order (1, 0) with a gap, but the axis of stride 0 has no order."""
     fd = defined(1, 2, lambda fd, x: [fd.ops.neg(x)])
     for strides, wanted in (([1, 7], [1, 5]), ([1, 0], [4, 1]), ([1, 7], [1, 5])):
         x = strided([5, 4], strides)
@@ -294,7 +297,8 @@ def shard(whole: torch.Tensor, axis: int, rank: int, order: Shape) -> torch.Tens
 @pytest.mark.parametrize("own", [False, True], ids=["alike", "each its own"])
 @pytest.mark.parametrize("axis", [0, 2])
 def test_ranks_may_lie_as_they_like(axis: int, own: bool) -> None:
-    """What stays on a rank follows its shard; what is sent lies alike on all ranks."""
+    """A local result has the order of its shard; a communicated tensor has one order on all
+    ranks."""
     whole = torch.randn(4, 6, 8)
     for order in permutations(range(3)):
         orders = order, ((2, 1, 0) if own else order)
@@ -346,7 +350,7 @@ def test_inputs_that_are_sent_as_they_are_must_lie_alike() -> None:
 
 @pytest.mark.parametrize("axis", [0, 2])
 def test_programs_that_torch_computes_send_what_lies_otherwise(axis: int) -> None:
-    """`MultiDeviceExecutor` leaves sums and copies to torch, which lays them out its own way."""
+    """`MultiDeviceExecutor` leaves sums and copies to torch, which chooses their layout."""
     whole = torch.randn(4, 6, 8)
     for order in permutations(range(3)):
 
@@ -398,7 +402,7 @@ def test_a_linear_of_a_declared_order_is_sent_in_it() -> None:
 def test_what_segment_set_shares_is_packed_before_it_is_sent(
     order: tuple[int, ...], axis: int
 ) -> None:
-    """Its operand follows an input in memory; what ranks exchange has one order for all."""
+    """The operand has the order of an input; a communicated tensor has one order on all ranks."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1] * 3, contiguity=False, dtype=DataType.Double)
         y = fd.ops.segment_set(fd.ops.neg(x))

@@ -1,5 +1,8 @@
-"""What a definition says of its inputs' strides: kept by the tensor that it was made for, else read
-as the tensor lies, or refused with the axis, the stride that it should have and those it has."""
+"""Declared strides of inputs.
+
+A tensor with the declared strides is read directly. Any other one is read by its actual strides, or
+refused with the axis, the expected stride and the actual ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ Way = tuple[list[int], list[int], int]
 
 
 def random_way(rng: random.Random) -> Way:
-    """Returns (shape, strides, offset): any order, gaps, overlaps, repeats, units of any stride."""
+    """Returns (shape, strides, offset): any order, gaps, overlaps, stride 0, size 1 with any
+    stride."""
     rank = rng.randint(0, 4)
     shape = [rng.choice((0, 1, 1, 2, 3, 5)) for _ in range(rank)]
     strides, step = [0] * rank, rng.choice((1, 1, 1, 2, 3))
@@ -43,7 +47,7 @@ def made(way: Way, seed: int) -> torch.Tensor:
 
 
 def defined(shape: Sequence[int], strides: Sequence[int], form: int) -> FusionDefinition:
-    """Returns what reads an input that is declared with these sizes and strides."""
+    """Returns a definition that reads an input with these declared sizes and strides."""
     contiguity, order = compute_tensor_descriptor(list(shape), list(strides))
     is_static = form % 2 == 0
     with FusionDefinition() as fd:
@@ -60,7 +64,7 @@ def defined(shape: Sequence[int], strides: Sequence[int], form: int) -> FusionDe
 
 @pytest.mark.parametrize("batch", range(PROGRAMS // BATCH))
 def test_a_descriptor_takes_the_tensor_that_it_was_made_of(batch: int) -> None:
-    """Another tensor of the same sizes is read right, or refused."""
+    """Another tensor of the same sizes is read correctly or refused."""
     refused = 0
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         rng = random.Random(seed)
@@ -112,12 +116,12 @@ def test_what_breaks_its_declaration_is_refused_by_axis() -> None:
 
 
 def stride_order_of(order: Sequence[int]) -> list[int]:
-    """Returns the permutation that undoes an order of axes."""
+    """Returns the inverse of a permutation of axes."""
     return [list(order).index(p) for p in range(len(order))]
 
 
 def test_an_expanded_axis_has_stride_0() -> None:
-    """Else elements that nobody reads would differ from those that are read."""
+    """Otherwise, elements along the axis could differ, of which only one is read."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=[True, None])
         fd.add_output(fd.ops.neg(x))

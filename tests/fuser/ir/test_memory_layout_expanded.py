@@ -30,7 +30,7 @@ def case(inputs: Sequence[torch.Tensor], *expected: torch.Tensor) -> Callable[[D
 
 @case([X], X.expand(3, 5, 16))
 def outermost(fd: FusionDefinition) -> None:
-    """Was stored past the end of its buffer: 240 elements into 80."""
+    """Expands an outermost axis. It once wrote 240 elements into a buffer of 80."""
     x = fd.define_tensor([5, 16], contiguity=True)
     fd.add_output(fd.ops.expand(fd.ops.broadcast(x, [True, False, False]), [3, -1, -1]))
 

@@ -1,6 +1,6 @@
-"""A declared memory order is that of the result: every stride, also of axes of one or no element.
+"""The result has the declared memory order: every stride, also along axes of size 0 and 1.
 
-The expected strides are torch's, of a dense tensor that was allocated in that order.
+The expected strides are those of a dense tensor that torch allocates in that order.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ MESH = DeviceMesh([0, 1])
 
 
 def dense(shape: Shape, order: Shape) -> torch.Tensor:
-    """Returns a tensor that torch allocates in an order of axes, outermost first."""
+    """Returns a tensor that torch allocates with an order of axes, outermost first."""
     back = [list(order).index(p) for p in range(len(order))]
     return torch.randn([shape[p] for p in order]).permute(back)
 
 
 def some_orders(rng: random.Random, rank: int, count: int) -> list[tuple[int, ...]]:
-    """Returns all orders of so many axes, or some of them where there are more than `count`."""
+    """Returns all orders of `rank` axes, or `count` random ones if there are more."""
     orders = list(permutations(range(rank)))
     return rng.sample(orders, min(len(orders), count))
 
 
 def ranks(order: Shape) -> list[int]:
-    """Returns an order as `stride_order` says it: the rank by stride of each axis."""
+    """Returns an order in the form of `stride_order`: the rank of each axis by stride."""
     return [len(order) - 1 - list(order).index(p) for p in range(len(order))]
 
 
 @dataclass(frozen=True)
 class Made:
-    """How a result is made, which may be of any order, and what torch makes; from which rank on."""
+    """A definition of a result of any order, with its torch function and the smallest rank."""
 
     define: Callable[[FusionDefinition, TensorView], TensorView]
     torch: Callable[[torch.Tensor], torch.Tensor]
@@ -99,7 +99,7 @@ def test_a_result_has_the_order_that_it_is_given(name: str) -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_an_allocation_domain_is_an_order_too(rank: int) -> None:
-    """Also that of a view of the input, which is one where it lies like that."""
+    """An allocation domain sets the order, also of a result that could be a view of the input."""
     rng = random.Random(rank)
     for order in some_orders(rng, rank, 6):
         shape = [rng.choice(EXTENTS) for _ in range(rank)]

@@ -31,7 +31,7 @@ def test_axes_are_called_by_their_position_whatever_was_split_or_merged() -> Non
     assert axis_words(x, x.domain.loop[2]) == "axis 1 of input 0 (T0_g_float)"
     x.merge(2)
     assert axis_words(x, x.domain.loop[2]) == "axes 1 and 2 of input 0 (T0_g_float)"
-    # Of a sum, positions are those of the axes that stay.
+    # Positions in the result of a sum do not count the reduced axes.
     assert axis_words(y, y.domain.logical[2]) == "axis 1 of the result of sum (T2_g_float)"
     assert axis_words(y, y.domain.logical[1]) == "an axis of the result of sum (T2_g_float)"
     assert in_ir(x.axis(0), "T0") == f"\n  in the IR: {x.axis(0)} of T0"

@@ -1,4 +1,4 @@
-"""cache_after, cache_before, cache_fork, rfactor: the text before and after, and refusals."""
+"""cache_after, cache_before, cache_fork, rfactor: the text before and after, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def neg_sin() -> Fusion:
 
 
 def math_of(fusion: Fusion) -> list[str]:
-    """Returns the op lines without domains: `T3 = Set( T0 )`."""
+    """Returns the lines of the ops without domains: `T3 = Set( T0 )`."""
     import re
 
     text = fusion.print_math(False).split("%kernel_math {\n")[1].split("\n}")[0]
@@ -97,9 +97,9 @@ def test_caches_refuse_what_has_no_meaning() -> None:
     fusion = neg_sin()
     x = fusion.inputs[0]
     assert isinstance(x, TensorView)
-    with pytest.raises(DefinitionError, match="which no op reads"):
+    with pytest.raises(DefinitionError, match="no op reads this"):
         fusion.outputs[0].cache_after()
-    with pytest.raises(DefinitionError, match="no op defines it"):
+    with pytest.raises(DefinitionError, match="no op defines this"):
         x.cache_before()
     with pytest.raises(DefinitionError, match="does not read it"):
         x.cache_after(cached_uses=[fusion.exprs[1]])
@@ -118,7 +118,7 @@ def test_rfactor_of_a_split_sum() -> None:
 
 
 def test_rfactor_of_what_an_rfactor_made() -> None:
-    """The operand has the axes of the first root."""
+    """A second rfactor keeps the root axes of the first one."""
     fusion = define(lambda x: ops.sum(x, [1]), (None, None))
     out = fusion.outputs[0]
     out.split(1, 4)

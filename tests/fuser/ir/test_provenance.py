@@ -1,4 +1,4 @@
-"""Refused shardings name the line of the user's program that asked for them."""
+"""Errors about shardings name the line of the user's program that caused them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def indivisible_input(fd: FusionDefinition) -> None:
 
 
 def indivisible_sum(fd: FusionDefinition) -> None:
-    """The result has no mesh but the one that its op copied."""
+    """The result only has the mesh that its op copied."""
     x = fd.define_tensor([-1, 4], contiguity=True)
     x.set_device_mesh(FIRST)
     y = fd.ops.sum(x, dim=1)
@@ -134,7 +134,7 @@ def rotated_by_a_dimension_that_is_not_there(fd: FusionDefinition) -> None:
 
 
 def indivisible_rows_of_an_exchange(fd: FusionDefinition) -> None:
-    """What the ranks exchange is no tensor of the user's, and comes first in the program."""
+    """The ranks exchange an intermediate tensor first, which the user did not define."""
     x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
     y = fd.ops.linear(x, w)
     fd.add_output(y)
@@ -206,7 +206,7 @@ def test_refused_shardings_name_the_users_line(
     lines = Path(__file__).read_text().splitlines()
     (line,) = (n for n, text in enumerate(lines, 1) if text.endswith(f"  # {define.__name__}"))
     assert all(f"(user code at {__file__}:{line})" in m for m in messages), messages
-    # Plain words come first; how the IR spells an axis, iS3{( ceilDiv(i0, 2) )}, stands below.
+    # The first line has plain words; the IR's text, iS3{( ceilDiv(i0, 2) )}, follows below.
     assert not any(re.search(r"\b[ibr]\w*\d+\{", m.splitlines()[0]) for m in messages), messages
 
 

@@ -1,4 +1,4 @@
-"""`fuser.shard`: placements as DTensors have them, in one line."""
+"""`fuser.shard`: placements in one call, as in torch's DTensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 def block(whole: torch.Tensor, mesh: DeviceMesh, placements: Placements, rank: int) -> torch.Tensor:
-    """Returns a rank's shard as torch's DTensors define it: dimension by dimension of the mesh."""
+    """Returns the shard of a rank by DTensor's definition, one mesh dimension after the other."""
     place = mesh.devices.index(rank)
     for k, (count, placed) in enumerate(zip(mesh.shape, placements, strict=True)):
         at = place // torch.Size(mesh.shape[k + 1 :]).numel() % count

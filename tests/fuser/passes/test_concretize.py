@@ -1,4 +1,4 @@
-"""Concretization: keys, `?` axes and what follows from them, empty extents, device axes."""
+"""Concretization: keys, `?` axes and tensors computed from them, empty extents, device axes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sizes_of(fusion: Fusion, inputs: Inputs) -> dict[Symbol, int]:
 
 
 def reshape_program(fusion: Fusion) -> Sequence[TensorView]:
-    """exp(x.reshape(s)) * y, its row sums, and a reshape back."""
+    """Defines exp(x.reshape(s)) * y, its row sums, and a reshape back."""
     x = tensor(fusion, [-1, -1])
     s = [define_scalar(D.Int), define_scalar(D.Int)]
     for scalar in s:
@@ -80,7 +80,7 @@ def test_every_small_size_gives_torchs_values() -> None:
         sizes = sizes_of(fusion, inputs)
         concrete, key = concretize(fusion, sizes)
         assert key == concretization_key(fusion, sizes)
-        # Equal keys promise one result.
+        # Equal keys must have equal results.
         assert keys.setdefault(key, str(concrete)) == str(concrete)
         assert "?S" not in str(concrete)
         run_passes(concrete)
@@ -247,7 +247,7 @@ def test_only_lossless_casts_are_dropped() -> None:
 
 
 def padded_by_scalars(fusion: Fusion) -> Sequence[TensorView]:
-    """x with n elements in front and as many behind that it has the size of y, plus n."""
+    """Defines x + n, padded by n elements in front and up to the size of y behind."""
     x, y = tensor(fusion, [-1]), tensor(fusion, [-1])
     n = define_scalar(D.Int)
     fusion.add_input(n)

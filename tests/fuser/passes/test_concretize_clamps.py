@@ -1,4 +1,5 @@
-"""What slices clamp is decided per input class: extents without minima, results against torch."""
+"""Clamped ends of slices are decided per input class: extents contain no minima, values are
+torch's."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fuser.passes.concretize import concretization_key, concretize
 
 
 def sliced(ends: tuple[int, ...], *, starts: tuple[int, ...] = (0, 0)) -> tuple[Fusion, TensorView]:
-    """x[starts[0]:ends[0], starts[1]:ends[1]], of a tensor of any sizes."""
+    """Defines x[starts[0]:ends[0], starts[1]:ends[1]] of a tensor of any sizes."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = define_tensor([-1, -1])
@@ -50,7 +51,7 @@ def test_one_key_where_the_same_side_is_taken() -> None:
     assert key(64, 65) == key(1000, 64) != key(63, 64)
     assert key(5, 63) == key(63, 4)
     assert key(5, 63) != key(63, 64)
-    # Nothing is left, from 3 to the end.
+    # From 3 to the end, which is empty.
     assert key(3, 63) != key(4, 63)
 
 
@@ -58,7 +59,7 @@ SIZES = (1, 2, 3, 4, 7, 8, 9, 20)
 
 
 def test_slices_of_any_sizes() -> None:
-    """One definition for all sizes: each class has a program of its own, and the right one."""
+    """One definition serves all sizes; each class has its own correct program."""
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1, -1]) for _ in range(2))
         left = fd.ops.slice(x, [0, 2], [4, 8])

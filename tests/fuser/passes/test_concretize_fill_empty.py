@@ -1,4 +1,4 @@
-"""Zero extents: ops that change shapes, over 0, 1 and n, on one definition and static ones."""
+"""Extents 0, 1 and n in ops that change shapes, in one definition and with static sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.from_text
 
 Tensors = list[torch.Tensor]
 Shape = tuple[int, ...]
-# name -> (ranks of the inputs, whose axes are sizes a, b, c by letter; definition; torch)
+# name -> (ranks of the inputs, with axes of sizes a, b, c; definition; torch function)
 Row = tuple[tuple[str, ...], Callable[..., Any], Callable[..., Any]]
 
 
@@ -138,7 +138,7 @@ def different(row: Row) -> list[list[Shape]]:
 @pytest.mark.filterwarnings("ignore:var_mean")
 @pytest.mark.parametrize("name", ROWS)
 def test_extents_come_and_go(name: str) -> None:
-    """From n to 0 to 1 and back, on one definition."""
+    """One definition runs with n, then 0, then 1, and back."""
     row = ROWS[name]
     fd = define(row, [(-1,) * len(axes) for axes in row[0]])
     cases = different(row)
@@ -162,7 +162,7 @@ EMPTY_EXPANDED = [((17, 0), (0, 0)), ((17, 0), (1, 0)), ((0, 5), (0, 1)), ((3, 2
 @pytest.mark.parametrize("dims", [[0, 1], [0], [1]])
 @pytest.mark.parametrize("name", ["sum", "prod", "max", "min", "var_mean"])
 def test_reductions_of_expanded_axes_without_elements(name: str, dims: list[int]) -> None:
-    """An expanded axis is dropped before it is reduced; without elements there is none to keep."""
+    """An expanded axis is squeezed before it is reduced; an empty one has no element to keep."""
     for shape, strides in EMPTY_EXPANDED:
         t = torch.arange(1.0, 18.0).as_strided(shape, strides)
         with FusionDefinition() as fd:

@@ -1,5 +1,7 @@
-"""Slices and pads that leave one element make a broadcast, as they do of constant sizes: decided
-per input class, values against torch."""
+"""Slices and pads that leave one element yield a broadcast, as with constant sizes.
+
+This is decided per input class; values are compared with torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def row(fd: Any, x: Any, n: int) -> Any:
     return fd.ops.slice(x, [n, 0], [n + 1, 4])
 
 
-# What is defined, what it means, and the first sizes of x and of y.
+# Name -> (definition, torch function, sizes of x and y).
 CASES: dict[str, tuple[Op, Torch, list[tuple[tuple[int, int], tuple[int, int]]]]] = {
     "first row": (
         lambda fd, x, y: fd.ops.add(row(fd, x, 0), y),
@@ -134,7 +136,7 @@ def defined(op: Op) -> FusionDefinition:
 
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str) -> None:
-    """One definition for all sizes, each twice, and the one that its text makes."""
+    """One definition runs twice with all sizes, and so does the definition of its text."""
     op, means, shapes = CASES[name]
     fd = defined(op)
     for one in (fd, again(fd)):
@@ -148,18 +150,18 @@ def test_values(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        # Nothing is left of what was to be spread, or dropped.
+        # An empty axis cannot be broadcast or squeezed.
         ("first row", ((5, 4), (5, 4)), ((0, 4), (5, 4))),
         ("third row, computed with", ((3, 4), (5, 4)), ((2, 4), (5, 4))),
         ("expand", ((5, 4), (5, 4)), ((0, 4), (5, 4))),
         ("squeeze", ((3, 4), (5, 4)), ((2, 4), (5, 4))),
-        # Two are left, of the class of what ran before.
+        # Two elements remain; the sizes before were of the same class.
         ("crop by a pad", ((5, 7), (5, 4)), ((5, 5), (5, 4))),
         ("two crops", ((5, 7), (5, 6)), ((5, 7), (5, 8))),
-        # One row of many columns has no product with many rows.
+        # The product needs equal extents.
         ("product of a column", ((5, 4), (1, 3)), ((5, 4), (2, 3))),
         ("product of a column", ((5, 4), (1, 3)), ((5, 4), (0, 3))),
-        # What an expand has spread is spread, whatever stands beside it: an input is no broadcast.
+        # The other operand does not count as a broadcast, because it is an input.
         ("sum of what is spread", ((5, 4), (3, 4)), ((5, 4), (1, 4))),
     ],
 )
@@ -226,7 +228,8 @@ def test_bounds_decide_whatever_is_known_of_the_axis(size: int) -> None:
 
 
 def test_classes() -> None:
-    """A row has the classes of its clamps, a crop one more: that where one element is left."""
+    """A sliced row has the classes of its clamps; a crop has one more, for one remaining
+    element."""
 
     def keys(op: Op, sizes: list[int]) -> list[object]:
         fusion = defined(op).fusion
@@ -242,7 +245,7 @@ def test_classes() -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_on_two_ranks(axis: int) -> None:
-    """x [i0, i1], y [i2, i1], cut along `axis` of the result."""
+    """x [i0, i1] and y [i2, i1] are sharded along `axis` of the result."""
     shapes = [((6, 4), (4, 4)), ((2, 4), (4, 4)), ((6, 8), (6, 8))]
     pairs = [(torch.randn(a), torch.randn(b)) for a, b in shapes]
 
@@ -266,7 +269,7 @@ def test_on_two_ranks(axis: int) -> None:
 
 
 def test_in_a_kernel_of_ones_own() -> None:
-    """There resized axes iterate: what they are joined with has their size."""
+    """In a manual kernel, resized axes iterate; joined axes must have their size."""
     fd = defined(lambda fd, x, y: fd.ops.add(fd.ops.slice(x, [1, 0], [x.size(0), x.size(1)]), y))
     executor = KernelExecutor()
     executor.compile(fd.fusion)
@@ -277,7 +280,8 @@ def test_in_a_kernel_of_ones_own() -> None:
 
 
 def test_a_part_that_is_the_whole_joins_what_it_was_cut_from() -> None:
-    """`i0 = min(4, i1)`, and that is `i1`: which one is written stays so where sizes decide it."""
+    """The equality `i0 = min(4, i1)` with the result `i1` keeps its direction when sizes decide
+    it."""
     shapes = [(4,), (4,)]
     for joined in (lambda fd, p, x, z: (p + x) + z, lambda fd, p, x, z: (p + z) + x):
         for order in ((0, 1), (1, 0)):

@@ -1,4 +1,4 @@
-"""The passes before segmentation: masks of attention become biases, and what both mean."""
+"""Passes before segmentation: masks of attention become biases with the same meaning."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_mask_becomes_a_bias_of_its_own_shape(
     expected = attend([t.double() for t in given], added=added[0] if added else None, mask=seen)
     for got, want in zip(evaluate_fusion(fusion, [*given, seen, *added]), expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
-    # Once more there is nothing left to do.
+    # A second run changes nothing.
     exprs = fusion.exprs
     masks_to_biases(fusion)
     assert fusion.exprs == exprs

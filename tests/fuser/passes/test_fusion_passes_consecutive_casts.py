@@ -1,4 +1,4 @@
-"""Conversions of constants round as often as the definition says."""
+"""Casts of constants round as often as the definition says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups come before what computes their tables: before and after as text."""
+"""Lookups are moved in front of the ops that compute their tables: text before and after."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ def test_what_computes_a_table_follows() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        # Dearer than to store, or of two tensors.
+        # The op costs more than storing its result, or has two tensors.
         lambda x, row, index: ops.take_along_axis(ops.exp(ops.cast(x, D.Float)), index, 1),
         lambda x, row, index: ops.take_along_axis(ops.sum(x, [1], True), index, 0),
         lambda x, row, index: ops.take_along_axis(
             ops.add(x, ops.set(x)), ops.expand(index, x.shape()), 1
         ),
-        # Whole numbers, of which 0 means that nothing is there.
+        # Integers: outside of the table a lookup yields 0, not NaN.
         lambda x, row, index: ops.take_along_axis(ops.cast(x, D.Int), index, 1),
-        # The result has more axes than what the table is made of.
+        # The result has more axes than the operand of the table.
         lambda x, row, index: ops.embedding_fwd(
             index, ops.sub(ops.cast(x, D.Float), ops.cast(ops.sum(x, [0], True), D.Float))
         ),

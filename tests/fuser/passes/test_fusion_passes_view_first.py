@@ -1,5 +1,7 @@
-"""Reshapes that reductions read come before what computes their operands: before and after as
-text, and group norm in all its forms."""
+"""Reshapes that reductions read are moved in front of elementwise ops: text before and after.
+
+All forms of group norm are compared with torch.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +86,11 @@ def _with_mesh(x: TensorView) -> Any:
     [
         # No reduction.
         lambda x: ops.reshape(ops.cast(x, D.Float), [4, 2, 3]),
-        # Not computed from an input alone, or in another order.
+        # The operand depends on two tensors, or has another order of axes.
         lambda x: ops.sum(ops.reshape(ops.add(x, ops.neg(x)), [4, 2, 3]), dims=[2]),
         lambda x: ops.sum(ops.reshape(ops.cast(ops.permute(x, [1, 0]), D.Float), [24]), dims=[0]),
         lambda x: ops.sum(ops.reshape(ops.cast(ops.sum(x, [0], True), D.Float), [6]), dims=[0]),
-        # What is computed has another reader.
+        # The computed tensor has a second reader.
         _with_output,
         _with_mesh,
     ],
@@ -152,7 +154,7 @@ def test_statistics_of_group_norm_read_rows_in_order_and_in_words(
         return variant
 
     monkeypatch.setattr(FusedKernelExecutor, "_lower_alone", noted)
-    # Programs of equal definitions share kernels: each case has a shape of its own.
+    # Equal definitions would share kernels, so each case has a different shape.
     x = torch.randn(2, 32, 28 if fixed else 32, 44 if casts_first else 52).to(dtype)
     with FusionDefinition() as fd:
         fd.add_output(

@@ -1,4 +1,4 @@
-"""Layout inference: which operand a result follows, how far views carry an order, what is kept."""
+"""Layout inference: the operand that a result follows, orders through views, kept orders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def order_of(tv: TensorView) -> tuple[int, ...]:
 
 
 def laid(shape: Shape, order: Shape, seed: int = 0) -> torch.Tensor:
-    """Returns a dense tensor whose axes lie in memory in this order."""
+    """Returns a dense tensor whose axes have this order in memory."""
     made = torch.randn(
         [shape[p] for p in order],
         generator=torch.Generator().manual_seed(seed),
@@ -61,7 +61,7 @@ def group_norm(x: TensorView) -> TensorView:
 X: Given = (SIZES, LAST)
 Y: Given = (SIZES, ROWS)
 Z: Given = (SIZES, (3, 1, 0, 2))
-# What is computed of which inputs, and the memory order of the result.
+# Name -> (definition, inputs as (shape, memory order), memory order of the result).
 CASES: dict[str, tuple[Callable[..., Any], Sequence[Given], Shape]] = {
     "an op follows its operand": (ops.relu, [X], LAST),
     "through several ops": (lambda x: ops.exp(ops.neg(ops.cast(x, DataType.Double))), [X], LAST),
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Given], Shape]] = {
 }
 
 
-# Those whose result is a view of the input, which the twin's has without gaps.
+# The cases whose result is a view of the input; in the twin, it has no gaps.
 VIEWS = {
     "a new axis",
     "a permutation keeps memory as it is",
@@ -155,9 +155,9 @@ def test_a_result_lies_in_the_order_that_it_follows(case: str) -> None:
     infer_layouts(fusion)
     if expected:
         assert order_of(out) == tuple(expected)
-    # The inputs may have gaps, which a view of one has, too.
+    # The inputs may have gaps; a view of one has the same gaps.
     assert is_contiguous(out) or case in VIEWS
-    # The twin runs, and lies in memory as the pass says.
+    # The twin runs, and its result has the layout that the pass chose.
     inputs = [laid(shape, order, k) for k, (shape, order) in enumerate(given)]
     with FusionDefinition() as fd:
         tvs = [fd.from_pytorch(x) for x in inputs]
@@ -217,7 +217,7 @@ def test_rows_get_no_allocation_domain() -> None:
 
 
 def test_repeated_axes_of_inputs_have_no_order() -> None:
-    """x[i, j] is v[i]: memory has j outermost, and says nothing of it."""
+    """In x[i, j] = v[i], memory has j outermost with stride 0, which is no order."""
     for repeated, expected in ((True, (0, 1)), (False, (1, 0))):
         fusion, out = define(ops.relu, [((4, 3), (1, 0))])
         (x,) = fusion.inputs
@@ -228,7 +228,7 @@ def test_repeated_axes_of_inputs_have_no_order() -> None:
 
 
 def test_batches_of_matrices_lie_as_torch_reads_them() -> None:
-    """A matmul over heads would pack an operand whose heads lie inside of its rows."""
+    """A matmul over heads would copy an operand whose head axis is inside of its rows."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = define_tensor([2, 5, 3, 4], dtype=DataType.Double)

@@ -1,4 +1,4 @@
-"""Merging: how often schedulers are asked, and what is merged when they refuse."""
+"""Merging: how often schedulers are asked, and which merges remain when they refuse."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chain_of_outputs(x: TensorView, count: int) -> tuple[TensorView, ...]:
 
 
 def test_many_outputs_are_one_kernel_of_few_questions() -> None:
-    """One question for each output's own ops, and one for all of them together."""
+    """A scheduler is asked once for each output alone, and once for all of them together."""
     asked: list[int] = []
 
     def scheduler(fusion: Fusion) -> str | None:
@@ -42,7 +42,7 @@ def test_many_outputs_are_one_kernel_of_few_questions() -> None:
 
 @pytest.mark.parametrize("most", range(1, 8))
 def test_what_is_refused_is_halved(most: int) -> None:
-    """Of seven outputs a kernel computes as many as a scheduler takes, in program order."""
+    """Each kernel computes as many of seven outputs as a scheduler accepts, in program order."""
 
     def scheduler(fusion: Fusion) -> str | None:
         adds = sum(isinstance(e, BinaryOp) for e in fusion.exprs) // 2
@@ -65,26 +65,26 @@ def test_a_kernel_has_a_bounded_number_of_operands(monkeypatch: pytest.MonkeyPat
 
 
 def test_groups_with_a_third_step_between_them_stay_apart_until_it_is_merged() -> None:
-    """a -> b -> c and a -> c: a and c alone would wait for b, which waits for a."""
+    """With a -> b -> c and a -> c, merging a and c alone would make a cycle through b."""
 
     def build(x: TensorView) -> tuple[TensorView, ...]:
         a, b, c = chain_of_outputs(x, 3)
         return a, b, ops.add(c, a)  # pyright: ignore[reportReturnType]
 
     def scheduler(fusion: Fusion) -> str | None:
-        # The first two outputs may not share a kernel.
+        # A kernel of the first two outputs is refused.
         outputs = {o.number for o in fusion.outputs}
         return None if refused_pair <= outputs else find_scheduler(fusion)
 
     fusion = fusion_of(build, 2)
     refused_pair = {fusion.outputs[0].number, fusion.outputs[1].number}
     segmented = cut(fusion, scheduler)
-    # The last joins the second, which the first may not join.
+    # The last output joins the second; the first stays alone.
     assert [len(s.outputs) for s in segmented.segments] == [1, 2]
 
 
 def test_a_kernel_moves_tensors_along_two_innermost_axes_at_most() -> None:
-    """What reads one tensor in three orders is two kernels; three in one kernel stay one."""
+    """Ops that read one tensor in three orders are two kernels; one op with three orders is one."""
 
     def results(x: TensorView) -> tuple[TensorView, ...]:
         y = ops.exp(x)
@@ -117,7 +117,7 @@ def test_permutations_that_undo_each_other_merge() -> None:
 
 
 def is_apart(merger: Any, start: object, goal: object) -> bool:
-    """Whether a step needs another through a third one: by all paths."""
+    """Returns whether a step depends on another through a third one, by searching all paths."""
     todo = [s for s in merger._sources(start) if s != goal]
     seen: set[object] = set()
     while todo:
@@ -132,9 +132,11 @@ def is_apart(merger: Any, start: object, goal: object) -> bool:
 
 @pytest.mark.finding("G4")
 def test_the_order_of_steps_tells_which_need_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a transformer and random programs: after each contraction and each that is undone every
-    step has a larger number than what it needs, and the search between two numbers finds what that
-    of all paths does."""
+    """For a transformer and random programs, after each contraction and each undo:
+
+    - every step has a larger number than the steps that it depends on;
+    - the search between two numbers finds the same dependences as a search of all paths.
+    """
     asked: Counter[bool] = Counter()
     contract, undo, are_apart = (
         getattr(Merger, name) for name in ("_contract", "_undo", "_are_apart")

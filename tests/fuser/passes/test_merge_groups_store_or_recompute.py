@@ -1,4 +1,4 @@
-"""What kernels compute again, and what is stored as that would cost more."""
+"""Which results kernels recompute, and which are stored because recomputing costs more."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.segmented_fusions import check_values, cut, fusion_of, kinds,
 
 
 def computed(segmented: SegmentedFusion) -> Counter[str]:
-    """Returns how often the kernels together compute each kind of op."""
+    """Returns how often all kernels together compute each kind of op."""
     return Counter(e.name for s in segmented.segments for e in s.exprs)
 
 
 def both_sums(x: TensorView) -> tuple[TensorView, TensorView]:
-    """Two kernels, as they go over other axes."""
+    """Returns sums over different axes, which are two kernels."""
     return ops.sum(x, dim=0), ops.sum(x, dim=1)
 
 
@@ -48,7 +48,7 @@ def test_what_is_cheap_is_computed_again() -> None:
 
 
 def test_of_a_chain_only_the_costly_part_is_stored() -> None:
-    """Three kernels need what is dear, two of them one cheap op more."""
+    """Three kernels need the expensive part; two of them add a cheap op."""
 
     def build(x: TensorView) -> tuple[TensorView, ...]:
         for _ in range(20):
@@ -64,7 +64,7 @@ def test_of_a_chain_only_the_costly_part_is_stored() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_stacked_softmaxes_do_not_compute_each_other_again(dim: int) -> None:
-    """Kernels keep them: one exponential for the sum and for the quotient."""
+    """Persistent kernels compute each exponential once, for the sum and for the quotient."""
 
     def build(x: TensorView) -> TensorView:
         for _ in range(16):
@@ -79,7 +79,7 @@ def test_stacked_softmaxes_do_not_compute_each_other_again(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_whatever_the_schedulers_take(dim: int) -> None:
-    """As above where no scheduler keeps these: one exponential for the sum, one for the
+    """Without persistent kernels, each exponential is computed twice: for the sum and the
     quotient."""
 
     def build(x: TensorView) -> TensorView:
@@ -94,7 +94,8 @@ def test_whatever_the_schedulers_take(dim: int) -> None:
 
 # ------------------------------------------------------------------ against all choices
 def cost(fusion: Fusion, targets: set[TensorView]) -> float:
-    """Returns bytes, and instructions in bytes, per element, of a kernel for each stored tensor."""
+    """Returns the cost per element (bytes, and instructions as bytes) if each target is one
+    kernel."""
     found = 0.0
     for target in targets:
         ops_, reads, todo = set[TensorOp](), set[TensorView](), [fusion.definition(target)]
@@ -117,7 +118,8 @@ def cost(fusion: Fusion, targets: set[TensorView]) -> float:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_near_the_best_of_all_choices(seed: int) -> None:
-    """Of random graphs of pointwise ops of one size, each output a kernel of its own."""
+    """The choice for random pointwise graphs, with one kernel per output, is close to the
+    optimum."""
     rng = random.Random(seed)
 
     def build(*xs: TensorView) -> tuple[TensorView, ...]:

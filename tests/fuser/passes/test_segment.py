@@ -1,4 +1,4 @@
-"""Segmentation: what is stored, what is recomputed, what becomes an alias, and in which order."""
+"""Segmentation: which tensors are stored, recomputed or aliases, and the order of segments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_softmax_is_one_kernel() -> None:
 
 
 def test_what_is_computed_from_the_rows_of_a_norm_joins_it() -> None:
-    """Neither kernel would read a result of the other: both compute the sum."""
+    """Neither kernel reads a result of the other, but both compute the same sum."""
 
     def build(x: TensorView, r: TensorView) -> tuple[TensorView, TensorView]:
         h = ops.add(ops.mul(x, 0.5), r)
@@ -89,7 +89,7 @@ def test_a_norm_of_columns_keeps_what_belongs_to_the_reduced_space_in_its_kernel
 
 
 def test_a_norm_of_columns_that_keeps_its_statistics_is_two_kernels() -> None:
-    """What is broadcast is stored once: as the statistics that the caller gets."""
+    """The broadcast statistics are stored once, as the outputs of the caller."""
 
     def build(x: TensorView) -> tuple[TensorView, ...]:
         var, mean = ops.var_mean(x, [0, 1], 0)
@@ -106,7 +106,7 @@ def test_a_norm_of_columns_that_keeps_its_statistics_is_two_kernels() -> None:
 
 
 def _scaled_sums(x: TensorView, w: TensorView) -> tuple[TensorView, ...]:
-    """Sums that the caller gets, and what is computed from them."""
+    """Returns sums as outputs, and a tensor that is computed from them."""
     total, largest = ops.sum(x, [0]), ops.max(x, [0])
     rate = ops.exp(ops.div(total, x.size(0)))
     shares = ops.mul(x, ops.broadcast(ops.mul(rate, largest), [True, False]))
@@ -123,7 +123,7 @@ def test_what_is_computed_from_sums_alone_joins_their_kernel() -> None:
 
 
 def test_what_needs_more_than_sums_stays_apart() -> None:
-    """The reduction's kernel would read the weight, an element at a time."""
+    """A merged kernel would read the weight one element at a time."""
 
     def build(x: TensorView, w: TensorView) -> tuple[TensorView, ...]:
         total = ops.sum(x, [0])
@@ -141,7 +141,7 @@ def test_reductions_of_the_same_input_share_a_kernel() -> None:
 
 
 def test_a_merge_that_would_make_a_cycle_is_refused() -> None:
-    """a -> matmul -> b, and a -> b: the pointwise ops around the library op stay apart."""
+    """With a -> matmul -> b and a -> b, the pointwise ops around the library op stay separate."""
 
     def build(x: TensorView, w: TensorView) -> TensorView:
         a = ops.exp(x)
@@ -149,7 +149,7 @@ def test_a_merge_that_would_make_a_cycle_is_refused() -> None:
 
     segmented = cut(fusion_of(build, 2, 2))
     assert kinds(segmented) == ["pointwise", "library", "pointwise"]
-    # a is stored for the matmul, so the last kernel reads it instead of computing it again.
+    # a is stored for the matmul, so the last kernel reads it instead of recomputing it.
     assert [e.name for e in segmented.segments[-1].exprs] == ["add"]
 
 
@@ -190,7 +190,7 @@ def test_a_tensor_that_is_dear_to_recompute_is_stored() -> None:
     few, many = fusion_of(build, 2, 2), fusion_of(build, 2, 2, 2, 2, 2)
     assert kinds(cut(few)) == ["reduction", "reduction"]
     segmented = cut(many)
-    # The kernel that stores it sums it, too.
+    # The kernel that stores the tensor also computes its sum.
     assert [len(s.outputs) for s in segmented.segments] == [2, 1]
     assert kinds(segmented) == ["reduction", "reduction"]
     check_values(few, *((3, 5),) * 2)
@@ -204,7 +204,7 @@ def test_an_op_that_no_scheduler_accepts_is_named() -> None:
 
 
 def test_segment_set_is_a_border_between_kernels() -> None:
-    """Without it one kernel computes all of this."""
+    """Without segment_set, one kernel computes all of this."""
 
     def chain(x: TensorView, border: bool) -> tuple[TensorView, ...]:
         a = ops.exp(x)

@@ -1,7 +1,7 @@
 """An output that only names elements of an input is a view of the caller's tensor.
 
-Random chains of view ops beside torch's own: values, places and strides are those of torch's views,
-except for outputs of which memory has to hold something else: those of inputs that are updated.
+Random chains of view ops have the values, addresses and strides of torch's views. Outputs that need
+other memory are excepted: views of inputs that are updated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MESH = DeviceMesh([0, 1])
 
 @dataclass(frozen=True)
 class Step:
-    """A view op: its name and arguments here, its torch meaning."""
+    """One view op: its name, its arguments, and the same op in torch."""
 
     op: str
     args: Sequence[Any]
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass
 class Chain:
-    """A tensor and views of one another; `units` marks the latest one's broadcast axes."""
+    """A tensor and successive views of it; `units` marks the last one's broadcast axes."""
 
     rng: random.Random
     latest: torch.Tensor
@@ -68,7 +68,7 @@ class Chain:
         else:
             shape = self._factors(self.latest.numel(), rng.randint(1, 4))
         if len(shape) < 7:
-            # An axis that happens to have one element may have become part of any other.
+            # An axis of one element may have been merged with any other axis.
             is_known = all(u for n, u in zip(self.latest.shape, self.units, strict=True) if n == 1)
             units = [n == 1 and is_known for n in shape]
             self.add(Step("reshape", [shape], lambda x: x.reshape(shape)), units)
@@ -133,7 +133,7 @@ MAKERS = (
 
 
 def random_input(rng: random.Random) -> tuple[list[int], list[int], int]:
-    """Returns (shape, strides, offset): any order, gaps, repeats, units with any stride."""
+    """Returns (shape, strides, offset): any order, gaps, stride 0, size 1 with any stride."""
     rank = rng.randint(1, 4)
     shape = [rng.choice((1, 2, 3, 4, 6)) for _ in range(rank)]
     order = list(range(rank))
@@ -163,7 +163,7 @@ def share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_place(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor, what: object) -> None:
-    """Requires a view where torch has one, in its place and with its strides."""
+    """Checks that a result is a view if torch has one, with its address and strides."""
     assert share(found, x) == share(wanted, x), what
     if share(wanted, x):
         assert found.data_ptr() == wanted.data_ptr(), what
@@ -204,7 +204,7 @@ def check_chain(seed: int) -> None:
             fd.add_output(fd.ops.add(tvs[0], 1.0), tvs[0])
     text = (seed, shape, strides, offset, declared, [(s.op, s.args) for s in chain.steps])
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # The first run of a class is walked, later ones are replayed, also on another tensor.
+    # The first run of a class is interpreted; later ones are replayed, also on another tensor.
     for call, given in enumerate((x, x, other, x, other)):
         wanted = views(given, chain.steps)
         old = [w.clone() for w in wanted]
@@ -222,12 +222,12 @@ def check_chain(seed: int) -> None:
             assert torch.equal(outs[-1], -old[-1]), text
             kept.append((outs[-1], -old[-1]))
         assert torch.equal(given, before + 1 if is_updated else before), text
-    # No later run has overwritten what the caller holds.
+    # No later run has overwritten results that the caller still holds.
     for found, value in kept:
         assert torch.equal(found, value), text
 
 
-# What is made of x [4, 6, 8] that two ranks share along an axis, and of which axis a shard is.
+# Name -> (definition on x [4, 6, 8], torch function on a shard, sharded axis of x).
 SHARDED: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], torch.Tensor], int]] = {
     "permute": (lambda fd, x: fd.ops.permute(x, [2, 0, 1]), lambda x: x.permute(2, 0, 1), 0),
     "merge": (lambda fd, x: fd.ops.reshape(x, [4, 48]), lambda x: x.reshape(-1, 48), 0),
@@ -254,7 +254,7 @@ SHARDED: dict[str, tuple[Callable[..., Any], Callable[[torch.Tensor], torch.Tens
 
 @pytest.mark.parametrize("case", SHARDED)
 def test_a_shard_is_viewed_as_the_whole_is(case: str) -> None:
-    """Each rank's own, whose gaps are its own matter."""
+    """Each rank returns a view of its own shard; the shards may have different gaps."""
     build, reference, axis = SHARDED[case]
     shape = [2 if k == axis else n for k, n in enumerate((4, 6, 8))] if axis == 0 else [4, 3, 8]
 
@@ -290,7 +290,7 @@ def transposed() -> FusionDefinition:
 @pytest.mark.filterwarnings("ignore:input 0")
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
 def test_a_view_carries_no_gradient(kind: type[torch.Tensor]) -> None:
-    """Torch's own views of a leaf ask for one even where nothing is recorded."""
+    """torch's own view of a leaf would require a gradient although none is recorded."""
     fd, x = transposed(), torch.randn(3, 4, requires_grad=True)
     given = x if kind is torch.Tensor else torch.nn.Parameter(x.detach())
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The engine over domains, by brute force: random chains of transforms over small extents."""
+"""Paths and rules over domains, checked by brute force on random transforms over small extents."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ EXTENTS = (0, 1, 2, 3, 5, 7)
 
 
 def chain(rng: random.Random, *, exact: bool) -> tuple[TensorDomain, list[int]]:
-    """Returns a domain with a random chain from logical to loop axes, and its logical extents.
+    """Returns a domain with random transforms from logical to loop axes, and its logical extents.
 
-    `exact`: every split divides.
+    With `exact`, every split divides its axis.
     """
     fusion = Fusion()
     extents = [rng.choice(EXTENTS) for _ in range(rng.randint(1, 3))]
@@ -61,7 +61,8 @@ def extent(domain: TensorDomain, number: int) -> int:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_indices_round_trip(seed: int) -> None:
-    """loop(logical index) is in range, and its logical index is the one that we came from."""
+    """Every logical index maps to loop indices in range, which map back to the same logical
+    index."""
     domain, extents = chain(random.Random(seed), exact=False)
     for point in itertools.product(*map(range, extents)):
         start = dict(zip(domain.logical_numbers, map(sc.const, point), strict=True))
@@ -74,7 +75,7 @@ def test_indices_round_trip(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_sizes_count_the_distinct_indices(seed: int) -> None:
-    """Of exact splits, an axis has as many indices as it has size; and replayed sizes agree."""
+    """With exact splits, the size of each axis is the number of its distinct indices."""
     domain, extents = chain(random.Random(seed), exact=True)
     sizes = dict(zip(domain.logical_numbers, map(sc.const, extents), strict=True))
     sizes = replay(forward(domain.transforms), sizes, SizeRules())
@@ -91,7 +92,7 @@ def test_sizes_count_the_distinct_indices(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_strides_give_the_same_address(seed: int) -> None:
-    """Where every loop axis has a stride, index * stride sums to the logical address."""
+    """If every loop axis has a stride, the sum of index * stride is the logical address."""
     rng = random.Random(seed)
     domain, extents = chain(rng, exact=True)
     order = list(range(len(extents)))
@@ -103,7 +104,7 @@ def test_strides_give_the_same_address(seed: int) -> None:
     rules = StrideRules(lambda n: domain.axes[n].size)
     strides = replay(path(domain, domain.logical, domain.loop), strides, rules)
     if not strides.keys() >= set(domain.loop_numbers):
-        return  # two axes that are apart in memory were merged
+        return  # two axes that are not adjacent in memory were merged
     for point in itertools.product(*map(range, extents)):
         start = dict(zip(domain.logical_numbers, map(sc.const, point), strict=True))
         ahead = indices_forward(domain, start)

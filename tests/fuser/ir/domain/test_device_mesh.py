@@ -1,4 +1,4 @@
-"""Meshes print their ranks, or ranges where they are large, and read back as what they were."""
+"""Meshes print their ranks, or ranges if they are large, and are read back unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multidevice.sharding.reshard import TeamOf
 
 
 def block(*shape: int, start: int = 0) -> object:
-    """Returns ranks from `start` on as nested lists of a shape."""
+    """Returns the ranks from `start` on, as nested lists with a shape."""
     counter = itertools.count(start)
 
     def fill(rest: tuple[int, ...]) -> object:

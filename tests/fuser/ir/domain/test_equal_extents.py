@@ -1,4 +1,4 @@
-"""Equal extents: how they are written, and that no order of statements loses one."""
+"""Equal extents: their representatives, and that no order of statements loses an equality."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rewriting_drops_what_became_trivial() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_statements_in_any_order_mean_the_same(seed: int) -> None:
-    """Whatever holds of all statements holds of the relations, and nothing else."""
+    """Symbol values satisfy all statements exactly if they satisfy all relations."""
     rng = random.Random(seed)
     atoms: list[Scalar] = [I, J, K, sc.const(2), sc.const(3)]
 

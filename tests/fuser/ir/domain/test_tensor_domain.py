@@ -1,4 +1,4 @@
-"""Domains, loop transforms, the index engine, the axis graph and printing."""
+"""Domains, loop transforms, indices along transforms, the axis graph, and printing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fuser.support.errors import DefinitionError, ShardingError, VerifyError
 
 
 def tensor(fusion: Fusion, *extents: int | None) -> TensorView:
-    """Makes a Float input; None is a fresh symbol."""
+    """Creates a Float input; an extent of None is a new symbol."""
     sizes = [fusion.new_extent() if e is None else sc.const(e) for e in extents]
     tv = fusion.new_tensor([fusion.new_axis(s) for s in sizes], DataType.Float)
     fusion.add_input(tv)
@@ -95,7 +95,8 @@ def test_an_axis_handle_shows_the_present_state() -> None:
 
 
 def test_one_axis_has_one_state_in_every_view() -> None:
-    """Parallel types reach logical, loop, allocation and the transforms' printed axes alike."""
+    """A parallel type appears in logical and loop axes, in allocation axes and in printed
+    transforms."""
     tv = tensor(Fusion(), 8, 4)
     tv.set_allocation_domain([tv.axis(1), tv.axis(0)], True)
     tv.split(0, 2)
@@ -114,7 +115,7 @@ def test_split_of_a_parallel_axis_is_refused() -> None:
 
 
 def test_indices_by_brute_force() -> None:
-    """Random transform chains: loop -> logical -> loop is the identity on covered points."""
+    """For random transforms, loop -> logical -> loop is the identity on all points in range."""
     rng = random.Random(1)
     for _ in range(60):
         fusion = Fusion()
@@ -135,7 +136,7 @@ def test_indices_by_brute_force() -> None:
         for point in points:
             env = {symbols[a.number]: v for a, v in zip(domain.loop, point, strict=True)}
             logical = tuple(int(sc.evaluate(back[a.number], env)) for a in domain.logical)
-            # A non-divisible split over-runs: its input must be in range too.
+            # A split that does not divide exceeds its axis; the index must be in range, too.
             inside = all(
                 int(sc.evaluate(back[n], env)) < int(sc.int_value(domain.axes[n].extent) or 0)
                 for t in domain.transforms
@@ -169,7 +170,7 @@ def test_axis_graph_maps_through_equal_transforms_only() -> None:
 
 
 def test_backward_congruence_needs_equal_input_extents() -> None:
-    """Splits of 10 and of 12 by 4 have mapped outputs, but 10 is not 12."""
+    """Splits of 10 and of 12 by 4 have mapped outputs, but their inputs are different axes."""
     fusion = Fusion()
     a, b = tensor(fusion, 10), tensor(fusion, 12)
     a.split(0, 4)

@@ -1,4 +1,4 @@
-"""Scalars as Python functions: the same values, types and errors as `evaluate`, whatever comes."""
+"""Scalars compiled to Python functions have the values, types and errors of `evaluate`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _two(rng: Random, depth: int, kind: str) -> tuple[Scalar, Scalar]:
 
 def _found(ask: Callable[[], Sequence[Number]]) -> object:
     try:
-        # repr() lets nan equal itself, and separates 1 from True and 0.0 from -0.0.
+        # repr() makes nan equal to itself, and distinguishes 1 from True and 0.0 from -0.0.
         return [repr(x) for x in ask()]
     except (ArithmeticError, ValueError) as error:
         return type(error), str(error)
@@ -84,7 +84,7 @@ def test_only_the_chosen_branch_of_a_choice_has_to_have_a_value() -> None:
 
 
 def test_conditions_are_looked_at_in_turn() -> None:
-    """As guards of a kernel: where the first fails, the second may have no value."""
+    """`hold` stops at the first false condition; the next one may have no value."""
     i, n = INTS[0], INTS[1]
     conditions = Computed([sc.lt(sc.const(0), n), sc.eq(sc.mod(i, n), 0)])
     assert not conditions.hold({i: 6, n: 0})

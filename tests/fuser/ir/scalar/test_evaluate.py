@@ -1,4 +1,4 @@
-"""Integer scalars of a user, of any sign: the host's arithmetic and a kernel's are one."""
+"""Integer scalars of a user, of any sign: the host and a kernel compute the same values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hostir.ir.parser import parse
 pytestmark = pytest.mark.from_text
 
 VALUES = (-9, -5, -4, -1, 0, 1, 3, 4, 7)
-# What is computed from a scalar (or a tensor) n and a number, and what it means.
+# Name -> (function of ops and a scalar or tensor n, the same function of Python numbers).
 Build = Callable[[Any, Any], Any]
 Program = tuple[Build, Callable[[int], int]]
 
@@ -88,7 +88,8 @@ PROGRAMS: dict[str, Program] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_scalar_and_a_tensor_mean_the_same(name: str) -> None:
-    """The scalar is computed by the host and passed to the kernel, the tensor by the kernel."""
+    """The host computes with the scalar and passes the result to the kernel, which computes the
+    tensor."""
     build, meaning = PROGRAMS[name]
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], dtype=DataType.Int, contiguity=True)
@@ -105,7 +106,7 @@ _WIDE = (-(2**63), -(2**62) - 3, -5, -1, 0, 1, 6, 2**40 + 1, 2**63 - 1)
 
 
 def _shifted(name: str, value: int, count: int) -> int:
-    """What a 64-bit shift means: by bits of two's complement, everything out for other counts."""
+    """Returns a 64-bit shift in two's complement; other counts shift all bits out."""
     bits, known = value % 2**64, 0 <= count < 64
     if name == "bitwise_left_shift":
         bits = bits << count if known else 0
@@ -128,7 +129,7 @@ def test_shifts_of_scalars_and_of_tensors_by_scalars(name: str) -> None:
         fd.add_output(fd.ops.add(fd.ops.mul(x, 0), op(n, count)))
         fd.add_output(op(x, count))
         fd.add_output(op(x, 3))
-        # Constants are computed when they are defined.
+        # Constants are folded when they are defined.
         fd.add_output(fd.ops.full([1], op(-5, 70), DataType.Int))
     values = torch.tensor(_WIDE)
     for count in counts:
@@ -159,7 +160,7 @@ def test_shifts_in_extents_and_offsets_have_a_text() -> None:
 
 
 def test_index_arithmetic_with_a_negative_scalar() -> None:
-    """The scalar moves a window: pads and slices of any sign."""
+    """A scalar of any sign moves a window, by pads and slices."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         n = fd.define_scalar(dtype=DataType.Int)
@@ -173,7 +174,7 @@ def test_index_arithmetic_with_a_negative_scalar() -> None:
 
 
 def test_a_scalar_that_is_an_extent() -> None:
-    """An extent is at least 1 in a program; 0 has a program of its own; below 0 is an error."""
+    """An extent of 0 has a separate program; a negative extent is an error."""
     with FusionDefinition() as fd:
         n = fd.define_scalar(dtype=DataType.Int)
         fd.add_output(fd.ops.full([n, 2], 3.0, DataType.Float))
@@ -182,7 +183,9 @@ def test_a_scalar_that_is_an_extent() -> None:
         full, largest = fd.execute([size])
         assert full.tolist() == [[3.0, 3.0]] * size
         assert largest.tolist() == [max(size, 1)] * 2
-    with pytest.raises(InputError, match=r"extent i0 is -2 for these inputs.*test_evaluate"):
+    with pytest.raises(
+        InputError, match=r"extent i0 of .* is negative for these inputs: -2.*test_evaluate"
+    ):
         fd.execute([-2])
 
 
@@ -215,7 +218,7 @@ def test_thousands_of_chained_scalar_ops() -> None:
 
 
 def test_defining_a_long_vector_looks_at_no_input_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """n scalars are n inputs, without a search through the inputs for each."""
+    """Defining n scalars takes no search through the inputs for each of them."""
     monkeypatch.setattr(Fusion, "add_input", lambda *_: pytest.fail("searched"))
     with FusionDefinition() as fd:
         vector = fd.define_vector(1000)
@@ -261,7 +264,7 @@ def test_a_width_that_is_0_at_first_is_not_0_for_later_calls() -> None:
     ("name", "expected"), [("sub", -4), ("fmod", 9), ("mod", 9), ("mul", 117), ("maximum", 13)]
 )
 def test_arithmetic_of_a_count_and_an_extent(name: str, expected: int) -> None:
-    """The count and the extent are of one C type, whatever type indices have."""
+    """The count and the extent have one C type, whatever the type of indices is."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         _, _, count = fd.ops.welford(x, [1])

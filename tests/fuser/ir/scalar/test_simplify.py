@@ -1,4 +1,4 @@
-"""Scalars simplify without changing values: exhaustive over small ranges."""
+"""Simplification does not change values: exhaustive over small ranges."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ BUILD = {
 
 
 def test_random_expressions_keep_their_values() -> None:
-    """2000 seeded trees over three small indices, every assignment evaluated."""
+    """Evaluates 2000 random trees over three small indices, for every assignment."""
     rng = random.Random(0)
     for case in range(2000):
         extents = [rng.randint(1, 6) for _ in range(3)]
@@ -133,7 +133,7 @@ def test_random_expressions_keep_their_values() -> None:
 
 
 def test_symbolic_extents_keep_values() -> None:
-    """Index trees over symbolic extents, evaluated for every small extent pair."""
+    """Evaluates index expressions over symbolic extents, for every pair of small extents."""
     a, b = symbol("a", i0), symbol("b", i1)
     flat = sc.add(sc.mul(a, i1), b)
     cases = [
@@ -183,7 +183,7 @@ def test_flat_index_of_three_merged_axes_has_no_division() -> None:
 @pytest.mark.parametrize("dtype", [DataType.Index, DataType.Int])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_scalars_of_one_text_are_one_scalar(op: str, dtype: DataType, is_first: bool) -> None:
-    """Literals of Int and of Index have one text."""
+    """Literals of Int and of Index have the same text."""
     x = sc.Symbol("i0", dtype)
     made = [
         sc.apply(op, *((c, x) if is_first else (x, c)))

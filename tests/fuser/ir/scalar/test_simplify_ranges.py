@@ -1,8 +1,8 @@
 """Every simplification of integer scalars against brute force, negative values included.
 
-Random trees over symbols of every range are built twice: through the simplifying constructors, and
-as plain Python functions of the symbols' values. Both must agree for every binding inside the
-ranges for which no division by 0 occurs.
+Random trees over symbols with all kinds of ranges are built twice: by the simplifying constructors,
+and as Python functions of the symbols' values. Both must agree for every value in the ranges,
+unless a division by 0 occurs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fuser.support.errors import DefinitionError, DivisionByZeroError, InputErro
 INDEX, INT = DataType.Index, DataType.Int
 Values = Mapping[Symbol, int]
 Meaning = Callable[[Values], int]
-# A scalar as the constructors simplify it, and what it means.
+# A simplified scalar, and the same expression as a Python function.
 Pair = tuple[Scalar, Meaning]
 
 
@@ -43,7 +43,7 @@ LEAVES = [N, M, SIZE, EXTENT, OTHER, BELOW, K, OVER_SIZE, OVER_EXTENT, OVER_OTHE
 
 
 def bindings(names: tuple[Symbol, ...]) -> Iterator[dict[Symbol, int]]:
-    """Yields all values of the symbols inside their ranges (unbounded ends are cut)."""
+    """Yields all values of the symbols in their ranges; unbounded ends are limited."""
     needed = dict.fromkeys(s for n in names if n.hi is not None for s in sc.symbols(n.hi))
     needed.update(dict.fromkeys(names))
 
@@ -95,7 +95,7 @@ def meaning_of(op: str, *parts: Pair) -> Meaning:
 
 
 class Trees:
-    """Random trees; the same seed makes the same trees."""
+    """A generator of random trees; the same seed creates the same trees."""
 
     def __init__(self, seed: int, leaves: list[Symbol]) -> None:
         self.rng = random.Random(seed)
@@ -156,7 +156,7 @@ def compare(seed: int, scalar: Scalar, meaning: Meaning, leaves: list[Symbol]) -
 
 @pytest.mark.parametrize("part", range(4))
 def test_every_simplification_keeps_the_value(part: int) -> None:
-    """150 trees per part, each over four symbols."""
+    """Compares 150 trees per part, each over four symbols."""
     compared = 0
     for seed in range(150 * part, 150 * (part + 1)):
         leaves = random.Random(seed).sample(LEAVES, 4)
@@ -187,7 +187,7 @@ def test_proofs_of_order_hold() -> None:
 
 
 def test_substitution_and_text_keep_the_value() -> None:
-    """A tree over other symbols, and read back from its text without their ranges."""
+    """A tree keeps its value after a substitution, and after reading its text without ranges."""
     for seed in range(400):
         leaves = random.Random(seed).sample([M, EXTENT, K, BELOW], 3)
         trees = Trees(seed, leaves)
@@ -228,7 +228,7 @@ def test_extents_and_refined_extents() -> None:
     assert SIZE.with_range(lo=1) != SIZE
     refined = sc.substitute(sc.maximum(SIZE, 1), {SIZE: SIZE.with_range(lo=1)})
     assert refined == SIZE.with_range(lo=1)
-    # x / x has no value for 0, so it is 1.
+    # x / x is simplified to 1, because it has no value for 0.
     assert sc.floordiv(sc.mul(SIZE, EXTENT), SIZE) == EXTENT
 
 
@@ -297,7 +297,7 @@ def test_large_integers_keep_every_digit() -> None:
 
 # ------------------------------------------------------------------ long chains
 def test_five_thousand_chained_ops() -> None:
-    """Building, printing, evaluating, substituting and ordering need no stack."""
+    """Building, printing, evaluating, substituting and ordering do not recurse."""
     x: Scalar = N
     for i in range(2500):
         x = sc.add(sc.maximum(x, -i), 3)
@@ -319,7 +319,7 @@ def test_five_thousand_chained_ops() -> None:
 
 @pytest.mark.parametrize(("divide", "rest"), [("/", "%"), ("floorDiv", "floorMod")])
 def test_two_parts_of_a_division_are_the_third(divide: str, rest: str) -> None:
-    """x / b * b, x % b and x: any two of them, with factors and between other terms."""
+    """Any two of x / b * b, x % b and x yield the third, with factors and between other terms."""
     dividends = (N, OVER_EXTENT, sc.mul(N, OVER_EXTENT), sc.mul(-1, OVER_EXTENT), sc.mul(2, BELOW))
     divisors = (sc.const(4), EXTENT, sc.mul(2, EXTENT), N)
     for x, b, c in itertools.product(dividends, divisors, (1, -3)):

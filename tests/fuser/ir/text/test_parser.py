@@ -1,4 +1,4 @@
-"""What `fuser.ir.text.printer` prints, `fuser.ir.text.parser` reads back."""
+"""`fuser.ir.text.parser` reads the text that `fuser.ir.text.printer` prints."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_literals_keep_their_value(text: str) -> None:
 
 @pytest.mark.parametrize("op", ["<", "<=", ">", ">=", "==", "!=", "&&", "||", "%", "/", "<<", "&"])
 def test_operators_keep_their_spelling(op: str) -> None:
-    """Of integers, too, of which some comparisons mean the same."""
+    """Integer comparisons keep their operator, although some of them are equivalent."""
     if op in ("&&", "||"):
         text = f"( ( i0 < i1 ) {op} ( i1 < i2 ) )"
     else:
@@ -190,7 +190,7 @@ _VARIANTS = [
 def test_every_spelling_of_every_op_round_trips(
     cls: type[Op], attributes: dict[str, object], text: str
 ) -> None:
-    """Some combination of dtypes prints as this spelling, and what is parsed has its attributes."""
+    """For each template, some dtypes print it, and the parsed op has its attributes."""
     for out, inp in itertools.product(INFO, INFO):
         op = _parse_sample(cls, text, out, inp)
         if op is not None:
@@ -201,7 +201,7 @@ def test_every_spelling_of_every_op_round_trips(
 
 
 def _parse_sample(cls: type[Op], text: str, out: DataType, inp: DataType) -> Op | None:
-    """Parses the spelling filled with sample values; None when these dtypes print otherwise."""
+    """Parses a template filled with sample values; None if these dtypes print another template."""
     results = cls.fields_of("result")
     root = " root domain: (iS9{i1}, iS8{i0})\n" if ".Permute" in text else ""
 
@@ -240,7 +240,8 @@ def _parse_sample(cls: type[Op], text: str, out: DataType, inp: DataType) -> Op 
 
 # ------------------------------------------------------------------ fusions
 def _fusion() -> Fusion:
-    """A fusion with every section: aliases, equal extents, an Int scalar, a mesh, duplicates."""
+    """Returns a fusion with every section: aliases, equal extents, an Int scalar, a mesh,
+    duplicates."""
     f = Fusion()
     n, m = f.new_extent(), f.new_extent()
     x = f.new_tensor([f.new_axis(n), f.new_axis(m)], DataType.Float)
@@ -307,7 +308,7 @@ def test_fusions_that_differ_are_unequal() -> None:
     ("old", "new", "message"),
     [
         ("= where(", "= wher(", "unknown op wher"),
-        ("__float2half(", "__to_double(", "this op prints as"),
+        ("__float2half(", "__to_double(", "would be printed differently"),
         ("by factor 2 ->", "by factr 2 ->", "expected 'by factor'"),
         ("(DeviceMesh{0 1})", "(DeviceMesh{0 0})", "duplicates"),
         ("loop domain: (iS0{i0}", "loop domain: (iS0{i1}", "differs from its header"),

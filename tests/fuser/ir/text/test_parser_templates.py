@@ -1,4 +1,4 @@
-"""What an op's text says it is, whatever the extents of its results are."""
+"""The function name of an op's text is recognised for any extents of its results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Golden texts of small definitions: numbers, names and layout of the printed math."""
-# The printed layout has trailing spaces and long lines.
+# The printed text has trailing spaces and long lines.
 # ruff: noqa: W291, E501
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def test_print_math(build: Callable[[], TensorView]) -> None:
 
 # ------------------------------------------------------------------ the order of ops
 def out_of_order() -> FusionDefinition:
-    """Ops that are written in another order than the outputs need them; one reaches none."""
+    """Defines ops in another order than the outputs need; no output depends on one of them."""
     with FusionDefinition() as fd:
         x, y = fd.define_tensor([4]), fd.define_tensor([4])
         first, second = fd.ops.exp(x), fd.ops.sin(y)
@@ -261,7 +261,7 @@ def test_math_of_a_program_is_complete_and_always_the_same() -> None:
     assert all(op_text(op) in text for op in fusion.used_exprs())
     assert text.count("\n   = ") == sum(len(op.outputs) == 1 for op in fusion.used_exprs())
     assert text == out_of_order().fusion.print_math() == fusion.copy()[0].print_math()
-    # All ops, as they were written.
+    # All ops, in the order of the definition.
     everything = fusion.print_math(from_outputs_only=False)
     places = [everything.index(op_text(op)) for op in fusion.exprs]
     assert places == sorted(places)
