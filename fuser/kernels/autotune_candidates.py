@@ -73,8 +73,8 @@ def _of(params: Any) -> Sequence[Any]:
 
 # ------------------------------------------------------------------ distances
 def _scaled(value: int, down: int, up: int, *, least: int = 1, most: int = MAX_THREADS) -> Choices:
-    """Returns a number, its halves (`down` times) and doubles (`up` times) within bounds, with
-    distances."""
+    """Returns value -> distance for a number, its halves (`down` times) and its doubles (`up`
+    times), within bounds."""
     found: dict[Any, float] = {value: 0}
     for k in range(1, down + 1):
         if value >> k >= least and value % (1 << k) == 0:
@@ -140,7 +140,7 @@ def _persistent(params: InnerPersistentParams) -> _Found:
 
 
 def _clusters(params: InnerPersistentParams) -> _Found:
-    """Yields clusters of twice and half the number of blocks, whose threads keep half and twice as
+    """Yields clusters of twice and half the number of blocks; each thread keeps half or twice as
     much."""
     if params.cluster == 1:
         return
@@ -151,8 +151,8 @@ def _clusters(params: InnerPersistentParams) -> _Found:
 
 
 def _kept(params: InnerPersistentParams) -> _Found:
-    """Yields twice and half the threads per row, other numbers of rows per block and of registers,
-    and the looped form."""
+    """Yields neighbours of kept rows: twice and half the threads per row, other numbers of rows per
+    block and of registers, and the looped form."""
     resident = {n: float(n != params.resident) for n in (0, RESIDENT, RESIDENT_ONE, 1536)}
     costly = {c: float(c != params.keeps_costly) for c in (False, True)}
     for shift in (-1, 0, 1):
@@ -181,7 +181,8 @@ def _looped(params: InnerPersistentParams) -> _Found:
 
 
 def _strips(params: OuterPersistentParams) -> _Found:
-    """Returns strips of other widths, other numbers of rows per thread, and other vectors."""
+    """Returns neighbours of outer persistent parameters: other strip widths, vectors, and rows per
+    thread."""
     if not params.threads_x:
         return []
     resident = {n: float(n != params.resident) for n in (params.resident, RESIDENT_ONE, 1536)}
@@ -197,7 +198,7 @@ def _strips(params: OuterPersistentParams) -> _Found:
 
 
 def _transpose(params: TransposeParams) -> _Found:
-    """Returns half and twice each extent of the tile, with other numbers of threads."""
+    """Returns neighbours of a tile: half and twice each extent, with other numbers of threads."""
     widest = max(params.vector, params.staged_vector)
     found = _combined(
         params,

@@ -300,7 +300,7 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo,
     ) -> Record | None:
-        """Does the same as `bind`, and caches the result for `run` on tensors of this class."""
+        """Returns the same as `bind`, and caches it for `run` on tensors of this class."""
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
@@ -537,7 +537,8 @@ class FusedKernelExecutor:
         return layouts, self.scheduler.generic(device), DataType.Int
 
     def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
-        """Returns a copy of the fusion whose inputs and outputs have these layouts."""
+        """Returns a copy of the fusion whose inputs and outputs have these layouts, and the copy's
+        tensors by the original tensor numbers."""
         fusion, twins = self.fusion.copy()
         for tv, c, layout in zip(self._tensors, self._classes, layouts, strict=True):
             if c.order is not None:
@@ -671,7 +672,7 @@ def _lower_missing(
 
 
 def _chooses_nothing(facts: Facts) -> None:
-    """The placeholder for a chooser before the first one."""
+    """Returns None; the placeholder until the first chooser is built."""
 
 
 # ----------------------------------------------------------------------

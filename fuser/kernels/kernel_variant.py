@@ -417,7 +417,7 @@ class KernelExtents:
     def values(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> Mapping[Symbol, Number]:
-        """Returns the values of all symbols; see `Binder.bind`."""
+        """Returns the values of all symbols, bound from inputs and outputs; see `Binder.bind`."""
         return self._binder.bind([*inputs, *outputs], sizes)
 
     def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:

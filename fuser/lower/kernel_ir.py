@@ -24,21 +24,22 @@ INT32_LIMIT = 2**31 - 1
 # ------------------------------------------------------------------ the kernel's interface
 @record
 class TensorArg:
-    """The address of a fusion input or output."""
+    """A kernel argument: the address of a fusion input or output."""
 
     tv: TensorView
 
 
 @record
 class ScalarArg:
-    """A number that the host computes from sizes and scalar inputs."""
+    """A kernel argument: a number that the host computes from sizes and scalar inputs."""
 
     scalar: Scalar
 
 
 @record
 class StrideArg:
-    """The stride, in elements, of axis `axis` of the tensor. Reduction axes are not counted."""
+    """A kernel argument: the stride, in elements, of axis `axis` of the tensor. Reduction axes are
+    not counted."""
 
     tv: TensorView
     axis: int
@@ -46,7 +47,7 @@ class StrideArg:
 
 @record
 class WorkspaceArg:
-    """The address of `LoweredKernel.workspaces[index]`."""
+    """A kernel argument: the address of `LoweredKernel.workspaces[index]`."""
 
     index: int
 
@@ -188,7 +189,7 @@ class ScalarValue:
 
 @record
 class Convert:
-    """`arg` converted to `dtype`, rounding to nearest even."""
+    """The value `arg` converted to `dtype`, rounded to nearest even."""
 
     arg: Expr
     dtype: DataType
@@ -207,7 +208,7 @@ class Compute:
 
 @record
 class Select:
-    """`cond ? a : b`, with a condition over indices."""
+    """The C expression `cond ? a : b`, with a condition over indices."""
 
     cond: Scalar
     a: Expr
@@ -246,7 +247,7 @@ def _is_exact(value: ScalarValue) -> bool:
 # ------------------------------------------------------------------ statements
 @dataclass
 class Body:
-    """A sequence of statements: a scope for names."""
+    """A sequence of statements, and the scope of the names defined in it."""
 
     statements: list[Statement] = field(default_factory=list)
 
@@ -284,7 +285,7 @@ class Unswitch:
 
 @dataclass
 class Let:
-    """`const nvfuser_index_t name = value`."""
+    """The statement `const nvfuser_index_t name = value`, for an index."""
 
     symbol: Symbol
     value: Scalar
@@ -300,7 +301,7 @@ class LetValue:
 
 @dataclass
 class Define:
-    """`const T name = value`."""
+    """The statement `const T name = value`, for a value."""
 
     name: str
     dtype: DataType

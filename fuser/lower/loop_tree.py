@@ -159,7 +159,7 @@ class Stage:
 
     @property
     def own_loops(self) -> list[Loop]:
-        """The loops inside the declaration of the buffer."""
+        """The loops inside the declaration of the stage's buffer."""
         return self.all_loops[self.depth :]
 
 
@@ -454,8 +454,7 @@ class _Waits:
 
 
 class _Sharing:
-    """The stages of each loop. Joins loops of stages that do not wait for each other
-    inside them."""
+    """Joins equal loops of stages that do not wait for each other inside them."""
 
     def __init__(self, nesting: Nesting, waits: _Waits) -> None:
         self._limits: dict[Stage, dict[Stage, float]] = {s: {} for s in nesting.stages}

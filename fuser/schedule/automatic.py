@@ -133,7 +133,7 @@ def schedule(
 
 
 def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
-    """Binds sizes and alignments from inputs; the device is that of the first tensor."""
+    """Returns the sizes and alignments of the inputs, and the device of the first tensor."""
     import torch
 
     values = bind_inputs(fusion, inputs)
@@ -215,7 +215,7 @@ class HeuristicParams:
         return [*super().__dir__(), *self.NAMES]
 
     def hash(self) -> int:
-        """Returns a number that is equal for equal parameters, within a process."""
+        """Returns a hash that is equal for equal parameters, within one process."""
         return hash((self.scheduler_type, self.chosen))
 
     __hash__ = hash

@@ -1,7 +1,10 @@
 """The cluster persistent scheduler: the inner persistent one for rows too long for one block.
 
 A cluster of blocks processes a row. Its blocks run at the same time and read each other's shared
-memory (r: reduced):
+memory.
+
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx threads, S serial, UR unrolled
+and V vector loops. `r` marks reduced axes:
 
     GPU kept    [BIDx rows | r S 1, r BIDy, r UR, r TIDx | r V]
     GPU looped  [BIDx rows | r S, r BIDy, r UR, r TIDx | r V]

@@ -3,7 +3,10 @@ rows (backward of layer and RMS norm), as one kernel that reads the rows once.
 
 The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A block
 adds several rows, one after another, to one partial sum of each. Another kernel adds the partial
-sums (r: reduced):
+sums.
+
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
+UR unrolled and V vector loops. `r` marks reduced axes:
 
     rows      [BIDx part, S rows of the part, TIDy rows | r S 1, r UR, r TIDx | r V]
     parts     [BIDx part, r S rows of the part, r TIDy rows | S 1, UR, TIDx | V]
@@ -45,7 +48,7 @@ RESIDENT = 1024
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not of this kind, None if it is."""
+    """Returns why this scheduler rejects the fusion, None if it accepts."""
     found = {op.out_tensor: parts for op in fusion.exprs if (parts := row_parts(op)) is not None}
     if not found:
         return "no sum over rows is computed in partial sums"
@@ -98,12 +101,13 @@ def _definition(tv: TensorView) -> TensorOp:
 
 
 def pays(rows: int, columns: int) -> bool:
-    """Whether one kernel for the rows and the sums over them is at least as fast as two."""
+    """Whether one kernel for the rows and the sums over them is at least as fast as two, for rows
+    of these extents."""
     return rows >= FEWEST_ROWS and columns <= LONGEST_ROW and columns % LEAST_VECTOR == 0
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel pays for these sizes."""
+    """Whether one kernel is at least as fast as two for these sizes. False if a size is unknown."""
     known = inner_persistent.rows_of(fusion, sizes)
     return known is not None and pays(*known)
 

@@ -2,7 +2,10 @@
 depend (softmax, layer norm), as one kernel.
 
 All reductions reduce the same, innermost, axes; the first one is the reference. The reduced axes
-are merged into one, the *row*. A block processes a row, or some of its threads do (r: reduced):
+are merged into one, the *row*. A block processes a row, or some of its threads do.
+
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
+UR unrolled and V vector loops. `r` marks reduced axes:
 
     GPU kept    [BIDx rows, TIDy rows | r S 1, r UR, r TIDx | r V]
     GPU looped  [BIDx rows, TIDy rows | r S, r UR, r TIDx | r V]
@@ -81,7 +84,7 @@ ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not of this kind, None if it is."""
+    """Returns why this scheduler rejects the fusion, None if it accepts."""
     if fusion.aliases:
         return "an output is written into an input"
     reason = waiting_rejection(fusion)
@@ -165,7 +168,8 @@ def pays(rows: int, columns: int) -> bool:
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel pays for these sizes. Unknown sizes are taken as many short rows."""
+    """Whether one kernel is at least as fast as several for these sizes. Unknown sizes are taken as
+    many short rows."""
     known = rows_of(fusion, sizes)
     return known is None or pays(*known)
 
@@ -181,7 +185,8 @@ def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] |
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
-    """Schedules the fusion in place."""
+    """Schedules the fusion in place: rewrites, caches, loops, parallel types, compute-at
+    positions."""
     fusion.resident_threads = params.resident
     fusion.cluster = params.cluster
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
@@ -200,8 +205,8 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
 
 
 def _groups(view: RowView) -> list[list[int]]:
-    """Returns two groups of positions: the rows, with the reference's broadcast axes, and the row's
-    axes."""
+    """Returns two groups of axis positions: the rows, with the reference's broadcast axes, and the
+    axes of a row. Empty groups are left out."""
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
     rows = [*broadcast, *(p for run in view.iterated for p in run)]
@@ -607,7 +612,7 @@ def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
 
 
 def _is_long(shape: _RowsAccess, nbytes: int) -> bool:
-    """Whether no block has enough threads to keep a row in this way."""
+    """Whether a row is too long for one block: its threads cannot keep all vectors."""
     return shape.chunks > ROW_THREADS[-1] * _most_chunks(shape, nbytes)
 
 

@@ -136,7 +136,8 @@ class Space:
 
 
 def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | None = None) -> Space:
-    """Returns the layouts of a fusion's inputs and outputs in the logical axes of `reference`."""
+    """Returns the iteration space of a fusion: the layouts of its inputs and outputs in the logical
+    axes of `reference`."""
     graph = graph or AxisGraph(fusion)
     logical = reference.domain.logical
     matcher = AxisMatcher(graph, reference)

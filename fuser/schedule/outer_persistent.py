@@ -1,7 +1,10 @@
 """The outer persistent scheduler: reductions over outer axes on which ops over the same rows depend
 (batch norm of channels-last inputs), as one kernel that reads its inputs once.
 
-A block processes a *strip* of a few columns, and its threads keep all rows of it (r: reduced):
+A block processes a *strip* of a few columns, and its threads keep all rows of it.
+
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
+US unswitched, UR unrolled and V vector loops. `r` marks reduced axes:
 
     GPU         [BIDx columns, TIDx columns | r S 1, r UR, r TIDy | columns V]
     GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]
@@ -125,7 +128,7 @@ class OuterPersistentParams:
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not of this kind, None if it is."""
+    """Returns why this scheduler rejects the fusion, None if it accepts."""
     reason = inner_persistent.waiting_rejection(fusion)
     if reason is None:
         reason = next(filter(None, (_update_rejection(fusion, a) for a in fusion.aliases)), None)
@@ -171,7 +174,8 @@ def most_rows(fusion: Fusion) -> int:
 
 
 def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
-    """Returns the rewritten fusion, and the bytes that threads keep of each element."""
+    """Returns a view of the rewritten fusion along its rows, and the bytes that threads keep of
+    each element."""
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
     view = RowView(given)
@@ -253,7 +257,8 @@ def _kept_params(
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
-    """Schedules the fusion in place."""
+    """Schedules the fusion in place: rewrites, caches, loops, parallel types, compute-at
+    positions."""
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
     if params.threads_x == 0:
         view = RowView(fusion)

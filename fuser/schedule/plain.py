@@ -1,7 +1,8 @@
 """The plain scheduler, the fallback: one op, with everything above it recomputed.
 
 No loops are shared, so no property of axes has to be proved: every op that can be indexed can be
-computed. Each result has its own loops, in memory order:
+computed. Each result has its own loops, in memory order (BIDx: blocks, TIDx: threads, S: serial,
+r: reduced):
 
     GPU pointwise  [BIDx, TIDx]              one thread per element
     GPU reduction  [BIDx rows | r S, r TIDx]  one block per row
@@ -74,7 +75,7 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams
 
 
 def apply(fusion: Fusion, params: PlainParams) -> None:
-    """Schedules the fusion in place."""
+    """Schedules the fusion in place: loops of each result, everything else inlined."""
     for out in fusion.outputs:
         _shape(out, params.threads)
     for tv in intermediates(fusion, ()):

@@ -1,8 +1,10 @@
 """The pointwise scheduler: fusions without reductions and contractions.
 
 One output is the reference. Its axes are put in memory order, and merged where all tensors are
-contiguous. The innermost run is `inner`; the others together are `outer`. The loops are, with US
-for the unswitched loop, UR for the unrolled one and V for the vector:
+contiguous. The innermost run is `inner`; the others together are `outer`.
+
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
+US unswitched, UR unrolled and V vector loops:
 
     GPU, one run   [BIDx, US, UR, TIDx, V]
     GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
@@ -383,7 +385,7 @@ def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: Devi
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: PointwiseParams) -> None:
-    """Schedules the fusion in place."""
+    """Schedules the fusion in place: caches, loops, parallel types, compute-at positions."""
     space = space_of(fusion)
     runs = space.runs(space.memory_order())
     if params.threads_x == 0:
@@ -476,7 +478,7 @@ def _apply_threads(
 
 
 def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
-    """Whether the tensor has all axes, or exactly those of the inner run."""
+    """Whether the tensor has all axes of the iteration space, or exactly those of its inner run."""
     axes = frozenset(access.order or ())
     return len(axes) == rank or axes == inner_run
 

@@ -1,7 +1,11 @@
 """The reduction scheduler: reductions over the same axes, with pointwise ops before and after them.
 
 The first reduction is the reference. Its axes are put in the memory order of the inputs. The form
-depends on whether the innermost run is reduced (r: reduced, rows: the other axes, merged):
+depends on whether the innermost run is reduced.
+
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
+US unswitched, UR unrolled and V vector loops. `r` marks reduced axes, and rows or columns are
+the other axes, merged:
 
     GPU inner  [BIDx rows, TIDy rows | r BIDy, r S.., r US, r UR, r TIDx | r V]
     GPU outer  [BIDx columns, TIDx columns | r BIDy, r S, r US, r UR, r TIDy | columns V]
@@ -65,7 +69,7 @@ CPU_COLUMNS = 256
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not a reduction of this kind, None if it is."""
+    """Returns why this scheduler rejects the fusion, None if it accepts."""
     reductions = _reductions(fusion)
     if not reductions:
         return "there is no reduction"
@@ -243,7 +247,7 @@ def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: ReductionParams) -> None:
-    """Schedules the fusion in place."""
+    """Schedules the fusion in place: caches, loops, parallel types, compute-at positions."""
     fusion.joined = tuple(joined_spaces(fusion))
     # A result that other ops read stays in registers; its copy becomes the output.
     below = _below(fusion)
@@ -608,8 +612,8 @@ def inner_params(
 
 
 def _fuller(chunks: int, tile: int, *, is_heavy: bool) -> int:
-    """Returns the number of threads per run of `chunks` vectors that leaves clearly fewer idle
-    lanes than a tile of `tile` vectors. Returns 0 if there is none."""
+    """Returns a number of threads for a run of `chunks` vectors that leaves clearly fewer lanes
+    idle than the usual tile of `tile` vectors. Returns 0 if there is none."""
 
     def covered(x: int) -> int:
         return -(-chunks // x) * x

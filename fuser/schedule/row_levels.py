@@ -28,7 +28,7 @@ from fuser.support.record import record
 
 
 def levels_of(fusion: Fusion) -> dict[TensorView, int]:
-    """Returns the level of every tensor."""
+    """Returns the level of every tensor: the number of dependent reductions before it."""
     found: dict[TensorView, int] = {}
     for op in fusion.exprs:
         level = max((found.get(v, 0) for v in op.inputs if isinstance(v, TensorView)), default=0)

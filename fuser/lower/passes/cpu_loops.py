@@ -185,8 +185,8 @@ def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]
 
 
 def _counted(update: Accumulate, path: Sequence[For | If]) -> tuple[list[For], int]:
-    """Returns the reduced loops without those inside one block, and the iterations of the last one
-    that make a block."""
+    """Returns the reduced loops from which blocks are cut, and the number of iterations of the
+    innermost of them in a block. Inner loops that fit in one block are left out."""
     own = sc.symbols(update.target.index) if isinstance(update.target, Element) else ()
     loops = [s for s in path if isinstance(s, For) and s.symbol not in own]
     size = _size(update, is_nested=len(loops) > 1)

@@ -51,7 +51,7 @@ def load_vectors(body: Body) -> None:
 
 @dataclass
 class _VectorLoads:
-    """Rewrites the loops of a body, and counts the arrays that hold the loaded vectors."""
+    """Rewrites unrolled loops, and numbers the arrays that hold the loaded vectors."""
 
     # The arrays are called w0, w1, ...; no other name has this form.
     count: int = 0
