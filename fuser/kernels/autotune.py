@@ -1,5 +1,6 @@
-"""The option `tune`: times parameters near the heuristic's choice on the first inputs of a class,
-and keeps the best on disk.
+"""The option `tune`: times parameters near the heuristic's choice, and keeps the best on disk.
+
+The times are measured on the first inputs of each class:
 
     class of inputs -> memory -> disk cache -> timed in turns: choice, neighbours, neighbours of the
     best -> the best, where it is faster beyond noise, else the choice

@@ -504,7 +504,10 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | Laid],
     ) -> Record | None:
         """Returns a variant made for a size that is not much smaller, and its launch; for small
-        inputs only. When all variants exist, any variant that is alike is accepted."""
+        inputs only.
+
+        When all variants exist, any variant with similar parameters is accepted.
+        """
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
         is_full = self._is_full

@@ -154,8 +154,10 @@ class Buffer:
         """Returns the register that holds a logical index, by computing the stage's loop indices
         from it.
 
-        A local tensor is recomputed by its reader in two cases: the index contains a division,
-        which would address registers at run time; or another thread or iteration holds the element.
+        A local tensor is recomputed by its reader in two cases:
+
+        - The index contains a division, so it would address registers at run time.
+        - Another thread or iteration holds the element.
         """
         symbols = self._traced(ctx, index)
         if symbols is not None and not any(map(_divides, symbols.values())):

@@ -1,8 +1,8 @@
 """Stages, their loop nests, and the tree in which the nests share loops.
 
-A *stage* is an op whose result has storage: a fusion output, a shared tensor, a reduction, or a
-local tensor that its consumers do not inline completely. All other ops are computed in the stages
-that read them.
+A *stage* is an op whose result has storage. Results with storage are fusion outputs, shared
+tensors, reductions, and local tensors that their consumers do not inline completely. All other ops
+are computed in the stages that read them.
 
 The nest of a stage is its `loops`. Its buffer is declared at depth `depth`, inside the outermost
 `depth` loops. Every stage that reads it shares these loops.

@@ -235,7 +235,7 @@ class CudaGraph:
 class _CaptureDevice:
     """The streams and the memory pool for captures on one device.
 
-    It is reused, and never freed: torch ends the process if a pool is freed during a capture, and a
+    It is reused, and never freed. Torch ends the process if a pool is freed during a capture, and a
     garbage collection or another thread could free it at any time.
     """
 

@@ -312,8 +312,10 @@ def _compile_missing(
 def _load_or_compile(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> dict[str, LaunchFunction]:
-    """Returns the function of each kernel. Kernels that are not on disk, or cannot be loaded, are
-    compiled together, unless another process has compiled them while this one waited for the lock.
+    """Returns the function of each kernel.
+
+    Kernels that are not on disk, or cannot be loaded, are compiled together. Kernels that another
+    process has compiled while this one waited for the lock are loaded.
     """
     functions: dict[str, LaunchFunction] = {}
 

@@ -1,5 +1,7 @@
-"""The inner-outer persistent scheduler: the ops of an inner persistent kernel, and sums over the
-rows (backward of layer and RMS norm), as one kernel that reads the rows once.
+"""The inner-outer persistent scheduler: rows and sums over them in one kernel.
+
+The kernel reads the rows once. It serves the backward of layer and RMS norm: ops along rows, as in
+`inner_persistent`, and sums of their results over the rows.
 
 The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A block
 adds several rows, one after another, to one partial sum of each. Another kernel adds the partial

@@ -1,5 +1,6 @@
-"""The inner persistent scheduler: reductions along rows on which later reductions and outputs
-depend (softmax, layer norm), as one kernel.
+"""The inner persistent scheduler: dependent reductions along rows, as one kernel.
+
+Later reductions and outputs depend on earlier reductions, as in softmax and layer norm.
 
 All reductions reduce the same, innermost, axes; the first one is the reference. The reduced axes
 are merged into one, the *row*. A block processes a row, or some of its threads do.

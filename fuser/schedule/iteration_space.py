@@ -1,5 +1,6 @@
-"""The iteration space of a kernel: the memory layout of its inputs and outputs, expressed in the
-axes of one reference tensor.
+"""The iteration space of a kernel: the memory layouts of its inputs and outputs.
+
+Layouts are expressed in the axes of one reference tensor.
 
 Schedulers use it for three questions:
 

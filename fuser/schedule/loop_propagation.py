@@ -1,8 +1,8 @@
 """Loop propagation: copies the loop transforms and parallel types of a reference tensor to others.
 
-The axis graph relates two tensors. An axis of the reference matches an axis of a target in two
-cases: both are in one exact class, or one is a broadcast that becomes the other downstream. No walk
-over paths between tensors is needed.
+The axis graph relates two tensors. An axis of the reference matches an axis of a target if both are
+in one exact class, or if one is a broadcast that becomes the other downstream. No walk over paths
+between tensors is needed.
 
 A target without some axis of the reference skips its transforms. A merge with a missing axis yields
 the other axis.

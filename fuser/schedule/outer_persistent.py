@@ -1,10 +1,11 @@
-"""The outer persistent scheduler: reductions over outer axes on which ops over the same rows depend
-(batch norm of channels-last inputs), as one kernel that reads its inputs once.
+"""The outer persistent scheduler: reductions over outer axes in one kernel that reads inputs once.
+
+Ops over the same rows depend on the reductions, as in batch norm of channels-last inputs.
 
 A block processes a *strip* of a few columns, and its threads keep all rows of it.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
-US unswitched, UR unrolled and V vector loops. `r` marks reduced axes:
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, US
+unswitched, UR unrolled and V vector loops. `r` marks reduced axes:
 
     GPU         [BIDx columns, TIDx columns | r S 1, r UR, r TIDy | columns V]
     GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]

@@ -237,8 +237,10 @@ def _is_loaded(space: Space, access: Access) -> bool:
 
 
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
-    """Returns the inputs that are loaded ahead and the outputs that are stored in vectors, if all
-    are dense rows of one order; else an empty tuple."""
+    """Returns the inputs that are loaded ahead and the outputs that are stored in vectors.
+
+    Returns an empty tuple if not all of them are dense rows of one order.
+    """
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
     found = tuple(a for a in space.accesses if a.tv in stored or _is_loaded(space, a))
     has_rows = runs.inner and bool(runs.iterated) and len(runs.reduced) == 1

@@ -228,14 +228,17 @@ def two_pass_welford(fusion: Fusion) -> None:
     """Computes variances in two passes over the kept row: a sum for the mean, then a sum of squared
     deviations. No element needs a division.
 
-    avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
-                                  var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
+        avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
+                                      var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
 
-    Inputs converted from half precision need no correction term: they deviate from their mean by 0
-    or at least 2^-12 of it, and the rounding of the mean is small beside that.
+    Inputs converted from half precision need no correction term. They deviate from their mean by 0
+    or at least 2^-12 of it, and the rounding error of the mean is far smaller.
 
-    A Welford op is not replaced if its count is used, if its sums would have half precision, or if
-    its results are outputs with a declared memory order.
+    A Welford op is kept in three cases:
+
+    - Its count is used.
+    - Its sums would have half precision.
+    - Its results are outputs with a declared memory order.
     """
     for op in fusion.exprs:
         if not isinstance(op, WelfordOp) or op.inp.dtype() in HALF_LIKE:

@@ -1,9 +1,9 @@
 """The transpose scheduler: pointwise fusions whose inputs and outputs have two memory orders.
 
 *Direct* tensors have the innermost axis along which the kernel computes, *staged* tensors another
-one. A block processes a tile of both axes. Staged tensors pass through shared memory, so that all
-tensors are accessed along their own innermost axis in global memory (BIDx: blocks, UR: unrolled,
-TIDx: threads, V: vector):
+one. A block processes a tile of both axes. Staged tensors pass through shared memory. All tensors
+are thus accessed along their own innermost axis in global memory (BIDx: blocks, UR: unrolled, TIDx:
+threads, V: vector):
 
     staged   [BIDx, UR, TIDx, V]   threads run along the staged tensors' axis first
     direct   [BIDx, UR, TIDx, V]   threads run along the direct tensors' axis first

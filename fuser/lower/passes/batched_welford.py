@@ -138,8 +138,11 @@ def _nested(loops: Sequence[For], statements: list[Statement]) -> list[Statement
 
 @dataclass(frozen=True)
 class _Batch:
-    """A nest to rewrite: its loops over accumulators (`columns`), its loops over the values of a
-    batch (`rows`), and the condition under which a value exists."""
+    """A nest to rewrite.
+
+    It has loops over accumulators (`columns`), loops over the values of a batch (`rows`), and the
+    condition under which a value exists (`cond`).
+    """
 
     columns: Sequence[For]
     rows: Sequence[For]

@@ -1,8 +1,8 @@
 """The grid of a launch: the limits of a device, folded grids, and horizontal fusion of kernels.
 
 A GPU accepts 65535 blocks along y and z, and 2^31 - 1 along x. A kernel has guards for its numbers
-of blocks. If these fail, the same kernel is lowered again with a folded grid: all its blocks are
-counted along x, and each block does the work of several if there are too many.
+of blocks. If these fail, the same kernel is lowered again with a folded grid. All its blocks are
+then counted along x, and each launched block does the work of several if there are too many:
 
     grid (4, 131072, 1)        for (fold = blockIdx.x; fold < blocks; fold += gridDim.x) {
     bx = blockIdx.x       ->     bx = fold % across; by = fold / across % down; ..
@@ -57,8 +57,8 @@ def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) ->
 
 
 def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions on the numbers of blocks. A constant that is too large gives a
-    condition that is never true."""
+    """Returns the conditions on the numbers of blocks. For a constant that is too large, the
+    condition is never true."""
     found: list[Scalar] = []
     for k, (count, most) in enumerate(zip(kernel.grid, device.max_grid, strict=True)):
         # Each block has an iteration. With 32-bit indices, there are fewer iterations than the

@@ -48,10 +48,9 @@ class _SharedArrayUses:
 def insert_barriers(body: Body) -> None:
     """Inserts `Sync` statements in place.
 
-    Before: stages are in producer order, nothing is synchronised. After: if one of two statements
-    writes a shared array that the other uses, every thread passes a barrier between them, also
-    around the back edge of a loop. Barriers are outside of predicates, where all threads of a block
-    pass.
+    Before: stages are in producer order, nothing is synchronised. After: every thread passes a
+    barrier between two statements if one writes a shared array that the other uses. This includes
+    the back edge of a loop. Barriers are outside of predicates, where all threads of a block pass.
     """
     _process(body, _SharedArrayUses())
 

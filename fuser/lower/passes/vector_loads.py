@@ -1,5 +1,4 @@
-"""Vector loads: replaces element-wise reads of consecutive global elements in an unrolled loop by
-vector loads before the loop.
+"""Vector loads: reads consecutive global elements by vector loads before an unrolled loop.
 
 Pieces of a concatenation, slices and padded tensors are read at shifted indices, often under a
 condition. No schedule can know whether their addresses are aligned. The kernel therefore tests the
@@ -134,8 +133,10 @@ def _step(test: Scalar, v: Symbol) -> int | None:
 
 
 def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
-    """Whether a test provably has one outcome for all values of `v`, because the difference of its
-    sides is a multiple of the width at the first lane."""
+    """Whether a test provably has one outcome for all values of `v`.
+
+    This holds if the difference of its sides is a multiple of the width at the first lane.
+    """
     step = _step(test, v)
     if not step:
         return True
