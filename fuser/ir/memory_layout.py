@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.domain.strided_layout import StridedLayout
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain, numbers
 from fuser.ir.fusion import TensorView
 from fuser.ir.scalar import constructors as sc
@@ -237,7 +237,7 @@ class LayoutClasses:
         # The class of contiguous tensors, None if it depends on their sizes.
         self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
-    def layout_of(self, t: torch.Tensor | Laid) -> Layout:
+    def layout_of(self, t: torch.Tensor | StridedLayout) -> Layout:
         """Returns the layout class of an actual tensor; always the same one if `order` is None."""
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense

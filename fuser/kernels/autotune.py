@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fuser.ir.canonical_form import CanonicalForm, form_of, form_text
-from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.domain.strided_layout import StridedLayout
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion
 from fuser.ir.memory_layout import Layout
@@ -637,7 +637,7 @@ class TunedExecutor(FusedKernelExecutor):
 
     def launch_laid(
         self,
-        tensors: Sequence[Laid],
+        tensors: Sequence[StridedLayout],
         sizes: Sizes,
         device: torch.device,
         numbers: Sequence[Number] = (),
@@ -774,7 +774,7 @@ class TunedExecutor(FusedKernelExecutor):
         key: VariantKey,
         alignments: Mapping[int, int],
         values: Mapping[Symbol, Number],
-        tensors: Sequence[torch.Tensor | Laid],
+        tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
         """Returns None while variants can be added, so that a size of another order of magnitude is
         timed by itself."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.ir.binding import free_inputs
-from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.domain.strided_layout import StridedLayout
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import Layout, LayoutClasses, stored_part, with_layout
@@ -235,7 +235,7 @@ class FusedKernelExecutor:
 
     def launch_laid(
         self,
-        tensors: Sequence[Laid],
+        tensors: Sequence[StridedLayout],
         sizes: Sizes,
         device: torch.device,
         numbers: Sequence[Number] = (),
@@ -356,7 +356,7 @@ class FusedKernelExecutor:
     def _bind_to(
         self,
         bound: KernelSizes,
-        tensors: Sequence[torch.Tensor | Laid],
+        tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
         *,
         are_plain: bool,
@@ -366,7 +366,7 @@ class FusedKernelExecutor:
         return self._by_heuristic(layouts, alignments, bound, tensors, device)
 
     def _laid(
-        self, tensors: Sequence[torch.Tensor | Laid], *, are_plain: bool
+        self, tensors: Sequence[torch.Tensor | StridedLayout], *, are_plain: bool
     ) -> tuple[tuple[Layout, ...], Mapping[int, int]]:
         """Returns the layouts of tensors, and their alignments by tensor number."""
         if self._dense is not None and are_plain:
@@ -383,7 +383,7 @@ class FusedKernelExecutor:
         layouts: tuple[Layout, ...],
         alignments: Mapping[int, int],
         bound: KernelSizes,
-        tensors: Sequence[torch.Tensor | Laid],
+        tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> Record:
         """Returns the variant that the heuristic chooses, or one with fewer assumptions."""
@@ -404,7 +404,7 @@ class FusedKernelExecutor:
     def _launch_of(
         self,
         variant: Variant,
-        tensors: Sequence[torch.Tensor | Laid],
+        tensors: Sequence[torch.Tensor | StridedLayout],
         values: Mapping[Symbol, Number],
         alignments: Mapping[int, int],
     ) -> BoundLaunch | None:
@@ -426,7 +426,7 @@ class FusedKernelExecutor:
         known: Mapping[int, int] | None,
         alignments: Mapping[int, int],
         bound: KernelSizes,
-        tensors: Sequence[torch.Tensor | Laid],
+        tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
         """Returns the variant for these layouts, and its launch if the choice needed it.
@@ -501,7 +501,7 @@ class FusedKernelExecutor:
         key: VariantKey,
         alignments: Mapping[int, int],
         values: Mapping[Symbol, Number],
-        tensors: Sequence[torch.Tensor | Laid],
+        tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
         """Returns a variant made for a size that is not much smaller, and its launch; for small
         inputs only.

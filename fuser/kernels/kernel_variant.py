@@ -16,7 +16,7 @@ import torch
 from fuser.codegen.cuda_text import print_kernel
 from fuser.ir.binding import Argument, Binder
 from fuser.ir.canonical_form import CanonicalForm, form_of
-from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.domain.strided_layout import StridedLayout
 from fuser.ir.dtypes import DataType, category, misfit, nbytes_of
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import Layout, expanded_positions
@@ -227,7 +227,7 @@ def _shaped_at_once(
 
 def launch_of(
     variant: Variant,
-    tensors: Sequence[torch.Tensor | Laid],
+    tensors: Sequence[torch.Tensor | StridedLayout],
     values: Mapping[Symbol, Number],
     alignments: Mapping[int, int],
     scalars: Sequence[Symbol],
@@ -447,7 +447,9 @@ class KernelExtents:
         counts = dict.fromkeys(text.name(x) for x in self._spaces)
         return text.function("values", f"max(({''.join(f'{n}, ' for n in counts)}), default=0)")
 
-    def at_once(self, tensors: Sequence[torch.Tensor | Laid], sizes: Sizes) -> KernelSizes | None:
+    def at_once(
+        self, tensors: Sequence[torch.Tensor | StridedLayout], sizes: Sizes
+    ) -> KernelSizes | None:
         """Does the same as `bind` on a fast path. Returns None if `sizes` lacks a symbol or a check
         fails. It does not handle scalar inputs."""
         if len(tensors) != len(self._shapes):
@@ -516,13 +518,15 @@ _OVERRUN = 1 << 20
 _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 
-def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | Laid]) -> DataType:
+def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | StridedLayout]) -> DataType:
     """Returns Int32 if every offset and iteration count fits, also past the end; else Int."""
-    largest = max(iterations, *[t.span if isinstance(t, Laid) else span(t) for t in tensors])
+    largest = max(
+        iterations, *[t.span if isinstance(t, StridedLayout) else span(t) for t in tensors]
+    )
     return DataType.Int32 if largest <= _INT32_LIMIT else DataType.Int
 
 
-def total_nbytes(tensors: Sequence[torch.Tensor | Laid]) -> int:
+def total_nbytes(tensors: Sequence[torch.Tensor | StridedLayout]) -> int:
     """Returns the bytes of the elements of all tensors together."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -534,7 +538,7 @@ def span(t: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
-def alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
+def alignment(t: torch.Tensor | StridedLayout, layout: Layout) -> int:
     """Returns the largest power of two, at most 16, that divides the address and the stride in
     bytes of every non-contiguous axis."""
     found = gcd(address(t), VECTOR_BYTES)
@@ -547,15 +551,15 @@ def alignment(t: torch.Tensor | Laid, layout: Layout) -> int:
     return found
 
 
-def is_plain(t: torch.Tensor | Laid) -> bool:
+def is_plain(t: torch.Tensor | StridedLayout) -> bool:
     """Whether a tensor is contiguous, and its address is aligned to a vector."""
     return t.is_contiguous() and not address(t) % VECTOR_BYTES
 
 
-def address(t: torch.Tensor | Laid) -> int:
+def address(t: torch.Tensor | StridedLayout) -> int:
     """Returns the address of a tensor. For a tensor without memory, returns its offset in bytes;
     its memory will be aligned."""
-    if isinstance(t, Laid) or t.is_meta:
+    if isinstance(t, StridedLayout) or t.is_meta:
         return int(t.storage_offset()) * t.element_size()
     return t.data_ptr()
 

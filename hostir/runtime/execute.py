@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch.autograd import profiler as torch_profiler
 
-from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.domain.strided_layout import StridedLayout
 from fuser.ir.fusion import TensorOp, TensorView
 from fuser.ir.op import Op, walk
 from fuser.ir.ops import nodes
@@ -509,7 +509,10 @@ class Execution:
         places, free, stream = self.places, self.free_symbols, raw_handle(self.stream)
 
         def make(sizes: InputSizes) -> LaunchStep | None:
-            laid, frame = cast("list[Laid]", [sizes.like(slot) for slot in operands]), sizes.frame
+            laid, frame = (
+                cast("list[StridedLayout]", [sizes.like(slot) for slot in operands]),
+                sizes.frame,
+            )
             numbers = tuple([frame.number(v) for v in scalars]) if scalars else ()
             kernel = runner.launch_laid(laid, frame.sizes, device, numbers, are_sized=are_sized)
             if kernel is None:

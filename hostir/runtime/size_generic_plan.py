@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fuser.ir.domain.strided_layout import Laid
+from fuser.ir.domain.strided_layout import StridedLayout
 from fuser.ir.fusion import TensorView
 from fuser.ir.memory_layout import dense_strides
 from fuser.ir.op import Op, walk
@@ -56,7 +56,7 @@ class NewSizes:
     """
 
     frame: Frame
-    laid: dict[int, Laid]
+    laid: dict[int, StridedLayout]
     shapes: dict[int, tuple[int, ...]]
 
     def like(self, slot: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class SizeGenericPlan:
 
     def plan_for(self, frame: Frame) -> Plan | None:
         """Returns the plan for the inputs of a frame; None if these sizes need a dry run."""
-        laid: dict[int, Laid] = {}
+        laid: dict[int, StridedLayout] = {}
         requires_grad = False
         for tv, slot in self.inputs:
             t = frame.tensors[tv]
@@ -107,7 +107,7 @@ class SizeGenericPlan:
             skipped, rest = divmod(t.data_ptr() % VECTOR_BYTES, t.element_size())
             if rest or 0 in t.shape:
                 return None
-            laid[slot] = Laid.of(t, skipped)
+            laid[slot] = StridedLayout.of(t, skipped)
         positions, free = self.free
         if free_scalars(frame, positions) != free:
             return None
@@ -121,7 +121,7 @@ class SizeGenericPlan:
             if step is None:
                 return None
             if isinstance(step, View):
-                laid[step.out] = laid[step.source].seen(step.shape, step.strides, step.shift)
+                laid[step.out] = laid[step.source].viewed(step.shape, step.strides, step.shift)
             steps.append((as_step(step), op))
         made = dict(self.like.made)
         for buffer in self.lasting:
@@ -180,7 +180,7 @@ class Layouts:
         self._all = Computed(scalars)
 
     def lay(
-        self, values: Mapping[Symbol, Number], laid: dict[int, Laid]
+        self, values: Mapping[Symbol, Number], laid: dict[int, StridedLayout]
     ) -> dict[int, tuple[int, ...]] | None:
         """Adds the layout of each buffer to `laid`, and returns the shapes of views, by slot.
 
@@ -192,14 +192,14 @@ class Layouts:
         for slot, itemsize, is_dense, extents, strides, span in self._rows:
             shape, steps = found[extents], found[strides]
             laid[slot] = (
-                Laid(shape, steps, itemsize, found[span], True)
+                StridedLayout(shape, steps, itemsize, found[span], True)
                 if is_dense
-                else Laid.with_strides(shape, steps, itemsize)
+                else StridedLayout.with_strides(shape, steps, itemsize)
             )
         return {slot: found[extents] for slot, extents in self._views}
 
 
-def _block(buffer: PlannedBuffer, laid: dict[int, Laid], offset: int = 0) -> Block:
+def _block(buffer: PlannedBuffer, laid: dict[int, StridedLayout], offset: int = 0) -> Block:
     one = laid[buffer.slot]
     return Block(buffer.slot, one.shape, one.stride(), buffer.dtype, offset)
 

@@ -394,7 +394,7 @@ def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]
 
 # ----------------------------------------------------------------------
 # The layouts of views, computed from the layouts of their operands. They are the same for tensors
-# and for layouts alone (`Laid`), for which torch would have to make a tensor first.
+# and for layouts alone (`StridedLayout`), for which torch would have to make a tensor first.
 
 # (strides, offset in elements from the operand's first element); None if only torch can compute it,
 # or raises an error for it.

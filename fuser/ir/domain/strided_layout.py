@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Laid:
+class StridedLayout:
     """Shape, strides and alignment of a tensor, with the query methods of `torch.Tensor`.
 
     It replaces a tensor on torch's meta device, which takes ten times as long to create.
@@ -38,28 +38,30 @@ class Laid:
         self.is_plain = is_contiguous and not skipped
 
     @staticmethod
-    def of(t: torch.Tensor, skipped: int) -> Laid:
+    def of(t: torch.Tensor, skipped: int) -> StridedLayout:
         """Returns the layout of a torch tensor."""
         shape, strides, is_contiguous = t.shape, t.stride(), t.is_contiguous()
         span = t.numel() if is_contiguous else _span(shape, strides)
-        return Laid(shape, strides, t.element_size(), span, is_contiguous, skipped)
+        return StridedLayout(shape, strides, t.element_size(), span, is_contiguous, skipped)
 
     @staticmethod
     def with_strides(
         shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, skipped: int = 0
-    ) -> Laid:
+    ) -> StridedLayout:
         """Returns the layout with this shape and these strides, in elements."""
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):
             is_contiguous = is_contiguous and (n == 1 or step == dense)
             dense *= n
-        return Laid(shape, strides, itemsize, _span(shape, strides), is_contiguous, skipped)
+        return StridedLayout(
+            shape, strides, itemsize, _span(shape, strides), is_contiguous, skipped
+        )
 
-    def seen(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> Laid:
+    def viewed(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> StridedLayout:
         """Returns the layout of a view whose first element is `shift` elements behind this
         one's."""
         skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
-        return Laid.with_strides(shape, strides, self._itemsize, skipped)
+        return StridedLayout.with_strides(shape, strides, self._itemsize, skipped)
 
     @property
     def ndim(self) -> int:
@@ -106,7 +108,7 @@ class Laid:
         """Returns the elements from a multiple of VECTOR_BYTES to the first element."""
         return self._skipped
 
-    def view(self, shape: Sequence[int]) -> Laid:
+    def view(self, shape: Sequence[int]) -> StridedLayout:
         """Checks that the tensor can be viewed with another shape, in which one size may be -1.
 
         The result is this layout and not that of the view: callers only need to know that one
@@ -127,12 +129,12 @@ class Laid:
             )
         return self
 
-    def squeeze(self, axis: int) -> Laid:
+    def squeeze(self, axis: int) -> StridedLayout:
         """Returns the layout of the view without an axis of one element."""
         shape, strides = list(self.shape), list(self._strides)
         assert shape.pop(axis) == 1, f"axis {axis} has more than one element"
         del strides[axis]
-        return self.seen(tuple(shape), tuple(strides), 0)
+        return self.viewed(tuple(shape), tuple(strides), 0)
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
