@@ -4,6 +4,7 @@
 - `fuser/ops/__init__.pyi`: their signatures for type checkers.
 - `docs/explanation/differences-from-nvfuser.md`: the table of names that raise.
 - `docs/reference/host-operations.md`: the tables of host ops and of collectives.
+- `docs/reference/options.md`: the tables of variables and options.
 
 Run `python scripts/document_ops.py` after a change of a row, of an op's docstring, or of such a
 name. A test compares the files.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
@@ -29,6 +30,7 @@ from fuser.ir.pointwise_table import POINTWISE, PUBLIC
 from fuser.ops.define import define_tensor
 from fuser.ops.elementwise import DTYPE_RULES
 from fuser.ops.rows import ROWS, SPELLED, OpRow
+from fuser.support import options
 from fuser.support.errors import UnsupportedError
 from hostir.ir import effects
 from hostir.ir.ops import HOST_OPS, HostOp
@@ -38,6 +40,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 PAGE = _ROOT / "docs" / "reference" / "operations.md"
 STUB = _ROOT / "fuser" / "ops" / "__init__.pyi"
 DIFFERENCES = _ROOT / "docs" / "explanation" / "differences-from-nvfuser.md"
+OPTIONS = _ROOT / "docs" / "reference" / "options.md"
 HOST_PAGE = _ROOT / "docs" / "reference" / "host-operations.md"
 
 _HEAD = """# Ops
@@ -409,18 +412,49 @@ def collectives_table() -> str:
     return _table(["type", "operand", "result", "`red_op`", "sends", "over its input"], lines)
 
 
-def host_page() -> str:
-    """Returns the page of host ops with its tables made anew."""
-    text = HOST_PAGE.read_text()
-    for name, table in (("host ops", host_ops_table()), ("collectives", collectives_table())):
+def _with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """Returns a page with the tables between its comments made anew."""
+    for name, table in tables.items():
         begin, end = f"<!-- {name}: scripts/document_ops.py -->\n", "\n<!-- -->"
-        head, _, rest = text.partition(begin)
+        head, found, rest = text.partition(begin)
+        assert found, f"the page has no place for {name}"
         text = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
     return text
 
 
+def host_page() -> str:
+    """Returns the page of host ops with its tables made anew."""
+    tables = {"host ops": host_ops_table(), "collectives": collectives_table()}
+    return _with_tables(HOST_PAGE.read_text(), tables)
+
+
+# ------------------------------------------------------------------ options
+def options_page() -> str:
+    """Returns the page of options with its tables made anew."""
+    variables = (
+        (
+            f"`{v.name}`" + (f" (also `{v.alias}`)" if v.alias else ""),
+            f"`{v.default}`" if v.default else "",
+            v.meaning + (f": {', '.join(v.choices)}" if v.choices else ""),
+        )
+        for v in options.VARIABLES.values()
+    )
+    tables = {"variables": _table(["variable", "default", "meaning"], variables)}
+    for kind, found in options.EFFECTS.items():
+        rows = ((f"`{name}`", effect) for name, effect in found.items())
+        tables[kind] = _table(["name", "effect"], rows)
+    without: dict[tuple[str, str], list[str]] = {}
+    for kind, found in options.NO_EFFECT.items():
+        for name, why in found.items():
+            without.setdefault((f"`FUSER_{kind}`", why), []).append(f"`{name}`")
+    rows = ((variable, ", ".join(names), why) for (variable, why), names in without.items())
+    tables["names without an effect"] = _table(["variable", "names", "why"], rows)
+    return _with_tables(OPTIONS.read_text(), tables)
+
+
 if __name__ == "__main__":
     HOST_PAGE.write_text(host_page())
+    OPTIONS.write_text(options_page())
     PAGE.write_text(page())
     STUB.write_text(stub())
     DIFFERENCES.write_text(differences())
