@@ -1,13 +1,13 @@
-"""Measuring what this machine can do, for the cost model: `python -m hostir calibrate`.
+"""Measures a machine for the cost model: `python -m hostir calibrate`.
 
-One process measures its device: bytes, matmuls, and what the host needs for an op. The ranks of a
-job, one per GPU, or on CPUs, measure their links, too: collectives, sends and peer copies. What is
-not measured stays as it was: what an earlier calibration found, else that of the built-in machine.
+One process measures its device: memory bandwidth, matmuls, and the host's time per op. The ranks of
+a job, one per GPU or on CPUs, also measure their links: collectives, sends and peer copies. All
+other numbers are those of an earlier calibration, else those of the built-in machine.
 
-On a GPU the calls of a burst are enqueued behind a kernel that waits, so that their times are the
-GPU's alone. A number is the lower quartile of some bursts, on a job those of the slowest rank, so
-that other work on the machine changes little; of the host, that of single calls, without CUDA
-graphs. What cannot be is measured again, then refused (`hostir.cost.calibrate`).
+On a GPU, the calls of a burst are enqueued behind a kernel that waits, so that only the GPU's time
+is measured. A number is the lower quartile of several bursts; in a job, that of the slowest rank.
+Other work on the machine therefore changes little. The host's times are those of single calls
+without CUDA graphs. Impossible results are measured again, then refused.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from multidevice.transports.base.protocol import Transfer, Work
 
 Fields = dict[str, Any]
 
-# Bursts of a measurement; where they differ too much, some more. How often all is measured.
+# Bursts per measurement; extra bursts if these differ too much; attempts of the whole calibration.
 _ROUNDS, _MORE_ROUNDS, _ATTEMPTS = 9, 3, 3
 # A burst on a CPU ends before the system lets another process run.
 _SLICE_S = 2e-3
 # Cycles for which a GPU is kept waiting while the host enqueues a burst: about 10 ms.
 _HEAD_START = 20_000_000
-# Bytes and shapes by kind of device: a GPU needs much of both to be busy.
+# Bytes and shapes by kind of device. Only large ones keep a GPU busy.
 _CLONED = {"cuda": 512 << 20, "cpu": 16 << 20}
 _MATMULS = {
     "cuda": ((4096, 4096, 4096), (4096, 8192, 8192), (8192, 8192, 8192), (8192, 8192, 28672)),
     "cpu": ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512)),
 }
-# In which of these shapes dtypes are compared: a CPU's libraries need as long as the smallest
-# products besides.
+# The index of the shape in which dtypes are compared. In a small product on a CPU, the overhead of
+# the library is as large as the product.
 _COMPARED = {"cuda": slice(0, 2), "cpu": slice(1, 3)}
-# For how long a device is busy with matmuls of one size before they are timed.
+# The seconds of matmuls of one size before they are timed.
 _LOAD_S = {"cuda": 0.05, "cpu": 0.0}
-# Of a collective: what latency and bandwidth are read off.
+# The sizes of a collective from which latency and bandwidth are computed.
 _SENT = {"cuda": (8 << 10, 64 << 20, 256 << 20), "cpu": (1 << 10, 1 << 20, 4 << 20)}
 _DTYPES = {
     "Half": torch.float16,
@@ -79,7 +79,7 @@ _DTYPES = {
     "Float": torch.float32,
     "Double": torch.float64,
 }
-# On a CPU the rank itself does everything: its time is the device's, and communication takes it.
+# On a CPU, the rank is the device, and communication takes its time.
 _CPU: Fields = {
     "device": CPU,
     "multiprocessors": 1,
@@ -92,18 +92,19 @@ _CPU: Fields = {
 
 
 def calibrate_here(communicator: Communicator, kind: str | None, output: str | None) -> str:
-    """Measures the device of this rank ("cuda", "cpu"; None: a GPU if there is one) and, on rank 0,
-    write the description; returns what to say of it.
+    """Measures the device of this rank and writes the description on rank 0; returns the text to
+    print.
 
-    Raises `InputError` before anything is measured where there is no such device, or a description
-    cannot be written; `PeerError` where that is another rank's error.
+    `device` is "cuda", "cpu", or None for a GPU if there is one. Raises `InputError` before any
+    measurement if the device does not exist or the file cannot be written, and `PeerError` if
+    another rank has such an error.
     """
     device, file = _checked(communicator, kind, output)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     crowded = _crowded_text(communicator) if device.type == "cpu" else ""
     if crowded and output is None:
-        raise InputError(f"{crowded}: -o FILE.json writes what they measure to a file of its own")
+        raise InputError(f"{crowded}: -o FILE.json writes what they measure to a separate file")
     before, found, doubts = calibrate(communicator, device)
     doubts += [crowded] if crowded else []
     lines = [
@@ -122,7 +123,7 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
 
 
 def _crowded_text(communicator: Communicator) -> str:
-    """Returns that ranks take turns on the cores of this host, "" where each has one."""
+    """Returns a sentence if ranks share cores of this host, else ""."""
     cores, ranks = os.cpu_count() or 1, communicator.local_size()
     if ranks <= cores:
         return ""
@@ -132,7 +133,7 @@ def _crowded_text(communicator: Communicator) -> str:
 def _checked(
     communicator: Communicator, kind: str | None, output: str | None
 ) -> tuple[torch.device, Path]:
-    """Returns the device of this rank and the file; an error of one rank is an error of all."""
+    """Returns the device of this rank and the file. An error of one rank is raised on all."""
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     device, why = torch.device(kind), ""
     if kind == "cuda":
@@ -142,7 +143,7 @@ def _checked(
             why = f"--device cuda: there is no GPU{f' of number {number}' if number else ''}"
     file = Path()
     if not why:
-        # A link stays: what it leads to is replaced.
+        # A symbolic link is kept, and its target is replaced.
         file = measured_file(device) if output is None else Path(os.path.realpath(output))
         if output == "":
             why = "--output '': expected the name of a file"
@@ -158,10 +159,10 @@ def _checked(
 def calibrate(
     communicator: Communicator, device: torch.device
 ) -> tuple[Machine, Machine, list[str]]:
-    """Returns what was known of this machine, what is measured now, and what is doubtful about
-    that; all ranks of the job call.
+    """Returns the previous description, the measured one, and sentences about doubtful results.
 
-    Raises `FuserError` where ranks cannot communicate, or a link is faster than it can be.
+    All ranks of the job call it. Raises `FuserError` if ranks cannot communicate, or a link is
+    impossibly fast.
     """
     before, ranks = known_before(device), communicator.size()
     for _ in range(_ATTEMPTS):
@@ -174,8 +175,8 @@ def calibrate(
             break
     else:
         raise FuserError(
-            f"{'; '.join(filter(None, faults))}: other work must have run beside each of "  # pyright: ignore[reportPossiblyUnboundVariable]
-            f"{_ATTEMPTS} measurements. Nothing is written: measure again when nothing else runs"
+            f"{'; '.join(filter(None, faults))}: other work must have disturbed each of "  # pyright: ignore[reportPossiblyUnboundVariable]
+            f"{_ATTEMPTS} measurements. Nothing is written: calibrate again when nothing else runs"
         )
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     after = replace(before, name=_name(name, ranks, before), **rounded(found))
@@ -183,14 +184,14 @@ def calibrate(
 
 
 def _name(device: str, ranks: int, before: Machine) -> str:
-    """Returns the name of what was measured: links by these ranks, else as they were."""
+    """Returns the name of the description, with the number of ranks that measured the links."""
     _, sep, links = before.name.partition("; links by ")
     links = f"{ranks} ranks" if ranks > 1 else links
     return f"{device}, measured" + (f"; links by {links}" if ranks > 1 or sep else "")
 
 
 def rounded(fields: Fields) -> Fields:
-    """Returns numbers with as many digits as measurements have."""
+    """Returns numbers rounded to three digits, the precision of the measurements."""
 
     def short(x: Any) -> Any:
         if isinstance(x, float):
@@ -203,7 +204,7 @@ def rounded(fields: Fields) -> Fields:
 
 
 def known_before(device: torch.device) -> Machine:
-    """Returns what an earlier calibration found, else "h200"."""
+    """Returns the description of an earlier calibration, else "h200"."""
     file = measured_file(device)
     try:
         return machine_from_json(file.read_text(), where=str(file))
@@ -212,9 +213,9 @@ def known_before(device: torch.device) -> Machine:
 
 
 def write(machine: Machine, file: Path) -> None:
-    """Writes a description at once: who reads meanwhile finds the old one.
+    """Writes a description atomically: a concurrent reader gets the old one or the new one.
 
-    Raises `InputError` where it cannot be written.
+    Raises `InputError` if it cannot be written.
     """
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
@@ -241,21 +242,24 @@ class _Bench:
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.device = communicator, device
         self.team = tuple(range(communicator.size()))
-        # By which factor the better repetitions of each measurement differ; what else is doubtful,
-        # or cannot be.
+        # The factor between the better repetitions of each measurement; other doubtful results, and
+        # impossible ones.
         self.spreads: list[float] = []
         self.doubts: list[str] = []
         self.faults: list[str] = []
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
-        """Returns how long the device takes for one call, among many."""
+        """Returns the device's time for one of many calls."""
         return self.interleaved([call], times)[0]
 
     def interleaved(
         self, calls: Sequence[Callable[[], object]], times: int = 10, load_s: float = 0.0
     ) -> list[float]:
-        """Returns the same of several calls, which take turns, so that what else runs for a while
-        does not fall on one; for at least `load_s` each."""
+        """Returns the device's time for each of several calls, which take turns for at least
+        `load_s` each.
+
+        A disturbance by other work then affects all of them.
+        """
         lengths = [self._length(call, times, load_s) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
         for k in range(_ROUNDS * (1 + _MORE_ROUNDS)):
@@ -267,8 +271,11 @@ class _Bench:
         return [_low(rounds) for rounds in found]
 
     def _length(self, call: Callable[[], object], times: int, load_s: float) -> int:
-        """Returns how many calls a burst has: on a GPU as many as keep it busy for a while, as in a
-        short burst its clock is higher than what it keeps up."""
+        """Returns the number of calls in a burst.
+
+        On a GPU, a burst is long enough to reach its sustained clock, which is lower than at the
+        start.
+        """
         for _ in range(3):
             call()
         once = max(self._slowest(self._burst(call, 2)), 1e-9)
@@ -294,10 +301,10 @@ class _Bench:
         return start.elapsed_time(stop) / 1e3 / times
 
     def host_seconds(self, call: Callable[[], object], times: int = 20) -> float:
-        """Returns for how long the host is busy with one call.
+        """Returns the host's time for one call.
 
-        The GPU is not kept waiting, so that little is under way that the host could wait for; and
-        of single calls the lower quartile, as one that does wait says nothing of the others.
+        The GPU is not blocked, so the host rarely waits for it. The lower quartile of single calls
+        leaves out those that do wait.
         """
         for _ in range(10):
             call()
@@ -325,15 +332,16 @@ class _Bench:
         return max(map(float, self.communicator.exchange(repr(seconds).encode())))
 
     def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns random numbers: zeros would be multiplied at a higher clock."""
+        """Returns random numbers. Zeros would be multiplied at a higher clock."""
         return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns an uninitialised buffer of so many bytes."""
         return torch.empty(nbytes // 4, device=self.device, dtype=torch.float32)
 
 
 def _low(times: Sequence[float]) -> float:
-    """Returns the lower quartile: other work makes some of them longer."""
+    """Returns the lower quartile, because other work makes some measurements longer."""
     return sorted(times)[len(times) // 4]
 
 
@@ -348,7 +356,7 @@ def _keep_waiting() -> None:
 
 # ------------------------------------------------------------------ one device
 def local_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Returns what one rank finds out alone."""
+    """Returns the numbers that one rank measures alone."""
     kind = bench.device.type
     small = bench.empty(64)
     launch = bench.seconds(lambda: small.add_(1.0), 50)
@@ -363,8 +371,10 @@ def local_fields(bench: _Bench, machine: Machine) -> Fields:
 
 
 def _cpu_fields(bench: _Bench) -> Fields:
-    """Returns what a call of a library takes where it computes next to nothing: the host's time is
-    the device's."""
+    """Returns the time of a library call that computes almost nothing.
+
+    On a CPU, the host's time is the device's.
+    """
     x = bench.random(8, 8, dtype=torch.float32)
     out = torch.empty_like(x)
     return {**_CPU, "matmul_launch_s": bench.seconds(lambda: torch.mm(x, x, out=out), 50)}
@@ -381,13 +391,13 @@ def _gpu_fields(bench: _Bench) -> Fields:
         "matmul_launch_s": bench.seconds(lambda: torch.mm(tiny, tiny, out=out), 50),
         "host_library_s": library,
         "host_run_s": max(one - library, 0.0),
-        # A kernel of ours takes the host for as long as a call of a library, less torch's part.
+        # Our kernel takes the host as long as a library call, without torch's part of it.
         "host_kernel_s": library * H200.host_kernel_s / H200.host_library_s,
     }
 
 
 def _host_of(bench: _Bench, program: HostIrContainer, inputs: Sequence[torch.Tensor]) -> float:
-    # What is asked for is the time of each op; a graph's runs have none.
+    # The time of each op is needed, which a CUDA graph does not have.
     settings = options.settings(disable=["cuda_graphs"])
     evaluator = ProgramEvaluator(
         program, bench.communicator, device=bench.device, settings=settings
@@ -407,7 +417,7 @@ def _linears(count: int) -> HostIrContainer:
 
 
 def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Returns rates as the model reads them, of whole waves of tiles."""
+    """Returns the rates of matmuls with whole waves of tiles, as the model reads them."""
     kind = bench.device.type
     main = "BFloat16" if kind == "cuda" else "Float"
 
@@ -435,15 +445,15 @@ def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
 
 # ------------------------------------------------------------------ between ranks
 def link_fields(bench: _Bench) -> Fields:
-    """Returns what the ranks of a job find out together."""
+    """Returns the numbers that the ranks of a job measure together."""
     bench.communicator.begin_run(bench.team)
     backend = bench.communicator.backend_for(bench.device)
     team, n = bench.team, len(bench.team)
     small, middle, large = _SENT[bench.device.type]
 
     def calls_of(row: Collective) -> Callable[[int], Callable[[], None]]:
-        """Returns what makes calls of which the larger side has so many bytes, in place if it may
-        be."""
+        """Returns a maker of calls of a collective with so many bytes on the larger side, in place
+        if allowed."""
 
         def make(nbytes: int) -> Callable[[], None]:
             part = nbytes // n if row.growth else nbytes
@@ -483,8 +493,8 @@ def link_fields(bench: _Bench) -> Fields:
 
 
 def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
-    """Returns what small allreduces take, of each way that messages of this team go, from the
-    smallest and the largest of them."""
+    """Returns the times of small allreduces per algorithm, from the smallest and the largest
+    message of each."""
     n = len(bench.team)
     sizes: dict[Way, list[int]] = {}
     for nbytes in (1 << k for k in range(10, MAX_NBYTES.bit_length())):
@@ -496,7 +506,7 @@ def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) 
     }
     if not times:
         return {}
-    # What sends the most says how fast.
+    # The bandwidth follows from the algorithm that sends the most.
     (few, short), (many, long) = max(times.values(), key=lambda ends: ends[-1][0])
     if many == few or long <= short:
         return {}
@@ -515,16 +525,19 @@ def _fit(
     moved: float,
     sizes: tuple[int, int, int],
 ) -> tuple[float, float, float]:
-    """Returns latency, ramp, and the bytes per second between the two larger sizes; of each byte a
-    rank moves the part `moved`."""
+    """Returns latency, ramp and bandwidth from the times of three sizes.
+
+    A rank moves the fraction `moved` of each byte. The bandwidth is that between the two larger
+    sizes.
+    """
     few, middle, many = (bench.seconds(make(size)) for size in sizes)
     if many < SPREAD * few:
         bench.doubts.append(
             f"{make.__name__}: {sizes[2]} bytes took {many:.3g} s, {sizes[0]} bytes {few:.3g} s: "
-            "that says little of the time per byte"
+            "so the time per byte cannot be computed"
         )
     bandwidth = moved * sizes[2] / many
-    # Where the middle took about as long as the most, something else did.
+    # If the middle size took as long as the largest, other work disturbed it.
     if many - middle > 0.5 * (sizes[2] - sizes[1]) / sizes[2] * many:
         bandwidth = moved * (sizes[2] - sizes[1]) / (many - middle)
     latency = max(few - moved * sizes[0] / bandwidth, 0.0)
@@ -538,8 +551,8 @@ def _ring(
     batch: Callable[..., Work],
     count: int = 1,
 ) -> Callable[[], None]:
-    """Returns a call in which every rank sends to the next one, and receives from the one before,
-    so many times."""
+    """Returns a call in which every rank sends to the next one and receives from the one before,
+    `count` times."""
     rank, n = bench.communicator.rank(), len(bench.team)
     both = [
         Transfer("send", inp, (rank + 1) % n),
@@ -549,7 +562,7 @@ def _ring(
 
 
 def _peer_fields(bench: _Bench) -> Fields:
-    """Returns the same of peer copies; nothing where the ranks cannot map each other's memory."""
+    """Returns the same numbers for peer copies; {} if the ranks cannot map each other's memory."""
     here = bench.communicator
     if not (here.are_on_one_host(bench.team) and here.have_access(bench.device)):
         return {}
@@ -561,8 +574,8 @@ def _peer_fields(bench: _Bench) -> Fields:
 
     sizes = _SENT[bench.device.type]
     _, _, bandwidth = _fit(bench, copies, 1.0, sizes)
-    # One more among several: until a lone one has been answered, nothing else runs, which is no
-    # copy's time in a program.
+    # The time of one more copy among several. A single one includes the wait for its answer, which
+    # other work hides in a program.
     one, five = (bench.seconds(copies(sizes[0], k)) for k in (1, 5))
     latency = max((five - one) / 4 - sizes[0] / bandwidth, 0.0)
     return {"copy_latency_s": latency, "pull_bandwidth": bandwidth}
@@ -584,16 +597,16 @@ def _host_of_posts(bench: _Bench, count: int) -> float:
 
 
 # ----------------------------------------------------------------------
-# What measurements cannot be: such are repeated, and then refused (docs/explanation/cost-model.md).
+# Impossible results: these are measured again, and then refused (docs/explanation/cost-model.md).
 
-# A link that is faster than memory by more is none, though caches may carry what CPU ranks send.
+# The factor by which a link may be faster than memory, since CPU ranks may send through caches.
 CACHED = 10.0
-# The best quarter of the repetitions of one measurement differs by less.
+# The largest factor between the best quarter of the repetitions of one measurement.
 SPREAD = 2.0
-# Rates of matmuls of one dtype, of neighbouring sizes, differ by less.
+# The largest factor between rates of matmuls of one dtype and neighbouring sizes.
 RATES = 4.0
-# How many times as fast as the main dtype another one may be, by the device; half types have tiles
-# of their own on some CPUs.
+# The largest speed of a dtype relative to the main one, by device. Some CPUs have special matrix
+# units for half types.
 FASTER: Mapping[str, float] = {"cuda": 2.0, "cpu": 2.0}
 HALF_ON_CPU, HALF_IN_TILES = 4.0, 32.0
 _HALVES = ("Half", "BFloat16")
@@ -603,7 +616,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tiles: bool) -> str:
-    """Returns what cannot be about rates by dtype, "" for nothing."""
+    """Returns the impossible results about matmul rates as text, "" for none."""
     for dtype, points in rates.items():
         for (few, slow), (many, fast) in pairwise(points):
             short, long = few / slow, many / fast
@@ -628,7 +641,7 @@ def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tile
 
 
 def link_faults(found: Mapping[str, Any]) -> str:
-    """Returns which link is faster than the memory at its ends can be, "" for none."""
+    """Returns the link that is faster than the memory at its ends, as text; "" for none."""
     memory, links = found["memory_bandwidth"], dict(found.get("nccl", {}))
     links |= {k: found[k] for k in ("nccl_other_bandwidth", "pull_bandwidth") if k in found}
     for name, bandwidth in links.items():
@@ -641,7 +654,7 @@ def link_faults(found: Mapping[str, Any]) -> str:
 
 
 def spread_faults(spreads: Sequence[float]) -> str:
-    """Returns what to say of measurements whose repetitions differ, each by a factor; "" if few."""
+    """Returns a sentence about measurements whose repetitions differ, "" if there are few."""
     count = sum(spread > SPREAD for spread in spreads)
     if not count:
         return ""

@@ -1,7 +1,8 @@
-"""What a machine can do, as numbers: what the cost model (`hostir.cost.op_costs`) computes with.
+"""The description of a machine: the numbers with which the cost model (`hostir.cost.op_costs`)
+computes.
 
-A description is a JSON file; what it leaves out is that of the built-in "h200". What this machine
-can do is not asked here: `hostir.cost.calibrate` measures it, once, and writes such a file.
+A description is a JSON file. Missing fields have the values of the built-in "h200".
+`hostir.cost.calibrate` measures a machine once and writes such a file.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from hostir.ir.ops import PEER_COPIES
 from multidevice.transports.base.allreduce_model import Way
 from multidevice.transports.base.collectives import COLLECTIVES
 
-# Of float16 and bfloat16; what a matmul of another dtype reaches of it: 8 bits are not measured,
-# float32 is without TF32, float64 on tensor cores.
+# The speed of matmuls per dtype, relative to float16. Floats of 8 bits are not measured, float32 is
+# without TF32, and float64 uses tensor cores.
 _DTYPES = {"Half": 1.0, "BFloat16": 1.0, "Float": 0.07, "Double": 0.08}
-# Bytes that a rank moves in a second, by type. A bus bandwidth: whatever the team's size.
+# The bus bandwidth of each collective, in bytes per second, which does not depend on the team's
+# size.
 _NCCL_NAME = "NCCL"
 _NCCL = {c.name: c.h200_bandwidth for c in COLLECTIVES.values() if c.h200_bandwidth is not None}
 
-# Of an allreduce that is one kernel: what it takes besides sending, by the way that it goes.
+# The seconds of an allreduce that is one kernel, without sending, by its algorithm.
 _ALLREDUCE_KERNEL = {
     Way.PACKETS.name: 2.6e-6,
     Way.ONE_SHOT.name: 5.3e-6,
@@ -43,7 +45,7 @@ _ALLREDUCE_KERNEL = {
     Way.ONE_OF_WORDS.name: 3.2e-6,
     Way.TWO_OF_WORDS.name: 4.4e-6,
 }
-# What the tables of a description have an entry for.
+# The possible entries of the tables of a description.
 _KEYS: dict[str, Sequence[str]] = {
     "matmul_dtypes": [d.name for d in DataType],
     "nccl": tuple(COLLECTIVES),
@@ -59,20 +61,23 @@ def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds (`_s`), bytes per second (`_bandwidth`), and what else the name says.
+    """A description: seconds (`_s`), bytes per second (`_bandwidth`), and other numbers as named.
 
-    `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
-    `matmul`: (floating-point operations in float16, those per second while every multiprocessor
-    has a tile): of all matmuls of a call on a GPU, whose clock depends on how long it is busy, of
-    one matmul on a CPU. Between two points the rate follows the logarithm, outside it is that of
-    the nearest. `matmul_dtypes` scales it. `tiles`: rows and columns of a tile that the
-    library can choose, and how fast such tiles are. `nccl` has the bus bandwidth of each type of
-    collective, `nccl_other_bandwidth` that of every other and of sends. `nccl_fill_s` is what the
-    ramp of a large collective costs beyond `nccl_latency_s`, half of it at `nccl_fill_nbytes`.
-    `allreduce_kernel_s` is for the allreduces that are a kernel of ours, by the name of their way
-    (`multidevice.transports.base.allreduce_model`), besides what they send at
-    `allreduce_kernel_bandwidth`.
-    `host_*`: how long the host is busy with one op, and at the beginning of a run.
+    - `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
+    - `matmul`: (operations, operations per second) in float16 with a tile on every multiprocessor.
+      On a GPU, the operations are those of all matmuls of a call, because the clock depends on how
+      long it is busy; on a CPU, those of one matmul. The rate between two points follows the
+      logarithm, and is constant outside.
+    - `matmul_dtypes`: the speed of each dtype relative to that.
+    - `tiles`: rows and columns of each tile that the library can choose, and its relative speed.
+    - `nccl`: the bus bandwidth of each type of collective; `nccl_other_bandwidth`: that of all
+      others and of sends.
+    - `nccl_fill_s`: the extra time to reach full bandwidth beyond `nccl_latency_s`; half of it at
+      `nccl_fill_nbytes`.
+    - `allreduce_kernel_s`: the time of allreduces that are one kernel, by their algorithm
+      (`multidevice.transports.base.allreduce_model`), without that to send data at
+      `allreduce_kernel_bandwidth`.
+    - `host_*`: the host's time for one op, and at the beginning of a run.
     """
 
     name: str = "h200"
@@ -81,7 +86,7 @@ class Machine:
     memory_bandwidth: float = 4.2e12
     launch_s: float = 2e-6
     kernel_fill_nbytes: float = 4e6
-    # The clock sinks while the GPU is busy; so in as many operations of one product or of many.
+    # A busy GPU lowers its clock, after as many operations of one product or of many.
     matmul: tuple[tuple[float, float], ...] = (
         (0.12e12, 800e12),
         (0.3e12, 790e12),
@@ -122,8 +127,10 @@ class Machine:
             _check(self, f.name, getattr(self, f.name))
 
     def numbers_of(self, library: str) -> str:
-        """Returns by which library's numbers another one is predicted, "" for its own: descriptions
-        of GPUs know NCCL and peer copies."""
+        """Returns the library whose numbers predict `library`; "" for its own.
+
+        Descriptions of GPUs have numbers of NCCL and of peer copies.
+        """
         is_known = self.device == CPU or library.upper() in (_NCCL_NAME, PEER_COPIES)
         return "" if is_known else _NCCL_NAME
 
@@ -134,7 +141,8 @@ class Machine:
 
 
 def _check(machine: Machine, name: str, value: Any) -> None:
-    """Raises `InputError` for what is no positive number where one is meant; latencies may be 0."""
+    """Raises `InputError` for a value that is not a positive number where one is expected.
+    Latencies may be 0."""
     default = _DEFAULTS[name]
     if isinstance(default, str):
         fits, wanted = isinstance(value, str) and bool(value), "a name"
@@ -182,14 +190,14 @@ MACHINES: Mapping[str, Machine] = MappingProxyType({"h200": H200})
 
 
 def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
-    """Returns the machine that a description says; what it leaves out is that of "h200".
+    """Returns the machine of a description. Missing fields have the values of "h200".
 
-    Raises `InputError` for a name that machines do not have, or a value that is none.
+    Raises `InputError` for an unknown field, or a value of a wrong kind.
     """
     try:
         found: Any = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{where}: no JSON: {error}") from None
+        raise InputError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise InputError(f"{where}: expected an object with the fields of a machine")
     values: dict[str, Any] = found  # pyright: ignore[reportUnknownVariableType]
@@ -197,7 +205,7 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
         if name not in _DEFAULTS:
             near = difflib.get_close_matches(name, _DEFAULTS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"{where}: machines have no {name!r}{hint}")
+            raise InputError(f"{where}: a machine has no field {name!r}{hint}")
     try:
         return replace(H200, **{k: _read(k, v) for k, v in values.items()})
     except InputError as error:
@@ -205,7 +213,8 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Returns what JSON has of a field: lists are rows; tables keep what they leave out."""
+    """Returns the value of a field from JSON data: lists become rows, and tables keep missing
+    entries."""
     default = _DEFAULTS[name]
     if isinstance(default, tuple) and isinstance(value, list):
         rows: Any = value  # pyright: ignore[reportUnknownVariableType]
@@ -225,8 +234,10 @@ MEASURED = "measured"
 
 
 def measured_file(device: torch.device | None = None) -> Path:
-    """Returns where `python -m hostir calibrate` writes what it measures: of this machine's GPUs,
-    or of its CPU; by default of the GPUs where there are any. The file need not exist."""
+    """Returns the file to which `python -m hostir calibrate` writes, which may not exist.
+
+    It describes this machine's GPUs or its CPU; by default the GPUs, if there are any.
+    """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device.type
     if kind == "cuda":
         name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
@@ -238,8 +249,10 @@ def measured_file(device: torch.device | None = None) -> Path:
 
 @functools.cache
 def read_once(file: Path) -> Machine | None:
-    """Returns the machine of a file, None without one. What a process has read stays, so that its
-    programs of equal sizes stay, too."""
+    """Returns the machine of a file; None without a file.
+
+    Each process reads a file only once, so that equal sizes always have equal programs.
+    """
     try:
         text = file.read_text()
     except FileNotFoundError:
@@ -248,8 +261,7 @@ def read_once(file: Path) -> Machine | None:
 
 
 def machine_of(device: torch.device) -> Machine | None:
-    """Returns the description of what programs on a device run on: what was measured here, else a
-    built-in one; None where there is neither."""
+    """Returns the measured description of a device, else a built-in one; None without either."""
     found = None
     try:
         found = read_once(measured_file(device))
@@ -261,16 +273,16 @@ def machine_of(device: torch.device) -> Machine | None:
 
 
 def usual_machine() -> str:
-    """Returns the name of what was measured of this machine's GPUs, else of "h200"."""
+    """Returns the name of the measured description of this machine's GPUs, else "h200"."""
     is_measured = torch.cuda.is_available() and measured_file().exists()
     return MEASURED if is_measured else H200.name
 
 
 def find_machine(name: str, device: torch.device | None = None) -> Machine:
-    """Returns the machine of a name, what was `measured` here, or that of a description file
-    (`*.json`). `device`: see `measured_file`.
+    """Returns the machine of a name: a built-in one, `measured`, or a description file (`*.json`).
 
-    Raises `InputError` for an unknown name, a file that is none, and where nothing was measured.
+    For `device` see `measured_file`. Raises `InputError` for an unknown name, an unreadable file,
+    or `measured` without a calibration.
     """
     if name in MACHINES:
         return MACHINES[name]
@@ -278,7 +290,9 @@ def find_machine(name: str, device: torch.device | None = None) -> Machine:
         file = measured_file(device)
         found = read_once(file)
         if found is None:
-            raise InputError(f"nothing was measured here (no {file}): python -m hostir calibrate")
+            raise InputError(
+                f"this machine is not measured (no {file}): run python -m hostir calibrate"
+            )
         return found
     if name.endswith(".json"):
         try:

@@ -1,9 +1,10 @@
-"""The time that each op takes alone, and the part of the machine that it keeps busy.
+"""The time that each op takes alone, and the fraction of the machine that it uses.
 
-A host op says how much it reads and writes; a tensor op that is more than a kernel has a function.
+A host op returns the bytes that it reads and writes (`HostOp.work`). A tensor op that is more than
+one kernel has a function in the table `COSTS`.
 
-Sizes are those of one rank. A cost is what the GPU does, without the host's time to issue it, which
-is `host_s`. Kernels are bound by memory; matmuls by the larger of arithmetic and memory.
+Sizes are those of one rank. A cost is the time of the GPU; the host's time to issue the op is
+`host_s`. Kernels are limited by memory, matmuls by the larger of arithmetic and memory.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from multidevice.transports.base.allreduce_model import is_known, sent_nbytes, s
 from multidevice.transports.base.collectives import ALLREDUCE, Collective
 from multidevice.transports.base.protocol import RedOp
 
-# Of how many bytes of a tensor a kernel reads no more than these.
+# Tensor -> the most bytes that a kernel reads of it.
 Found = Mapping[TensorView, int]
 NOTHING: Found = {}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds alone; `share` of the multiprocessors; bytes that move, and operations."""
+    """The cost of an op alone: seconds, the fraction of the multiprocessors, bytes moved, and
+    floating-point operations."""
 
     seconds: float
     share: float
@@ -53,20 +55,21 @@ class Cost:
 
 # ------------------------------------------------------------------ kernels
 def _kernel(op: TensorOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Every operand is read and every result written, once."""
+    """Returns the cost of reading every operand and writing every result once."""
     both = dict.fromkeys((*op.inputs, *op.outputs))
     return _moves(sum(_held(v, sizes) for v in both if isinstance(v, TensorView)), machine)
 
 
 def _moves(nbytes: int, machine: Machine) -> Cost:
     share = max(min(1.0, nbytes / machine.kernel_fill_nbytes), 1 / machine.multiprocessors)
-    # Few bytes keep few multiprocessors busy, for no less than a launch takes.
+    # A small kernel uses few multiprocessors, and takes at least the time of a launch.
     seconds = machine.launch_s + nbytes / machine.memory_bandwidth if nbytes else 0.0
     return Cost(seconds, share, nbytes, 0, machine.host_kernel_s)
 
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
-    """The result is written, groups are put there, one after the other, and tiles made of it."""
+    """Returns the cost of writing the result, copying the groups one by one, and rearranging it
+    into tiles."""
     groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
     cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)
     more = groups + 1
@@ -79,13 +82,14 @@ def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost
 
 # ------------------------------------------------------------------ sorts
 def _argsort(op: ArgsortOp, sizes: Sizes, machine: Machine) -> Cost:
-    """A radix sort: each byte of the elements moves all of them, and their places."""
+    """Returns the cost of a radix sort: one pass over elements and indices per byte of
+    an element."""
     passes = nbytes_of(op.inp.dtype())
     return _moves(passes * 2 * sum(_held(tv, sizes) for tv in (op.inp, op.out)), machine)
 
 
 def _topk(op: TopKOp, sizes: Sizes, machine: Machine) -> Cost:
-    """A radix select: each byte of the elements reads all of them."""
+    """Returns the cost of a radix select: one read of all elements per byte of an element."""
     passes = nbytes_of(op.inp.dtype())
     written = sum(_held(tv, sizes) for tv in (op.found, op.places))
     return _moves(passes * _held(op.inp, sizes) + written, machine)
@@ -103,7 +107,7 @@ def _linear(op: LinearOp, sizes: Sizes, machine: Machine) -> Cost:
     nbytes = sum(held_nbytes(v, sizes(v)) for v in op.inputs if isinstance(v, TensorView))
     packed = 0
     if len(rows) > 1 and (axes := [p for p, _ in memory_order(op.x)]) != sorted(axes):
-        # Rows that do not lie one behind the other are packed before.
+        # Rows that are not contiguous are packed first.
         packed = 2 * held_nbytes(op.x, sizes(op.x))
     batch = math.prod(weight[:-2])
     return _matmul_cost(batch, math.prod(rows), columns, k, nbytes, op, machine, packed)
@@ -119,7 +123,8 @@ def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
-    """A product per group, one after the other: of equal parts of the ragged axis."""
+    """Returns the cost of one product per group, in sequence, with equal parts of the
+    ragged axis."""
     extents = {
         c: n for f, tv in op.tensors() for c, n in zip(op.letters(f), sizes(tv), strict=True)
     }
@@ -144,8 +149,10 @@ def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
 def _product_cost(
     batch: int, m: int, n: int, k: int, op: ProductOp, sizes: Sizes, machine: Machine
 ) -> Cost:
-    """Returns the cost of products of what is read on the device. Floats of one byte are multiplied
-    at the rate of a wider dtype: theirs is not measured."""
+    """Returns the cost of products whose operands are on the device.
+
+    Floats of one byte are multiplied at the rate of a wider dtype, because theirs is not measured.
+    """
     nbytes = sum(_held(tv, sizes) for f, tv in op.tensors() if f not in ("offsets", "out"))
     wider = DataType.Float if machine.device == CPU else DataType.BFloat16
     dtype = wider if op.is_scaled else None
@@ -179,31 +186,34 @@ def _matmul_cost(
 
 
 def _occupancy(tiles: int, machine: Machine) -> float:
-    """Returns which part of the multiprocessors so many tiles keep busy, on average over their
-    waves: the last one leaves room for what runs beside, such as a collective of NCCL."""
+    """Returns the average fraction of the multiprocessors that so many tiles use.
+
+    The last wave of tiles leaves room for other work, such as an NCCL collective.
+    """
     waves = math.ceil(tiles / machine.multiprocessors)
     return tiles / (waves * machine.multiprocessors)
 
 
 def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> float:
-    """Returns how fast products in a dtype are, against the fastest; `tv` is what they make."""
+    """Returns the speed of products in a dtype relative to the fastest; `tv` is their result."""
     scale = machine.matmul_dtypes.get(dtype.name)
     if scale is None:
         raise UnsupportedError(
-            f"cost: {op.name} {tv} is of a dtype whose speed is not known "
-            f"(known: {', '.join(machine.matmul_dtypes)}){user_code(op.where)}"
+            f"cost: {op.name} {tv} has a dtype without a measured speed "
+            f"(measured: {', '.join(machine.matmul_dtypes)}){user_code(op.where)}"
         )
     return scale
 
 
 # ------------------------------------------------------------------ attention
-# Rows of scores that a multiprocessor has at a time; products of e and of v, over all scores.
+# Rows of scores that a multiprocessor computes at a time; the number of products over e and over v.
 _ROWS = 128
 _PRODUCTS: dict[type[Op], tuple[int, int]] = {SdpaFwdOp: (1, 1), SdpaBwdOp: (3, 2)}
 
 
 def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Scores stay on the chip: operands are read and results written once."""
+    """Returns the cost of attention whose scores stay on the chip: operands are read and results
+    written once."""
     tensors = [tv for _, tv in op.tensors()]
     nbytes = sum(held_nbytes(tv, sizes(tv)) for tv in tensors)
     extents = {
@@ -227,8 +237,11 @@ def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, int]:
-    """Returns which area of the results a multiprocessor computes, and how many tiles there are, in
-    the shape of tile that is done first: in as many waves as the multiprocessors need."""
+    """Returns (elements of the result per multiprocessor, number of tiles) for the fastest shape of
+    tile.
+
+    The tiles are computed in as many waves as the multiprocessors need.
+    """
     return min(
         (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
         for rows, columns, speed in machine.tiles
@@ -237,15 +250,18 @@ def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, in
 
 
 def under_load(machine: Machine, flops: float) -> Machine:
-    """Returns the machine while a call does so many operations in matmuls: a GPU's clock depends on
-    how long it is busy, however many ops that takes; a CPU's rates are those of one product."""
+    """Returns the machine during a call that does `flops` operations in matmuls.
+
+    A GPU's clock depends on how long it is busy, with any number of ops. A CPU's rates are those of
+    one product.
+    """
     if machine.device == CPU or not flops:
         return machine
     return replace(machine, matmul=((flops, _rate(flops, machine.matmul)),))
 
 
 def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
-    """Returns operations per second, by the logarithm of how many there are."""
+    """Returns operations per second, interpolated in the logarithm of the number of operations."""
     if flops <= points[0][0]:
         return points[0][1]
     for (a, slow), (b, fast) in pairwise(points):
@@ -267,9 +283,9 @@ def collective_cost(
     reduce: RedOp = "SUM",
     staged: int = 0,
 ) -> Cost:
-    """Returns the cost of a collective of `nbytes`: the larger of a rank's input and output.
+    """Returns the cost of a collective of `nbytes`, the larger of a rank's input and output.
 
-    `staged`: what peer copies first copy into memory that peers can map.
+    `staged` are the bytes that peer copies first copy into memory that peers can map.
     """
     moved = nbytes * row.bus(members)
     if row is ALLREDUCE:
@@ -288,8 +304,8 @@ def collective_cost(
 def allreduce_kernel_cost(
     members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
 ) -> Cost | None:
-    """Returns the cost of an allreduce that is one kernel, among GPUs of a host; None for one that
-    the library carries out itself."""
+    """Returns the cost of an allreduce that is one kernel among GPUs of a host; None if the library
+    does it."""
     if machine.device == CPU:
         return None
     shape = shape_of(nbytes, members, to_torch(dtype))
@@ -304,7 +320,7 @@ def allreduce_kernel_cost(
 
 
 def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
-    """Returns the cost of bringing `nbytes` from one rank to another."""
+    """Returns the cost of moving `nbytes` from one rank to another."""
     if backend != PEER_COPIES:
         return _nccl(nbytes, machine.nccl_other_bandwidth, machine)
     seconds = machine.copy_latency_s + nbytes / machine.pull_bandwidth
@@ -312,7 +328,7 @@ def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
 
 
 def _copy_share(machine: Machine) -> float:
-    """Returns what a peer copy takes from computing: GPUs have engines for copies."""
+    """Returns the fraction of the multiprocessors that a peer copy uses. GPUs have copy engines."""
     return 1.0 if machine.device == CPU else 0.0
 
 
@@ -343,15 +359,15 @@ COSTS: dict[type[TensorOp], Callable[[Any, Sizes, Machine], Cost]] = {
 
 
 def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:
-    """Returns what an op that computes costs; None for one that only names, waits or switches.
+    """Returns the cost of an op that computes; None for one that only names, waits or changes
+    streams.
 
-    A host op says what it reads and writes (`HostOp.work`), a tensor op has a row or is a kernel.
-    `found` says what a kernel reads of its tables. Raises `UnsupportedError` for what the model
-    does not know.
+    `found` has the bytes that a kernel reads of its lookup tables. Raises `UnsupportedError` for an
+    op that the model does not know.
     """
     if isinstance(op, TensorOp):
         return COSTS.get(type(op), _kernel)(op, sizes, machine)
-    assert isinstance(op, HostOp), f"{op.name} stands in no host program"
+    assert isinstance(op, HostOp), f"{op.name} is no op of host programs"
     work = op.work(sizes)
     if work is None:
         return None
@@ -359,12 +375,15 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
 
 
 # ----------------------------------------------------------------------
-# What a kernel reads of its tables: what lookups find in them, which may be far less than all.
+# The bytes that a kernel reads of its lookup tables: those of the results, which may be much less
+# than the tables.
 
 
 def found_in_tables(op: LaunchKernel, kernel: Fusion, values: Mapping[Symbol, Number]) -> Found:
-    """Returns how many bytes a rank's launch of a kernel finds in operands that are nothing but
-    tables; `values` binds the symbols of extents."""
+    """Returns the bytes that a rank's launch of a kernel reads of its lookup tables.
+
+    Only operands that are read by lookups alone count. `values` binds the symbols of extents.
+    """
     if not any(isinstance(e, LookupOp) for e in kernel.exprs):
         return NOTHING
     found: dict[TensorView, int] = {}

@@ -1,9 +1,9 @@
-"""Overlap by itself: which matmuls and communications run side by side, by the cost model.
+"""Automatic overlap: decides by the cost model which matmuls and communications are pipelined.
 
-For each pair that `multidevice.sharding.passes.overlap_candidates` finds, its ops alone are
-lowered, as they are and in every form with steps, and the predicted times
-(`docs/explanation/cost-model.md`) are compared. Nothing else decides: ranks with one fusion, one
-class and sizes of inputs, and one machine description choose the same.
+For each pair of `multidevice.sharding.passes.overlap_candidates`, the ops of the pair alone are
+lowered without steps and in every form with steps. The predicted times
+(`docs/explanation/cost-model.md`) are compared. The decision depends on nothing else, so ranks with
+one fusion, one input class, equal sizes and one machine description decide alike.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from multidevice.sharding.placement import placement
 from multidevice.sharding.queries import local_extents
 from multidevice.transports.base.collectives import ALLREDUCE
 
-# Steps are taken where their predicted time is less by this part of the time without: the model is
-# not exact, and steps need memory and host time.
+# The fraction of the time that steps must save by the model to be chosen. The model is not exact,
+# and steps need memory and host time.
 MARGIN = 0.03
-# With this one every pair that can takes the fastest of its steps, however slow.
+# With this margin, every pair takes its fastest form with steps, even if it is slower than without.
 FORCED = -math.inf
 _AS_IT_IS = "as it is"
 _MAX_SIZES = 256
@@ -58,8 +58,11 @@ _STREAMS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """The forms of the pairs of a fusion, in order, "" for those that stay as they are; `backend`
-    is the library of what the steps transfer from rank to rank, "" that of the others."""
+    """The forms chosen for the pairs of a fusion, in order; "" for a pair without steps.
+
+    `backend` is the library of transfers between ranks in steps; "" for that of all other
+    communications.
+    """
 
     forms: tuple[str, ...] = ()
     backend: str = ""
@@ -77,9 +80,11 @@ _NO_STEPS = Choice()
 
 @dataclass(frozen=True)
 class OverlapCandidate:
-    """A way to compute a pair, and the predicted seconds per call, or why there are none. `form` is
-    "" for the pair as it is, `backend` the library of what the steps transfer, "" for nothing;
-    `numbers_of` is that which the description has the numbers of, if it is another."""
+    """A way to compute a pair, with the predicted seconds per call, or the reason for none.
+
+    `form` is "" for the pair without steps. `backend` is the library of the transfers in steps, ""
+    for none. `numbers_of` is the library whose measured numbers predict it, if that is another one.
+    """
 
     form: str
     backend: str = ""
@@ -89,6 +94,7 @@ class OverlapCandidate:
 
     @property
     def name(self) -> str:
+        """The form, and the libraries, in the report."""
         library = f", {library_name(self.backend)}" if self.backend else ""
         numbers = f" by the numbers of {self.numbers_of}" if self.numbers_of else ""
         return (self.form or _AS_IT_IS) + library + numbers
@@ -97,14 +103,14 @@ class OverlapCandidate:
         return self.why if self.seconds is None else f"{self.seconds * 1e3:9.3f} ms"
 
 
-# The pair as it is, where no number decided.
+# The pair without steps, if it was decided without predicted times.
 _NOT_PREDICTED = OverlapCandidate("")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about a pair: `what` says of which ops, `candidates` are what was compared,
-    the first one the pair as it is."""
+    """The decision about a pair. `what` names its ops; the first of `candidates` is the pair
+    without steps."""
 
     candidates: tuple[OverlapCandidate, ...]
     chosen: OverlapCandidate
@@ -121,8 +127,11 @@ class Decision:
 
 
 def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) -> OverlapCandidate:
-    """Returns the fastest candidate if it gains enough over the first, the pair as it is; what
-    steps transfer goes by one library."""
+    """Returns the fastest candidate if it gains at least `margin` over the first, the pair without
+    steps.
+
+    Only candidates whose transfers use `transport`, or that have none, are considered.
+    """
     base = candidates[0]
     if base.seconds is None:
         return base
@@ -137,41 +146,41 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 
 @dataclass(frozen=True)
 class NoOverlap:
-    """Stands for `Overlaps` where nothing is decided, and says why."""
+    """Replaces `Overlaps` if no decisions are made; `why` is the reason."""
 
     why: str
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> None:
-        """See `Overlaps`."""
+        """Returns None: no pair gets steps."""
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice:
-        """See `Overlaps`."""
+        """Returns the choice without steps."""
         del sizes
         return _NO_STEPS
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """See `Overlaps`."""
+        """Returns True."""
         del program, sizes
         return True
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """See `Overlaps`."""
+        """Returns False: there are no steps to give up."""
         del sizes, why
         return False
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """See `Overlaps`."""
+        """Returns the reason."""
         del sizes
         return f"nothing was decided: {self.why}"
 
 
 class Overlaps:
-    """The pairs of a fusion, and what was decided for each size of its inputs.
+    """The pairs of a fusion, and the decisions for each size of its inputs.
 
-    `transports` are the libraries by which steps may transfer: the first one, unless another gains
-    enough over it; `backend` is that of all other communications. Runs that only have
-    communications of the libraries `captured` are repeated as CUDA graphs, without the host: of the
-    transports these come first.
+    `transports` are the libraries that steps may use. The first one is used unless another gains
+    enough over it. `backend` is the library of all other communications. A run whose communications
+    only use libraries in `captured` is repeated as a CUDA graph, without the host, so these come
+    first among the transports.
     """
 
     def __init__(
@@ -190,18 +199,22 @@ class Overlaps:
         first = [t for t in transports if t in self._captured]
         self._transports = tuple(dict.fromkeys((*first, *transports)))
         self._known: list[_PairVerdict] | None = None
-        # What the sizes of all meshes divide, and the sizes that stand for others, by their key.
+        # A common multiple of the sizes of all meshes; the sizes predicted in place of others, by
+        # key.
         self._multiple = 1
         self._near: Recent[object, Mapping[Symbol, int]] = Recent(_MAX_SIZES)
         self._decided: Recent[object, tuple[Choice, tuple[Decision, ...]]] = Recent(_MAX_SIZES)
-        # Why a choice is none: for all sizes, or for those of a key.
+        # The reasons against a choice: for all sizes, or for those of a key.
         self._refused: dict[Choice, str] = {}
         self._refused_for: Recent[tuple[Choice, object], str] = Recent(_MAX_SIZES)
         self._programs: dict[Choice, HostIrContainer] = {}
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
-        """Returns what gives a decomposed fusion the steps that pay for inputs of these sizes: a
-        `hostir.lowering.pipeline.Overlap`."""
+        """Returns a function that adds the chosen steps for inputs of these sizes to a decomposed
+        fusion.
+
+        It is a `hostir.lowering.pipeline.Overlap`.
+        """
 
         def give(fusion: Fusion) -> str:
             pairs = find_pairs(fusion)
@@ -217,11 +230,11 @@ class Overlaps:
         return give
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice | None:
-        """Returns what pays for inputs of these sizes; None where no fusion was looked at yet."""
+        """Returns the choice for inputs of these sizes; None before any fusion was examined."""
         return None if self._known is None else self._find(sizes)[0]
 
     def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
-        """Returns what was decided about each pair, and by which numbers."""
+        """Returns the decision about each pair, with the compared numbers."""
         values = refined_sizes(self._stand_in(sizes))
         found: list[Decision] = []
         for one, decision in zip(self._known or (), self._find(sizes)[1], strict=True):
@@ -232,19 +245,21 @@ class Overlaps:
         return tuple(found)
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Notes that the whole program cannot be lowered as chosen; False where no steps were."""
+        """Records that the whole program cannot be lowered as chosen. Returns False if it had no
+        steps."""
         choice = self.choose(sizes)
         if not choice:
             return False
-        self._refused[choice] = f"the whole program cannot be lowered so: {_first_line(why)}"
+        self._refused[choice] = f"the whole program cannot be lowered with it: {_first_line(why)}"
         self._decided = Recent(_MAX_SIZES)
         return True
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Returns whether the choice for these sizes pays in the whole program, which was lowered
-        so; if not, another one is made.
+        """Whether the choice for these sizes gains enough in the whole program, which was lowered
+        with it.
 
-        A program whose steps keep it from being repeated as a graph needs the host in each run.
+        If not, another choice is made. A program whose steps prevent a CUDA graph needs the host in
+        each run.
         """
         choice, decisions = self._find(sizes)
         self._programs[choice] = program
@@ -259,9 +274,7 @@ class Overlaps:
     def report(self, sizes: Mapping[Symbol, int]) -> str:
         """Returns the text of the decisions."""
         wanted = (
-            "taken wherever they can be"
-            if self._margin == FORCED
-            else f"must gain {self._margin:.0%}"
+            "taken wherever possible" if self._margin == FORCED else f"must gain {self._margin:.0%}"
         )
         head = f"on {self.machine.name}; steps {wanted}"
         rows = [str(d) for d in self.decisions(sizes)]
@@ -269,11 +282,11 @@ class Overlaps:
         if near:
             shown = ", ".join(f"{s} = {n} for {exact}" for s, (n, exact) in sorted(near.items()))
             head += f"; predicted for sizes nearby: {shown}"
-        return "\n".join([head, *(rows or ["no matmul stands beside a communication"])])
+        return "\n".join([head, *(rows or ["no matmul is next to a communication"])])
 
     # ------------------------------------------------------------ deciding
     def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
-        """Notes the pairs of a fusion as it is now: what follows changes it."""
+        """Records the pairs of a fusion before later passes change it."""
         kept, _ = fusion.copy()
         meshes = (tv.mesh for tv in kept.tensors())
         self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
@@ -289,8 +302,10 @@ class Overlaps:
         return known
 
     def _stand_in(self, sizes: Mapping[Symbol, int]) -> Mapping[Symbol, int]:
-        """Returns the sizes that are predicted for these: those nearby, unless the devices of a
-        pair divide only one of them."""
+        """Returns the sizes that are predicted in place of these.
+
+        They are nearby sizes, unless the devices of a pair divide only one of the two.
+        """
         key = _key(sizes)
         found = self._near.recall(key)
         if found is None:
@@ -301,7 +316,7 @@ class Overlaps:
         return found
 
     def _divided(self, sizes: Mapping[Symbol, int]) -> list[bool | None]:
-        """Returns which pairs have equal blocks; None for an extent that no size tells."""
+        """Returns which pairs have equal blocks on all devices; None for an unknown extent."""
         values, found = refined_sizes(sizes), list[bool | None]()
         for one in self._known or ():
             try:
@@ -378,7 +393,7 @@ class Overlaps:
         return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
-        """Returns the decisions where what steps transfer goes by one library."""
+        """Returns the decisions if all transfers in steps use one library."""
         return [
             Decision(t.candidates, pick(t.candidates, transport, self._margin), t.why)
             for t in times
@@ -387,21 +402,21 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class _PairVerdict:
-    """A pair of the fusion, and why it takes no steps whatever the sizes, "" where it may."""
+    """A pair of the fusion, and the reason why it takes no steps for any sizes; "" if it may."""
 
     pair: Pair
     unit: _Unit
     why_not: str
 
     def signature(self, values: Values) -> object:
-        """Returns what two pairs have in common that take the same time, such as those of two
+        """Returns a key that is equal for pairs that take the same time, such as those of two equal
         layers."""
         structure, extents = self._structure
         return structure, extents(values)
 
     @cached_property
     def _structure(self) -> tuple[object, Computed]:
-        """What of a signature no size changes, and the extents."""
+        """Returns the part of the signature that does not depend on sizes, and the extents."""
         places: dict[TensorView, int] = {}
         ops: list[object] = []
         for op in self.pair.ops:
@@ -432,7 +447,7 @@ class _Times:
 
 
 class _Unit:
-    """The ops of a pair as a fusion of their own, and the programs that were made of it."""
+    """The ops of a pair as a separate fusion, and the programs made of it."""
 
     def __init__(
         self,
@@ -444,7 +459,7 @@ class _Unit:
     ) -> None:
         self.pair = pair
         self._fusion, self._backend, self._params = fusion, backend, params
-        # The libraries whose communications graphs repeat, without the host.
+        # The libraries whose communications CUDA graphs can repeat.
         self._captured = captured
         self._bound = GainBound(pair, backend, is_repeated=backend in captured)
         self._programs: dict[tuple[str, str], HostIrContainer | str] = {}
@@ -452,7 +467,7 @@ class _Unit:
     @cached_property
     def _alone(self) -> Fusion:
         fusion = alone(self._fusion, self.pair)
-        # What the program computes can be computed where peers can map it.
+        # The program can compute its tensors in memory that peers can map.
         given = {tv.number for tv in self._fusion.inputs if isinstance(tv, TensorView)}
         for tv in fusion.inputs:
             if isinstance(tv, TensorView) and tv.number not in given:
@@ -462,7 +477,7 @@ class _Unit:
     def times(
         self, values: Values, machine: Machine, transports: Sequence[str], margin: float
     ) -> _Times:
-        """Returns the predicted times of the pair as it is and in all its forms."""
+        """Returns the predicted times of the pair without steps and in all its forms."""
         try:
             why = "" if margin == FORCED else self._bound.why_hopeless(values, machine, margin)
         except FuserError as error:
@@ -500,7 +515,7 @@ class _Unit:
             return OverlapCandidate(form, backend, why=f"cannot be: {_first_line(error)}")
 
     def _check_divisible(self, values: Values) -> None:
-        """Blocks of devices are equal."""
+        """Raises an error unless the devices have equal blocks."""
         pair = self.pair
         size = _divided_extent(pair, values)
         if size % pair.devices:
@@ -582,21 +597,26 @@ def _first_line(error: FuserError | str) -> str:
 
 
 # ----------------------------------------------------------------------
-# What steps could gain at most, from numbers alone: for most sizes that decides, unlowered.
+# An upper bound of the gain of steps, from numbers alone. For most sizes it decides without
+# lowering.
 
 Values = Mapping[Symbol, Number]
 
 
 class GainBound:
-    """A pair whose communications go by `backend`. `is_repeated`: runs take the host for no longer
-    than one call, by a graph."""
+    """An upper bound of the gain of a pair's steps.
+
+    `backend` is the library of its communications. `is_repeated`: a CUDA graph repeats the run, so
+    that the host's time is that of one call.
+    """
 
     def __init__(self, pair: Pair, backend: str, *, is_repeated: bool) -> None:
         self._pair, self._backend, self._is_repeated = pair, backend, is_repeated
 
     @cached_property
     def _tensors(self) -> tuple[dict[TensorView, slice], Computed]:
-        """The tensors of the two ops, each with the place of its local extents among all."""
+        """The tensors of the two ops, each with the range of its local extents in the
+        list of all."""
         places: dict[TensorView, slice] = {}
         scalars: list[Scalar] = []
         for op in (self._pair.move, *self._pair.products):
@@ -608,7 +628,7 @@ class GainBound:
         return places, Computed(scalars)
 
     def why_hopeless(self, values: Values, machine: Machine, margin: float) -> str:
-        """Returns why no steps can gain this part of the time; "" if some may."""
+        """Returns why no steps can gain `margin` of the time; "" if some may."""
         if machine.device == CPU:
             return "a CPU rank computes and communicates in turns: steps gain nothing there"
         pair, (places, extents) = self._pair, self._tensors
@@ -645,19 +665,23 @@ class GainBound:
 
 
 # ----------------------------------------------------------------------
-# Sizes that share a prediction: what stands for sizes that are nearly equal.
+# Nearly equal sizes share one prediction.
 #
-# Where every call has other sizes, few of them are predicted. What stands for a size depends on it
-# alone, so that all ranks take the same, whatever sizes they have seen before.
+# If every call has other sizes, only few of them are predicted. The predicted size is a function of
+# the size alone, so all ranks use the same one, independent of the sizes that they have seen
+# before.
 
-# A size keeps so many of its leading bits: what stands for it is about 1/32 away at most. Round
-# sizes, such as 7 * 4096, stand for themselves.
+# The leading bits that a size keeps. The predicted size differs by at most about 1/32. Round sizes,
+# such as 7 * 4096, are predicted themselves.
 _BITS = 5
 
 
 def near(size: int, multiple: int) -> int:
-    """Returns what stands for a size: a number of few bits times what the size has in common with
-    `multiple`, so that no part of `multiple` divides only one of them."""
+    """Returns the size that is predicted in place of `size`.
+
+    It has few leading bits, times the common factor with `multiple`, so that no factor of
+    `multiple` divides only one of the two.
+    """
     part = math.gcd(size, multiple)
     count = abs(size) // part
     dropped = max(count.bit_length() - _BITS, 0)
@@ -670,5 +694,5 @@ def near(size: int, multiple: int) -> int:
 
 
 def near_sizes(sizes: Mapping[Symbol, int], multiple: int) -> dict[Symbol, int]:
-    """Returns what stands for sizes; equal ones stay equal."""
+    """Returns the sizes that are predicted in place of these. Equal sizes stay equal."""
     return {symbol: near(n, multiple) for symbol, n in sizes.items()}

@@ -1,6 +1,6 @@
-"""The predicted costs of a program: time, communication, memory, what it waits for.
+"""The predicted costs of a program: times, communication, memory, and the critical path.
 
-Nothing is run. `predict` makes the numbers, `report` the text of `python -m hostir cost`.
+Nothing is run. `predict` returns the numbers, `report` the text of `python -m hostir cost`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hostir.ir.ops import Movement
 from hostir.ir.program import HostIrContainer
 from multidevice.transports.base.collectives import Collective
 
-# What a text report shows of classes, links, and the critical path; the JSON has all.
+# The numbers of classes, links and critical ops in a text report. The JSON has all.
 _SHOWN_CLASSES, _SHOWN_LINKS, _SHOWN_OPS = 8, 24, 12
 # Sorted intervals (begin, end) that do not touch.
 Intervals = list[tuple[float, float]]
@@ -32,10 +32,13 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds in which something computes, in which something communicates, in which it does while
-    the rank computes nothing (`exposed`), and in which there is neither.
+    """Seconds of a rank or stream within one period.
 
-    Of a whole rank, `compute + exposed + idle` is the time that it was looked at.
+    - `compute`: something computes; `communication`: something communicates.
+    - `exposed`: something communicates while the rank computes nothing.
+    - `idle`: neither.
+
+    For a whole rank, `compute + exposed + idle` is the length of the period.
     """
 
     compute: float
@@ -49,8 +52,8 @@ def busy_of(
 ) -> Busy:
     """Returns the times of pieces of work (begin, end, whether it communicates) within `seconds`.
 
-    `computing` is when the rank computes, where the pieces are those of one stream; theirs by
-    default.
+    `computing` are the intervals in which the rank computes, if the pieces are those of one stream.
+    By default they follow from the pieces.
     """
     given = list(pieces)
     mine = union((a, b) for a, b, is_transfer in given if not is_transfer)
@@ -62,7 +65,7 @@ def busy_of(
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Returns what the intervals cover."""
+    """Returns the union of intervals, sorted."""
     found: Intervals = []
     for a, b in sorted(intervals):
         if found and a <= found[-1][1]:
@@ -73,13 +76,13 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Returns the sum of lengths."""
+    """Returns the total length."""
     return sum(b - a for a, b in intervals)
 
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """Seconds of one stream; `exposed`: communication while the rank computes nothing."""
+    """Seconds of one stream. `exposed` is communication while the rank computes nothing."""
 
     stream: str
     compute: float
@@ -90,8 +93,12 @@ class StreamTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What holds for every rank of a class; `seconds` are the GPU's, `host_seconds` those in which
-    the host issues the work, beside it. Bytes of inputs and of allocations at their peak."""
+    """The times, memory and traffic of every rank of a class.
+
+    `seconds` is the time of the GPU. `host_seconds` is the time in which the host issues the work,
+    in parallel. `input_nbytes` are the bytes of inputs, `peak_nbytes` the largest sum of
+    allocations.
+    """
 
     ranks: tuple[int, ...]
     seconds: float
@@ -113,7 +120,8 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class CriticalOp:
-    """An op on the critical path: its seconds there, how often, and the part of the whole."""
+    """An op on the critical path: its seconds on it, the number of times, and its fraction of the
+    whole."""
 
     op: str
     seconds: float
@@ -123,8 +131,11 @@ class CriticalOp:
 
 @dataclass(frozen=True)
 class Prediction:
-    """`seconds` per call, where calls follow one another: the longer of device and host. `notes`
-    say what an annotation would save."""
+    """The predicted costs of one program on one machine.
+
+    `seconds` is the time per call in a sequence of calls: the longer of device and host. `notes`
+    name annotations that would save time.
+    """
 
     machine: str
     device: str
@@ -135,17 +146,18 @@ class Prediction:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the prediction as JSON data."""
         return asdict(self)
 
 
 def seconds_of(made: Timetable) -> tuple[float, float]:
-    """Returns for how long GPU and host of the slowest rank are busy."""
+    """Returns the busy seconds of GPU and host, each of its slowest rank."""
     return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
 
 
 def predict(program: HostIrContainer, made: Timetable) -> Prediction:
-    """Returns the numbers of a timetable; `links` are (from, to, bytes), None where pairs are too
-    many."""
+    """Returns the costs of a simulated schedule. `links` are (from, to, bytes); None for too many
+    ranks."""
     traffic, unrolled = traffic_of(made.unrolled), made.unrolled
     by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
     numbers: list[int] = made.classes.tolist()
@@ -196,8 +208,11 @@ def stream_name(made: Timetable, number: int) -> str:
 
 
 def spelled(number: int, captured: Mapping[str, object], names: Mapping[str, int]) -> str:
-    """Returns a stream as a program spells it: `captured` has the numbers of captured streams by
-    name, `names` those of streams that nothing captured."""
+    """Returns a stream as a program spells it.
+
+    `captured` has the numbers of captured streams by name, `names` those of names that no op
+    captured.
+    """
     if number >= 0:
         return f"Stream {number}"
     if number == CALLER:
@@ -254,7 +269,7 @@ def report(found: Prediction) -> str:
 
 
 def times_text(one: RankTimes, device: str) -> str:
-    """Returns for how long a class of ranks is busy; of a CPU, host and device are one."""
+    """Returns the times of a class of ranks as text. On a CPU, host and device are one."""
     text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
     return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
 
@@ -275,7 +290,7 @@ def _class_lines(one: RankTimes, device: str) -> list[str]:
 
 
 def busy_lines(streams: Sequence[StreamTimes], whole: Busy) -> list[str]:
-    """Returns the table of the times of streams and of their rank."""
+    """Returns the table of the times of all streams and of their rank."""
     rows = [(s.stream, s.compute, s.communication, s.exposed, s.idle) for s in streams]
     rows.append(("all", whole.compute, whole.communication, whole.exposed, whole.idle))
     width = max(len(name) for name, *_ in rows)
@@ -298,7 +313,7 @@ def _link_lines(found: Prediction) -> list[str]:
 
 
 def ms(seconds: float, width: int = 10) -> str:
-    """Returns a time as text: milliseconds, or microseconds where it is less than one."""
+    """Returns a time as text: in milliseconds, or in microseconds below 1 ms."""
     text = f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
     return f"{text:>{width}}"
 
@@ -311,18 +326,18 @@ def _size(nbytes: int) -> str:
 
 
 # ----------------------------------------------------------------------
-# How many bytes each rank sends and receives, and to whom; counted for all ranks at once.
+# The bytes that each rank sends to and receives from each other one, for all ranks at once.
 #
-# A collective counts as if every member gave the others what they need of it directly; a library
-# may pass the same bytes on along a ring.
+# A collective counts as if every member sent its data directly to the others. A library may forward
+# the same bytes along a ring.
 
-# Of so many ranks every pair is counted.
+# The largest number of ranks for which every pair is counted.
 MAX_PAIRED = 16
 
 
 @dataclass
 class Traffic:
-    """Bytes by place of the rank; `pairs` [from, to], None where there are too many ranks."""
+    """Bytes by position of the rank. `pairs` [from, to] is None for too many ranks."""
 
     sent: Array
     received: Array
@@ -330,6 +345,7 @@ class Traffic:
 
 
 def traffic_of(unrolled: Unroller) -> Traffic:
+    """Returns the bytes that each rank sends and receives in one run."""
     count = len(unrolled.ranks)
     pairs = np.zeros((count, count)) if count <= MAX_PAIRED else None
     found = Traffic(np.zeros(count), np.zeros(count), pairs)
@@ -344,7 +360,7 @@ def _count(item: UnrolledOp, found: Traffic) -> None:
         _among(found, teams, _nbytes(item, tv) / n, n, item.mask, item.mask)
     movement, teams = item.movement, item.teams
     if movement is None or movement.sent is None:
-        return  # it moves nothing, or its sender counts for both ends
+        return  # it moves nothing, or is a receive, which is counted with its send
     if movement.collective is not None:
         _collective(item, movement, movement.collective, found)
         return
@@ -397,7 +413,7 @@ def _among(
     takes: Array,
     row: Collective | None = None,
 ) -> None:
-    """Counts what those who give send each of those of their team who take."""
+    """Adds the bytes that each member in `gives` sends to each member of its team in `takes`."""
     receivers = 1 if row is not None and row.out.at_root else n - 1
     senders = 1 if row is not None and row.inp.at_root else n - 1
     found.sent += np.where(gives, block * receivers, 0.0)

@@ -1,4 +1,4 @@
-"""From the unrolled program to work that waits for other work, one rank for each of its class."""
+"""Simulates a program on a machine model: when each op of each class of ranks begins and ends."""
 
 from __future__ import annotations
 
@@ -33,17 +33,20 @@ from hostir.ir.shard_layout import held_nbytes
 from multidevice.transports.base.collectives import Collective
 
 # ----------------------------------------------------------------------
-# The timetable: when each piece of work of a class of ranks begins and ends.
+# The simulation of work on shared resources.
 #
-# Work waits for what its stream was given before, for what that stream waits for, and for those
-# that it meets; the host is taken to be ahead. Then it takes what is left of the resources that it
-# needs, in the order in which work became ready: multiprocessors, which kernels share, and a link
-# out of each rank and one into it. Of what becomes ready together, what computes comes first, but
-# for what is ready from the beginning: that follows the program. With a part of what it needs work
-# is as much slower. So matmuls that fill the machine take the sum of their times, copies run beside
-# kernels, and a collective of NCCL shares the device with a matmul: one that was ready before takes
-# its multiprocessors from the matmul, which goes on with the others; one that becomes ready later
-# goes on in what the matmul's last wave of tiles leaves idle.
+# Work becomes ready when the earlier work of its stream has ended, all that the stream waits for,
+# and all partners are ready. The host is assumed to be ahead of the device. A rank has three
+# resources: multiprocessors, which kernels share, an outgoing link and an incoming link. Work takes
+# its part of them in the order in which it became ready. Of work that becomes ready together,
+# computation is first; at the beginning, the order of the program decides. Work that gets a
+# fraction of its need is slower by that factor. Therefore:
+#
+# - Matmuls that fill the machine take the sum of their times.
+# - Copies run beside kernels.
+# - An NCCL collective that is ready before a matmul keeps its multiprocessors, and the matmul uses
+#   the others.
+# - A collective that becomes ready later uses those that the last wave of tiles leaves idle.
 
 Resource = Literal["multiprocessors", "out", "in"]
 _NEARLY_NOTHING = 1e-15
@@ -51,10 +54,12 @@ _NEARLY_NOTHING = 1e-15
 
 @dataclass(eq=False, slots=True)
 class WorkItem:
-    """A piece of work of one rank, or of several that meet; times are in seconds.
+    """A piece of work of one class of ranks, or of several that communicate. Times are in seconds.
 
-    `needs`: (class of ranks, resource) -> which part of it. `streams`: class -> the stream that
-    it holds up. `cause`: what it waited for last; None where it is the first.
+    - `needs`: (class, resource) -> the fraction of the resource that it uses.
+    - `streams`: class -> the stream that the work occupies.
+    - `cause`: the work that it waited for last; None if it waited for none.
+    - `left`: seconds of work that remain, as if it ran alone; `rate`: its current speed, at most 1.
     """
 
     item: UnrolledOp
@@ -75,30 +80,34 @@ class WorkItem:
     version: int = 0
 
     def comes_after(self, others: Iterable[WorkItem]) -> None:
+        """Makes the work wait for others."""
         for other in others:
-            # Itself, where the ranks of a class wait for each other in a circle.
+            # `other` is the work itself if the ranks of one class wait for each other in a cycle.
             if other not in self.before:
                 self.before[other] = None
                 other.after.append(self)
 
     @property
     def classes(self) -> set[int]:
+        """The classes of ranks that take part in it."""
         return {c for c, _ in self.needs} | set(self.streams)
 
 
 class Simulator:
-    """Runs work; then each has its `start`, `end` and `cause`, but for what waits for itself."""
+    """Runs work on shared resources. Afterwards all work has `start`, `end` and `cause`, except
+    work in a cycle of waits."""
 
     def __init__(self, work: Iterable[WorkItem]) -> None:
         self.work = list(work)
         self.waiting = {w: len(w.before) for w in self.work}
-        # (time, count, work, version): a version of -1 says that it is ready.
+        # (time, count, work, version); version -1: the work becomes ready.
         self.events: list[tuple[float, int, WorkItem, int]] = []
         self.count = 0
         self.active: dict[int, dict[WorkItem, None]] = {}
         self.last: WorkItem | None = None
 
     def run(self) -> None:
+        """Runs all work, from one begin or end of work to the next."""
         for work in self.work:
             work.left = work.cost.seconds
             if not work.before:
@@ -137,7 +146,7 @@ class Simulator:
                 self._push(now, other, -1)
 
     def _share(self, now: float, changed: set[int]) -> None:
-        """Gives out the resources of these classes, and of those that work ties to them."""
+        """Divides the resources of these classes, and of the classes that share work with them."""
         found: dict[WorkItem, None] = {}
         todo, seen = list(changed), set(changed)
         while todo:
@@ -175,13 +184,15 @@ class Simulator:
 
 
 def _precedence(work: WorkItem) -> tuple[float, bool, int]:
-    """Returns the order in which active work takes resources."""
+    """Returns the key of the order in which active work takes resources."""
     return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
 def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
-    """Returns what the end of the last work waited for, last first, each with its seconds on the
-    way."""
+    """Returns the chain of work that determines the total time, last first.
+
+    Each entry has the seconds by which it extended the chain.
+    """
     path: list[tuple[WorkItem, float]] = []
     at = max(work, key=lambda w: (w.end, w.order), default=None)
     while at is not None:
@@ -191,13 +202,16 @@ def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
 
 
 # ----------------------------------------------------------------------
-# From the unrolled program to work that waits for other work, one rank for each of its class.
+# The schedule: work for the unrolled program, of one rank per class.
 
 
 @dataclass
 class Timetable:
-    """The timetable: `firsts` has the place of the first rank of each class, `host` for
-    how many seconds its host issues work."""
+    """The simulated schedule of a program.
+
+    `firsts` has the position of the first rank of each class, `host` the seconds in which its host
+    issues work.
+    """
 
     unrolled: Unroller
     classes: Array
@@ -208,9 +222,11 @@ class Timetable:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks of the program."""
         return self.unrolled.ranks
 
     def of_class(self, number: int) -> list[WorkItem]:
+        """Returns the work that occupies a stream of this class."""
         return [w for w in self.work if number in w.streams]
 
 
@@ -221,17 +237,17 @@ def timetable_of(
     *,
     ranks: Sequence[int] = (),
 ) -> Timetable:
-    """Returns when what runs, as the model has it; nothing is run.
+    """Returns the simulated schedule of a program. Nothing is run.
 
-    `values` binds the symbols of the inputs and `numberOfStreams`; `ranks` defaults to those of the
-    program's meshes. Raises `VerifyError` for a program whose ranks do not meet,
-    `UnsupportedError` for an op whose cost is not known.
+    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to those of the
+    program's meshes. Raises `VerifyError` for a program whose ranks do not match, and
+    `UnsupportedError` for an op without a known cost.
     """
     unrolled = Unroller(program, tuple(ranks or program.devices() or (0,)), values)
     unrolled.run(program.ops)
     unrolled.finish()
     wrong = [f for f in unrolled.found.values() if f.kind != MISPLACED]
-    refuse(program, wrong, what="this program has no timetable")
+    refuse(program, wrong, what="this program has no schedule")
     classes = time_classes(unrolled.items, len(unrolled.ranks))
     firsts: list[int] = np.unique(classes, return_index=True)[1].tolist()
     shared = _Shared(classes, machine, program, values)
@@ -246,18 +262,19 @@ def timetable_of(
 
 
 def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: Machine) -> None:
-    """Refuses what would run only where communications do not stand in their streams."""
+    """Raises `VerifyError` for work that waits in a cycle, because communications occupy their
+    streams."""
     stuck = [w for w in work if w.end < 0]
     if stuck:
-        what = "these ops wait for each other where communications stand in their streams"
+        what = "these ops wait for each other if communications occupy their streams"
         sites = dict.fromkeys(w.item.site for w in stuck)
         found = Finding(DEADLOCK, what, tuple((site, "") for site in list(sites)[:4]))
-        refuse(program, [found], what=f"this program has no timetable on {machine.name}")
+        refuse(program, [found], what=f"this program has no schedule on {machine.name}")
 
 
 @dataclass
 class _Shared:
-    """What the classes have in common: work by those who meet in it, in the order of making."""
+    """The work of all classes, in order of creation, and the work that several classes share."""
 
     classes: Array
     machine: Machine
@@ -266,11 +283,11 @@ class _Shared:
     work: list[WorkItem] = field(default_factory=list[WorkItem])
     by_key: dict[object, WorkItem] = field(default_factory=dict[object, WorkItem])
     members: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    # What kernels find in their tables.
+    # The bytes that kernels read of their lookup tables.
     in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
 
     def found(self, op: Op) -> Found:
-        """Returns what a kernel finds in its tables."""
+        """Returns the bytes that a kernel reads of its lookup tables."""
         if not isinstance(op, LaunchKernel):
             return NOTHING
         if op not in self.in_tables:
@@ -280,25 +297,27 @@ class _Shared:
         return self.in_tables[op]
 
     def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> WorkItem:
+        """Adds a piece of work."""
         work = WorkItem(item, cost, is_transfer, {}, len(self.work))
         self.work.append(work)
         return work
 
 
 class _ScheduleBuilder:
-    """Gives the work of one rank to its streams; `last` is what each stream has been given last."""
+    """Creates the work of one class of ranks; `last` has the last work of each stream."""
 
     def __init__(self, shared: _Shared, number: int, place: int) -> None:
         self.shared, self.machine = shared, shared.machine
         self.number, self.place = number, place
-        # For how long the host is busy with what it issues.
+        # The seconds in which the host issues work.
         self.host = shared.machine.host_run_s
         self.last: dict[int, tuple[WorkItem, ...]] = {}
         self.flights: dict[int, tuple[WorkItem, ...]] = {}
-        # Communications of one team follow one another, whatever their streams.
+        # Communications of one team run one after another, on any streams.
         self.calls: dict[object, tuple[WorkItem, ...]] = {}
 
     def run(self, items: Sequence[UnrolledOp]) -> None:
+        """Creates the work of all items that the class runs."""
         mine = [item for item in items if item.mask[self.place]]
         products = [self._cost(item) for item in mine if isinstance(item.site.op, LibraryOp)]
         self.machine = under_load(self.machine, sum(c.flops for c in products if c is not None))
@@ -332,7 +351,7 @@ class _ScheduleBuilder:
         work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
 
     def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
-        """Puts work behind what its stream has."""
+        """Puts work on a stream, after all earlier work of that stream."""
         work.comes_after(self.last.get(stream, ()))
         if holds:
             work.streams[self.number] = stream
@@ -349,7 +368,7 @@ class _ScheduleBuilder:
         self.last[stream] = (work,)
 
     def _far_seconds(self, item: UnrolledOp) -> float:
-        """Returns how long it takes to read what lies with other ranks."""
+        """Returns the time to read the parts of operands that other ranks hold."""
         sizes = item.sizes(self.place) if item.far else {}
         parts = (held_nbytes(tv, sizes[tv]) * (n - 1) / n for tv, (_, n) in item.far.items())
         return sum(parts) / self.machine.pull_bandwidth
@@ -395,8 +414,10 @@ class _ScheduleBuilder:
 
     # ------------------------------------------------------------ transfers
     def _transfers(self, item: UnrolledOp, number: int, stream: int) -> None:
-        """Starts sends and receives together; the stream goes on when all have ended, but for peer
-        copies that others make."""
+        """Starts sends and receives together.
+
+        Their stream continues when all have ended, except for peer copies that other ranks make.
+        """
         self.host += self.machine.host_post_s
         holding: list[WorkItem] = []
         flying: list[WorkItem] = []
@@ -425,7 +446,7 @@ class _ScheduleBuilder:
         self.flights[number] = tuple(dict.fromkeys(flying))
 
     def _stage(self, item: UnrolledOp, movement: Movement, stream: int) -> None:
-        """What lies in memory that peers cannot map is copied first."""
+        """Adds the copy of a tensor that peers cannot map into memory that they can."""
         tv = movement.sent
         if tv is not None and tv.memory is MemoryType.global_:
             nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
@@ -440,7 +461,9 @@ class _ScheduleBuilder:
                 peer = int(partners[k])
                 work = self._transfer(ends, peer, nbytes, movement.backend, is_send=is_send)
                 return [(work, is_send)]
-        raise AssertionError(f"{half.site.op.name} of {tv} has no partner, and nobody has said so")
+        raise AssertionError(
+            f"{half.site.op.name} of {tv} has no partner, and matching did not report it"
+        )
 
     def _transfer(
         self,
@@ -451,7 +474,8 @@ class _ScheduleBuilder:
         *,
         is_send: bool,
     ) -> WorkItem:
-        """Returns the work of a pair, with what this rank's end of it needs."""
+        """Returns the work of a send and its receive, with the resources of this rank's
+        end added."""
         theirs = int(self.shared.classes[peer])
         pair = (self.number, theirs) if is_send else (theirs, self.number)
         key = (id(ends[0]), id(ends[1]), *pair)
@@ -461,7 +485,7 @@ class _ScheduleBuilder:
             item = ends[1] if backend == PEER_COPIES else ends[0]
             work = self.shared.by_key[key] = self.shared.add(item, cost, is_transfer=True)
         self._need(work, "out" if is_send else "in", 1.0)
-        # A rank's send and receive are one call; peer copies are the receiver's alone.
+        # A send and a receive are one library call. A peer copy is work of the receiver alone.
         part = float(not is_send) if backend == PEER_COPIES else 0.5
         self._need(work, "multiprocessors", work.cost.share * part)
         return work
@@ -487,16 +511,16 @@ class _ScheduleBuilder:
 
 
 # ----------------------------------------------------------------------
-# Which ranks take the same time for a program: those with equal ops, that meet their like.
+# Classes of ranks that take the same time: equal ops, and partners of equal classes.
 #
-# First by what each rank does, how large it is and on which stream; then, until nothing changes, by
-# the classes of those that it meets. Peers and roots tell nobody apart: a ring is one class.
+# Ranks are first divided by their ops, sizes and streams, then repeatedly by the classes of their
+# partners, until nothing changes. The numbers of peers and roots do not count: a ring is one class.
 
 _MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def time_classes(items: Sequence[UnrolledOp], count: int) -> Array:
-    """Returns the class of each of `count` ranks; classes are numbered by their first rank."""
+    """Returns the class of each of `count` ranks. Classes are numbered by their first rank."""
     marks: Array = np.zeros(count, dtype=np.uint64)
     every = _each(items)
     names = _StreamNames(count)
@@ -530,7 +554,8 @@ def time_classes(items: Sequence[UnrolledOp], count: int) -> Array:
 
 
 def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) -> Array:
-    """Mixes the classes of those that the ranks meet into their marks; of equal teams once."""
+    """Mixes the classes of communication partners into the marks of ranks; equal teams
+    only once."""
     teams = item.teams
     if teams is not None and id(teams) not in done:
         done.add(id(teams))
@@ -549,7 +574,7 @@ def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) ->
 
 
 def _each(items: Sequence[UnrolledOp]) -> list[UnrolledOp]:
-    """Returns the items with the halves of groups in their place."""
+    """Returns the items, each followed by the members of its group."""
     return [r for item in items for r in (item, *(item.group or ()))]
 
 
@@ -561,20 +586,23 @@ def _mix(marks: Array, column: Array) -> Array:
 
 
 def _numbered(marks: Array) -> tuple[Array, int]:
-    """Returns equal marks as one number, counted in order of their first place."""
+    """Returns equal marks as one number, counted in order of their first position, and
+    the count."""
     _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))
     return order[inverse.reshape(-1)], len(first)
 
 
 class _StreamNames:
-    """Streams by the order in which each rank comes to them: which number one has is no matter."""
+    """Numbers the streams of each rank in the order of first use, so that their own numbers do not
+    matter."""
 
     def __init__(self, count: int) -> None:
         self._seen: dict[int, Array] = {}
         self._next: Array = np.zeros(count, dtype=np.int64)
 
     def of(self, stream: PerRank, mask: Array) -> Array:
+        """Returns these numbers for the streams of one item."""
         numbers = np.broadcast_to(np.asarray(stream), self._next.shape)
         found = np.zeros(len(numbers), dtype=np.int64)
         for number in np.unique(numbers[mask]).tolist():

@@ -97,7 +97,7 @@ def test_ranks_measure_their_links_under_mpirun(comm: Communicator) -> None:
 
 
 def test_what_is_measured_is_kept_and_found(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match="nothing was measured here"):
+    with pytest.raises(InputError, match="this machine is not measured"):
         find_machine("measured", CPU)
     assert main(["calibrate", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_a_broken_file_stops_no_program() -> None:
     file = measured_file(CPU)
     calibrate.write(H200, file)
     file.write_text(file.read_text().replace("launch_s", "lunch_s", 1))
-    with pytest.warns(UserWarning, match="machines have no 'lunch_s'"):
+    with pytest.warns(UserWarning, match="a machine has no field 'lunch_s'"):
         assert machine_of(CPU) is None
     with pytest.raises(InputError, match="lunch_s"):
         find_machine("measured", CPU)

@@ -217,13 +217,13 @@ def test_a_matmul_whose_speed_is_not_known_stays() -> None:
     whole = replace(H200, matmul_dtypes={"Float": 0.07})
     overlaps, values, _ = decided(gather, 4, LARGE, whole)
     (found,) = overlaps.decisions(values)
-    assert "of a dtype whose speed is not known" in str(found) and not found.chosen.form
+    assert "has a dtype without a measured speed" in str(found) and not found.chosen.form
 
 
 def test_what_is_not_gathered_for_a_matmul_is_no_pair() -> None:
     overlaps, values, _ = decided(separate, 4, LARGE)
     assert overlaps.decisions(values) == ()
-    assert "no matmul stands beside a communication" in overlaps.report(values)
+    assert "no matmul is next to a communication" in overlaps.report(values)
 
 
 def test_equal_layers_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +423,7 @@ def test_what_gives_up_takes_another_way_and_then_none() -> None:
         choice = overlaps.choose(values)
         assert choice is not None and choice.backend == library
     assert not overlaps.gives_up(values, "nothing was chosen")
-    why = "not chosen: the whole program cannot be lowered so: it has no time"
+    why = "not chosen: the whole program cannot be lowered with it: it has no time"
     assert overlaps.report(values).endswith(why)
 
 

@@ -302,7 +302,7 @@ def test_steps_can_be_forced_on_ranks_that_nothing_describes() -> None:
         return fd.overlap_report(mine)
 
     with simulate(2) as world:
-        assert "on h200; steps taken wherever they can be\n" in world.run(body)[0]
+        assert "on h200; steps taken wherever possible\n" in world.run(body)[0]
 
 
 def test_a_file_can_describe_the_machine(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_what_cannot_be_lowered_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 
     with simulate(2) as world:
         text = world.run(body)[0]
-    assert "not chosen: the whole program cannot be lowered so: no loops today" in text
+    assert "not chosen: the whole program cannot be lowered with it: no loops today" in text
 
 
 @pytest.mark.usefixtures("slow")

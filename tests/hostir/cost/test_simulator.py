@@ -155,7 +155,7 @@ def test_float32_matmuls_are_scaled_and_unknown_dtypes_refused() -> None:
     half, single = (linear_program(4096, 4096, 4096, d) for d in (DataType.Half, DataType.Float))
     machine = replace(H200, matmul_launch_s=0.0)
     assert seconds(single, machine) == pytest.approx(seconds(half, machine) / 0.07)
-    with pytest.raises(UnsupportedError, match=r"linear .*dtype whose speed is not known"):
+    with pytest.raises(UnsupportedError, match=r"linear .*dtype without a measured speed"):
         seconds(linear_program(8, 8, 8, DataType.Int32))
 
 
@@ -507,7 +507,7 @@ def test_a_program_whose_ranks_do_not_meet_has_no_schedule() -> None:
         x = row(hic.input([2, 250], mesh=mesh))
         hic.append(P2PCommunication(x, (RANK + 1) % 2, number=0, type="recv"), Wait(0))
         hic.add_output(x)
-    with pytest.raises(VerifyError, match="this program has no timetable"):
+    with pytest.raises(VerifyError, match="this program has no schedule"):
         predicted(hic)
 
 
@@ -522,7 +522,7 @@ def test_receives_that_block_their_streams_are_a_deadlock_on_a_gpu() -> None:
         hic.append(P2PCommunication(x, where(peer, 1, 0), number=1, type="send", backend="MPI"))
         hic.append(Wait(0), Wait(1))
         hic.add_output(y)
-    with pytest.raises(VerifyError, match=r"no timetable on plain(.|\n)*deadlock(.|\n)*recv"):
+    with pytest.raises(VerifyError, match=r"no schedule on plain(.|\n)*deadlock(.|\n)*recv"):
         predicted(hic)
 
 

@@ -43,7 +43,7 @@ def test_a_machine_is_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[]", "expected an object"),
-        ("{", "no JSON"),
+        ("{", "is not valid JSON"),
         ('{"pul_bandwidth": 1}', "no 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
         ('{"pull_bandwidth": 0}', "pull_bandwidth = 0: expected a number above 0"),
         ('{"launch_s": -1}', "launch_s = -1"),
