@@ -1,7 +1,7 @@
-"""Lowering a fusion to a host program.
+"""Lowers a fusion to a host program.
 
 Question: how does a fusion become a host program?
-Imports: `hostir.ir`, `hostir.passes` and what these may import.
+Imports: `hostir.ir`, `hostir.passes`, and the packages that they may import.
 Files, in reading order:
 
 - `input_class`: the facts about inputs for which a program is made.
@@ -10,5 +10,5 @@ Files, in reading order:
 - `segments`: the ops of each segment.
 - `stream_loops`: loops over streams: segments and communications in steps.
 - `loop_steps`: the index of a loop, and the part of each tensor that a step has.
-- `slices`: views of parts of tensors, kernels over parts, and where a shard's random numbers begin.
+- `slices`: views of parts of tensors, kernels over parts, and the first random number of a shard.
 """

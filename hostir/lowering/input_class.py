@@ -1,7 +1,7 @@
-"""Input classes: what about the inputs changes the program.
+"""Input classes: the properties of inputs that change the program.
 
-Inputs of one class share everything down to the host program: dtypes, device, actual memory layout
-of the local shards, and the concretized structure. Sizes stay symbolic.
+Inputs of one class share the whole host program. They have equal dtypes, devices, memory layouts of
+local shards, and the same concretized structure. Sizes stay symbolic.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from fuser.support.errors import InputError
 from hostir.ir.program import HostIrContainer
 from multidevice.sharding.queries import whole_axis_sizes
 
-# Of a size that nobody chose; more where a mesh does not divide it.
+# The least value of an unspecified size. It is larger if a mesh does not divide this.
 SMALLEST_SIZE = 8
 
 
 @dataclass(frozen=True)
 class InputClass:
-    """The key, the sizes that made it, and the layout of each tensor input.
+    """A class of inputs: its key, the sizes that made it, and the layout of each tensor input.
 
-    The layout is None for a scalar, and for a tensor whose user declared an allocation domain of
-    transformed axes. `repeated` are the positions of axes, of each input, along which memory holds
-    one element though the declaration does not say so. `device` is its kind; `knows_rows`: the key
-    tells of all reductions what schedulers decide by their extents; `is_small`: all inputs
-    together are (`schedule/horizontal.py`).
+    - `layouts`: None for a scalar, and for a tensor whose declared allocation domain has
+      transformed axes.
+    - `repeated`: per input, the positions of axes along which memory has one element, although the
+      declaration does not say so.
+    - `device`: the kind of device.
+    - `knows_rows`: the key decides all that schedulers derive from the extents of reductions.
+    - `is_small`: the inputs together are small (`schedule/horizontal.py`).
     """
 
     key: Hashable
@@ -57,24 +59,25 @@ class InputClass:
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
-        """Returns the class of inputs of these sizes that lie as they are declared."""
+        """Returns the class of inputs of these sizes whose layouts are the declared ones."""
         count = len(fusion.inputs)
         return InputClass(None, sizes, (None,) * count, ((),) * count)
 
 
 class Classifier:
-    """Finds the classes of the inputs of one fusion."""
+    """Computes the classes of the inputs of one fusion."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._layouts = [
             LayoutClasses(v) if isinstance(v, TensorView) else None for v in fusion.inputs
         ]
         self._key_of = KeyOfSizes(fusion)
-        # How many rows of which length reductions have: whether one kernel takes them whole.
+        # Number and length of the rows of reductions: these decide if one kernel reduces whole
+        # rows.
         reductions = [op.out_tensor for op in fusion.used_exprs() if isinstance(op, REDUCING)]
         extents = dict.fromkeys(map(row_extents, reductions))
         self._rows = Computed([x for pair in extents for x in pair])
-        # Of whole tensors, so that ranks with unequal shards agree.
+        # The sizes are global, so that ranks with unequal shards agree.
         tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
         self._nbytes = Computed(
             [sc.product([*tv.shape(), nbytes_of(tv.dtype())]) for tv in tensors]
@@ -86,7 +89,7 @@ class Classifier:
         sizes: Mapping[Symbol, int],
         device: torch.device,
     ) -> InputClass:
-        """Returns the class of bound inputs (`sizes` maps symbols to global sizes)."""
+        """Returns the class of bound inputs. `sizes` maps symbols to global sizes."""
         layouts = tuple(
             known.layout_of(given)
             if known is not None and known.order is not None and isinstance(given, torch.Tensor)
@@ -117,8 +120,10 @@ class Classifier:
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
-    """Gives every tensor input of `fusion` (a copy) the layout that its argument has; returns the
-    axes, by number, along which memory holds one element of these."""
+    """Gives every tensor input of `fusion`, a copy, the layout of its argument.
+
+    Returns the numbers of the axes along which memory has one element.
+    """
     repeated: set[int] = set()
     known = zip(fusion.inputs, input_class.layouts, input_class.repeated, strict=True)
     for value, layout, positions in known:
@@ -130,15 +135,15 @@ def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
 
 # ------------------------------------------------------------------ sizes that nobody chose
 def default_size(program: HostIrContainer) -> int:
-    """Returns the value of a size that nobody chose: at least 8, and what every mesh divides."""
+    """Returns a value for an unspecified size: at least 8, and divisible by the sizes of all
+    meshes."""
     meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
     unit = math.lcm(*(mesh.size for mesh in meshes))
     return -(-SMALLEST_SIZE // unit) * unit
 
 
 def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
-    """Returns the names of the integers that the inputs' shapes depend on, and of integer
-    inputs."""
+    """Returns the names of the integers in the inputs' shapes, and of the integer inputs."""
     found: dict[str, None] = {}
     for value in program.inputs:
         scalars = value.shape() if isinstance(value, TensorView) else [value]
@@ -149,10 +154,11 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
 
 
 def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Returns a value for every symbol that inputs bind: those of `sizes`, and what is usual: for
-    an axis that is devices as a whole, their number.
+    """Returns a value for every symbol that inputs bind: those of `sizes`, and defaults for all
+    others.
 
-    Raises `InputError` for a name that no input has.
+    The default for an axis that is one device per position is the number of devices. Raises
+    `InputError` for a name that no input has.
     """
     known = size_symbols(program)
     for name in sizes:

@@ -1,9 +1,9 @@
 """The steps of one loop over streams: their numbers, and the part of each tensor that a step has.
 
-LoweringState   the program that is being made: its tensors, kernels and counters
-LoopContext     what is the same for all ops of a loop: index, blocks, streams
-LoopBody        the ops of the loop so far: before it, in each step, at the end of each step
-OperandSlicer   names a step's part of an operand, and makes memory for its result
+- `LoweringState`: the program that is created: its tensors, kernels and counters.
+- `LoopContext`: the facts that all ops of a loop share: index, blocks, streams.
+- `LoopBody`: the ops of the loop so far: before it, in each step, at the end of each step.
+- `OperandSlicer`: names a step's part of an operand, and allocates memory for its result.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from multidevice.sharding.streams import (
 # ------------------------------------------------------------------ the program
 @dataclass
 class LoweringState:
-    """The program that is being made of a fusion: its tensors, its kernels, and counters.
+    """The program that is created from a fusion: its tensors, its kernels, and counters.
 
-    `fusion` is complete, sharded and finalized, and does not change. `values` holds the program's
-    own tensors; `twins` names them by the fusion's.
+    `fusion` is complete, sharded and finalized, and does not change. `values` owns the program's
+    tensors. `twins` maps the fusion's tensors to them.
     """
 
     fusion: Fusion
@@ -77,20 +77,21 @@ class LoweringState:
     def of(
         cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
     ) -> LoweringState:
-        """Returns the state before the first segment: tensors, and no op."""
-        # What the program does to its tensors never shows in the fusion.
+        """Returns the state before the first segment, with tensors and without ops."""
+        # The program has copies of the tensors, so that changes do not affect the fusion.
         values, twins = fusion.copy()
         values.exprs = ()
         return cls(fusion, values, twins, loops, params, backend_name)
 
     @property
     def step_backend(self) -> str:
-        """The library of what the steps of a loop send from rank to rank."""
+        """The library of transfers between ranks in the steps of a loop."""
         return self.params.step_backend or self.backend_name
 
     @property
     def copies_in_turn(self) -> bool:
-        """Whether the next step's transfer, or what it transfers, waits for this step's."""
+        """Whether the next step's transfer, or the op that computes its data, waits for this
+        step's."""
         return self.step_backend == PEER_COPIES and not self.params.standalone
 
     def next_communication(self) -> int:
@@ -99,7 +100,7 @@ class LoweringState:
         return self._communications - 1
 
     def next_stream(self) -> Stream:
-        """Returns the name of the next stream that is captured."""
+        """Returns the name of the next captured stream."""
         self._streams += 1
         return Stream(name=f"S{self._streams - 1}")
 
@@ -114,20 +115,20 @@ def stepping_axis(tv: TensorView) -> StreamAxis:
 
 @dataclass(frozen=True)
 class LoopContext:
-    """Facts that all ops of a loop share: its index, its streams, and which block a step has.
+    """Facts that all ops of a loop share: its index, its streams, and the block of each step.
 
         y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
         x [iDIDx{2}], y [istream{2}]    the same with offset_by_rank: block (i9 + rank) % 2
         y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the digits of a step are
                                         streamIdx // 4 and streamIdx % 4
 
-    `axis`: the loop runs over this axis, None where it counts to `count`.
-    `step`, `block`: the step's number in the order in which blocks are exchanged, and the number of
-    the block that it has. They differ from `index` where each device begins with a block of its
-    own (`begins_at_rank`), and where the own block comes last.
-    `digits`: each stream axis -> (how many steps it counts, how many steps an element has).
-    `entry`: the stream on which the loop begins; `shares_streams`: steps share the streams that
-    there are, else each has one of its own.
+    - `axis`: the axis that the loop runs over; None if it counts to `count`.
+    - `step`, `block`: the number of the step in the order of exchanges, and the number of its
+      block. They differ from `index` if each device begins with its own block (`begins_at_rank`),
+      or if the own block is last.
+    - `digits`: stream axis -> (number of steps that it counts, number of steps per element).
+    - `entry`: the stream on which the loop begins.
+    - `shares_streams`: steps share the available streams; otherwise each step has its own.
     """
 
     index: Symbol
@@ -144,27 +145,28 @@ class LoopContext:
     def of(cls, program: LoweringState, ops: Sequence[TensorOp]) -> LoopContext:
         """Returns the context of the loop of these ops.
 
-        Raises `UnsupportedError` where some need the same block on all devices, others another.
+        Raises `UnsupportedError` if some ops need the same block on all devices, and others
+        different ones.
         """
         entry, values, params = program.next_stream(), program.values, program.params
-        # The loop is named after what it computes, not after what it reads.
+        # The name of the loop's index follows from a tensor that it computes.
         op = next((op for op in ops if not is_step_slice(op)), ops[0])
         first = op.inputs[0] if scatters_steps(op) else op.out_tensor
         axes, is_logical = stream_axes(first), stepping_axis(first).is_logical
         counts = [values.canonical(axis.count) for axis in axes]
         count = sc.product(counts)
         loop_axis = next(a for a in program.twins[first].domain.loop if a.is_stream)
-        # Steps of blocks, of one axis, have a stream each; any others share what there are.
+        # Steps that are blocks of one axis have one stream each. All others share the streams.
         shares_streams = len(axes) > 1 or is_logical
-        # A loop over a whole axis is written as one where the inputs bind the axis's own extent.
+        # The loop is written as one over an axis if the inputs bind the extent of that axis.
         is_over_axis = len(axes) == 1 and is_logical and count is loop_axis.extent
         name = "streamIdx" if shares_streams else f"i{values.next_scalar()}"
         index = loop_index(name, 0, count)
-        # The steps are taken in order, but where all send what they compute the own one comes last:
-        # it needs no transfer, and those of the others are under way meanwhile.
+        # The steps run in order. If all send their results, the own block is last: it needs no
+        # transfer, and is computed during the transfers of the others.
         is_own_last = not params.offset_by_rank and _all_are_exchanges(ops)
         step: Scalar = sc.add(index, 1) if is_own_last else index
-        # Which block a step has: on every device the same, or another on each.
+        # The block of a step: the same on every device, or a different one on each.
         number = sc.mod(step, count) if is_own_last else index
         along = None if first.mesh is None else _rotation(ops, params)
         begins_at_rank = params.offset_by_rank and along is not None
@@ -191,19 +193,19 @@ class LoopContext:
         return Stream(sc.mod(self.index, NUMBER_OF_STREAMS) if self.shares_streams else self.index)
 
     def repeat(self, *body: Op) -> ForLoop:
-        """Returns the loop that carries out `body` in every step."""
+        """Returns the loop that runs `body` in every step."""
         if self.axis is not None:
             return ForLoop(index=self.index, axis=self.axis, body=body)
         return ForLoop(index=self.index, stop=self.count, body=body)
 
     def block_of(self, tv: TensorView) -> Scalar:
-        """Returns which part of a tensor this step has."""
+        """Returns the part of a tensor that this step has."""
         swizzle = stepping_axis(tv).swizzle
         number = self.block if swizzle is None else self.step
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Returns the part of a step's number that counts one of the axes of a merged one."""
+        """Returns the digit of a step's number for one of the axes of a merged axis."""
         count, inner = self.digits[ptype]
         if sc.int_value(self.count) == 0:
             return sc.ZERO  # there is no step
@@ -212,10 +214,12 @@ class LoopContext:
         return sc.mod(sc.floordiv(number, inner), count)
 
     def next_stream_waits(self) -> Op:
-        """Returns what keeps the next step's work from overtaking what is on this stream so far.
+        """Returns the ops that make the next step's stream wait for the work on this one so far.
 
-        -> IF i9 + 1 < 3: SetCurrentStream(Stream i9 + 1); Synchronize(Stream i9);
-           SetCurrentStream(Stream i9)
+        For step i9 of 3:
+
+            IF i9 + 1 < 3: SetCurrentStream(Stream i9 + 1); Synchronize(Stream i9);
+            SetCurrentStream(Stream i9)
         """
         following = sc.add(self.index, 1)
         streams = NUMBER_OF_STREAMS if self.shares_streams else self.count
@@ -228,10 +232,10 @@ class LoopContext:
 
 
 def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
-    """Returns along which device type devices may be at different blocks; None where they gather
-    or reduce one block together.
+    """Returns the device type along which devices may have different blocks in a step.
 
-    Raises `UnsupportedError` when the loop has both.
+    None if devices gather or reduce one block together. Raises `UnsupportedError` if the loop has
+    both.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
@@ -248,14 +252,15 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
 
 
 def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
-    """Whether the transfers of a loop are exchanges, each of another block on every device."""
+    """Whether every transfer of the loop is an exchange, with another block on every device."""
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
 
 
 @dataclass(frozen=True)
 class LoopBody:
-    """The ops of one loop so far: those before it, those of a step, and those that end a step."""
+    """The ops of one loop so far: those before it, those of a step, and those at the
+    end of a step."""
 
     before: list[Op] = field(default_factory=list[Op])
     steps: list[Op] = field(default_factory=list[Op])
@@ -264,14 +269,14 @@ class LoopBody:
 
 # ------------------------------------------------------------------ the operands of a step
 class OperandSlicer:
-    """Names the part of an operand that a step reads, and gives its result memory.
+    """Names the part of an operand that a step reads, and allocates memory for its result.
 
         T1 [istream{3}(i0), i1] = relu( T0 [istream{3}(i0), i1] )
 
         operand  step:    T2 = ShardByStream( T0, stream_index=i3 )
         result   before:  T1 = ALLOCATE(..)
                  step:    T3 = ShardByStream( T1, stream_index=i3 )
-            or   step:    T1 = ALLOCATE(.., stream_index=i3)     where this loop alone reads it
+            or   step:    T1 = ALLOCATE(.., stream_index=i3)     if only this loop reads it
 
     A stream axis that is a whole logical axis is dropped (`HirAliasSelect`). A step names the part
     of a tensor once.
@@ -280,24 +285,24 @@ class OperandSlicer:
     def __init__(self, program: LoweringState, loop: LoopContext, body: LoopBody) -> None:
         self._program, self._loop, self._body = program, loop, body
         self._parts: dict[TensorView, TensorView] = {}
-        # What was whole before the loop, by what its slices are called.
+        # The name of a slice -> the tensor that was computed before the loop.
         self._wholes: dict[TensorView, TensorView] = {}
 
     # -------------------------------------------------------------- operands
     def operands(self, op: TensorOp) -> list[object]:
-        """Returns what a step reads: its part of an operand, or the whole."""
+        """Returns the operands of a step: its part of each, or the whole."""
         return [
             self.operand(op, k) if isinstance(v, TensorView) else v for k, v in enumerate(op.inputs)
         ]
 
     def operand(self, op: TensorOp, index: int) -> TensorView:
-        """Returns what a step reads of one operand."""
+        """Returns the tensor that a step reads of one operand."""
         v = op.inputs[index]
         found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
         return self._without_repeated(op, index, found)
 
     def part(self, tv: TensorView) -> TensorView:
-        """Returns the name of a step's part of a tensor that is in step with the loop."""
+        """Returns the name of a step's part of a tensor whose steps are those of the loop."""
         if tv not in self._parts:
             if is_allocated_per_step(tv):
                 return self._program.twins[tv]
@@ -305,22 +310,23 @@ class OperandSlicer:
         return self._parts[tv]
 
     def slice_whole(self, op: nodes.Reshard) -> None:
-        """Names a step's part of a tensor that was whole before the loop: the op is that slice."""
+        """Names a step's part of a tensor that was computed before the loop. The op is
+        that slice."""
         self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
         self._wholes[op.out] = op.inp
 
     def whole(self, v: object, op: TensorOp) -> object:
-        """Returns an operand as it is before the loop, all steps' parts of it.
+        """Returns an operand as it is before the loop, with the parts of all steps.
 
-        Raises `UnsupportedError` for one that is only made in the loop.
+        Raises `UnsupportedError` for a tensor that only the loop computes.
         """
         if not isinstance(v, TensorView):
             return v
         twin = self._program.twins[self._wholes.get(v, v)]
         if v in self._parts and v not in self._wholes and twin not in self._known_before():
             raise UnsupportedError(
-                f"{op.name} of {v} in steps along a whole axis: the operand has no memory of its "
-                f"own{user_code(op.where)}"
+                f"{op.name} of {v} in steps along a whole axis: the operand has no memory before "
+                f"the loop{user_code(op.where)}"
             )
         return twin
 
@@ -334,8 +340,11 @@ class OperandSlicer:
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
         """Names the element of an operand, or of its part, that is repeated along stream axes that
-        slices lack: every step has the same one. Of an axis that is both repeated and cut in steps,
-        an expanded one, the part is that element already."""
+        slices drop.
+
+        Every step has the same element. The part of an expanded axis that is also cut in steps is
+        that element already.
+        """
         operand = op.inputs[index]
         is_part = found.ndim < operand.ndim
         gone = {
@@ -357,8 +366,11 @@ class OperandSlicer:
         *,
         keep: Collection[ParallelType] = (),
     ) -> TensorView:
-        """Names one part of `source`, as the stream axis of `tv` cuts it: of a merged one, a part
-        of a part. Along the axes to `keep` it is a block, of one element."""
+        """Names one part of `source`, as the stream axis of `tv` cuts it; of a merged axis, a part
+        of a part.
+
+        Along the axes in `keep`, the part is a block of one element.
+        """
         like = self._program.twins[tv]
         elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]
         for ptype in elements:
@@ -374,12 +386,13 @@ class OperandSlicer:
         return source
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
-        """Names the step's part of `source` as the stream axis of `tv` says."""
+        """Names the step's part of `source` along the stream axis of `tv`."""
         return self.part_at(tv, source, self._loop.block_of(tv))
 
     # -------------------------------------------------------------- results
     def result(self, tv: TensorView) -> TensorView:
-        """Returns what a step writes: its part of a buffer that was made before, or its own."""
+        """Returns the tensor that a step writes: its part of a buffer made before the loop, or its
+        own buffer."""
         twin = self._program.twins[tv]
         twin.give_memory()
         if is_allocated_per_step(tv):
@@ -392,7 +405,8 @@ class OperandSlicer:
         return self.part(tv)
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
-        """Makes room for one element per stream; steps of one stream follow one another."""
+        """Allocates one slot per stream for elements of steps. Steps of one stream run one after
+        another."""
         position = stepping_axis(tv).position
         room, out = slots(twin, position), selected(twin, position)
         self._body.before.append(Allocate(room))
@@ -406,9 +420,11 @@ class OperandSlicer:
     def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
         """Returns the step of an op on blocks of one element along these stream axes.
 
-        T2 [i0, istream, i3] = matmul( T0 [i0, istream, i2], T1 [i0, i2, i3] ), a row of each matrix
-        -> T3 [i0, 1, i2] = ShardByStream( T0, .. ); T4 [i0, 1, i3] = ShardByStream( T2, .. )
-           T4 = matmul( T3, T1 )
+        A matmul that computes a row of each matrix:
+
+            T2 [i0, istream, i3] = matmul( T0 [i0, istream, i2], T1 [i0, i2, i3] )
+            -> T3 [i0, 1, i2] = ShardByStream( T0, .. ); T4 [i0, 1, i3] = ShardByStream( T2, .. )
+               T4 = matmul( T3, T1 )
         """
 
         def kept(tv: TensorView) -> TensorView:
@@ -427,9 +443,11 @@ class OperandSlicer:
 
 
 def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
-    """Names the one element that a tensor has along an axis; the op goes to the end of `into`.
+    """Names the only element of a tensor along an axis, by an op that is appended to `into`.
 
-    x [b1, i1] at 0   ->   y [i1] = HirAliasSelect( x, axis = b1, index = 0 )
+    Along axis 0:
+
+        x [b1, i1]   ->   y [i1] = HirAliasSelect( x, axis = b1, index = 0 )
     """
     out = selected(tv, position)
     axis = tv.domain.no_reductions[position]
@@ -438,8 +456,12 @@ def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
 
 
 def rows_or_columns(op: TensorOp) -> list[ParallelType]:
-    """Returns along which stream axes a step computes one row or column of matrices of a batch:
-    without that axis an operand would be another batch of matrices, or a matrix."""
+    """Returns the stream axes along which a step computes one row or column of each matrix of a
+    batch.
+
+    These axes are kept with one element. Without them, an operand would have the shape of another
+    batch of matrices, or of one matrix.
+    """
     if isinstance(op, nodes.MatmulOp) and max(op.a.ndim, op.b.ndim) > 2:
         alone = [op.a.ndim - 2, None], [None, op.b.ndim - 1]
     elif isinstance(op, nodes.LinearOp) and op.weight.ndim > 2:
@@ -454,7 +476,7 @@ def rows_or_columns(op: TensorOp) -> list[ParallelType]:
 
 
 def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
-    """Returns which axes of an operand are repeated along stream axes that slices drop."""
+    """Returns the axes of an operand that are repeated along stream axes that slices drop."""
     axes = op.inputs[index].domain.no_reductions
     places = (
         _operand_position(op, index, axis)
@@ -465,7 +487,7 @@ def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> 
 
 
 def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
-    """Returns which axis of an operand a stream axis of the result comes from."""
+    """Returns the axis of an operand that corresponds to a stream axis of the result."""
     domain = op.out_tensor.domain
     number = domain.no_reductions[axis.position].number
     if number not in domain.root_numbers and domain.root:
@@ -475,7 +497,8 @@ def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
 
 
 def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
-    """Whether a stream needs one element of the tensor at a time, and nothing else sees it."""
+    """Whether each stream needs only one element of the tensor at a time, and no other
+    op uses it."""
     fusion = program.fusion
     made_by = [op for op in (fusion.definition(tv),) if op is not None]
     return (
@@ -490,7 +513,7 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
 
 
 def _takes_whole(op: TensorOp) -> bool:
-    """Whether steps of an op find their part of its operands in all of these."""
+    """Whether steps of an op can slice their part from all of these operands."""
     is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
     is_view = isinstance(op, VIEW_OPS) and not is_copy(op)
     return is_border or is_view or bool(rows_or_columns(op))

@@ -1,4 +1,4 @@
-"""What may be chosen about how a sharded fusion becomes a host program."""
+"""The options of lowering a sharded fusion to a host program."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from fuser.support.errors import ArgumentError, DefinitionError
 
 @dataclass(frozen=True)
 class LowerParams:
-    """The defaults are those of `FusionDefinition.execute`.
+    """The options of lowering. The defaults are those of `FusionDefinition.execute`.
 
-    `standalone`: ops that torch can carry out stand in the program as themselves, and results that
-    no caller gets are not allocated before, as in nvFuser's `MultiDeviceExecutor`.
-    `offset_by_rank`: the steps of a loop begin at this rank's own, and what comes from another
-    device's step is received from it (a ring), instead of broadcast. A loop whose steps gather or
-    reduce blocks together has the same block on every device all the same.
-    `inter_stream_synchronization`: the next step's stream waits until this step's transfer has been
-    posted. `stream_slots`: a tensor that only the steps of one loop see, an element each, has room
-    for as many as there are streams. `propagate`: tensors that the user did not annotate are
-    sharded like their neighbours. `backend` is the library of communications, "" that of the
-    device; `step_backend` that of what the steps of a loop send from rank to rank, "" for the same.
+    - `propagate`: tensors without annotation are sharded like their neighbours.
+    - `standalone`: ops that torch can compute remain separate ops, and results that no caller gets
+      have no `Allocate`, as in nvFuser's `MultiDeviceExecutor`.
+    - `offset_by_rank`: on each rank, the steps of a loop begin with its own block, and blocks of
+      other devices are received from them in a ring instead of broadcast. It has no effect on a
+      loop whose steps gather or reduce blocks.
+    - `inter_stream_synchronization`: the next step's stream waits until this step's transfer has
+      been posted.
+    - `stream_slots`: a tensor of which each step of one loop uses one element has one slot per
+      stream.
+    - `backend`: the library of communications; "" for that of the device.
+    - `step_backend`: the library of transfers between ranks in the steps of a loop; "" for
+      `backend`.
     """
 
     propagate: bool = True
@@ -37,8 +40,10 @@ class LowerParams:
 
 
 def check_number_of_streams(number: object, *, of: str) -> None:
-    """Raises `ArgumentError` for what is no integer, `DefinitionError` for fewer than one; `of`
-    names the call."""
+    """Raises `ArgumentError` if the number is no integer, and `DefinitionError` if it is below 1.
+
+    `of` names the call in the message.
+    """
     if not isinstance(number, int) or isinstance(number, bool):
         raise ArgumentError(f"{of}: number_of_streams={number!r}: expected an integer")
     if number < 1:

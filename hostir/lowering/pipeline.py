@@ -1,17 +1,17 @@
-"""From a fusion to a host program: every stage of the compiler, in order.
+"""All stages of the compiler, from a fusion to a host program, in order.
 
-    stage        needs                        gives                               dump
+    stage        input                        output                              dump
     check        the definition               an error, or nothing                fusion_ir_original
-    concretize   definition, class of inputs  a fusion of its own, of this class  ..ir_concretized
-    simplify     the fusion                   the fusion, of fewer ops
+    concretize   definition, class of inputs  a copy of the fusion for the class  ..ir_concretized
+    simplify     the fusion                   the fusion with fewer ops
     shard        the fusion                   local ops and reshardings           fusion_ir_preseg
-    segment      the fusion, its loops        kernels, and what is between them   segmented_fusion
+    segment      the fusion, its loops        kernels, and the ops between them   segmented_fusion
     lower        segments, loops              a host program                      host_ir_lowering
     complete     the program                  the program, with deallocations     host_ir_lowering
 
-`build_program` runs all, `lower_sharded` those from the segmentation on; the cost model's search
-for overlap lowers parts of a sharded fusion so. The fusion and the program are verified after every
-pass over them.
+`build_program` runs all stages. `lower_sharded` runs them from the segmentation on; the cost
+model's search for overlap uses it for parts of a sharded fusion. The fusion and the program are
+verified after every pass.
 """
 
 from __future__ import annotations
@@ -52,14 +52,17 @@ NO_SIZES: Mapping[Symbol, int] = {}
 
 
 class KeepsDump(Protocol):
-    """Keeps the text of a stage if somebody asked for it by the name of its option."""
+    """Stores the text of a stage if its option asks for the dump."""
 
     def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None: ...
 
 
 class Overlap(Protocol):
-    """Gives tensors of a decomposed fusion steps, and returns the library of what these transfer
-    from rank to rank, "" for that of the others."""
+    """Adds steps to tensors of a decomposed fusion.
+
+    Returns the library of transfers between ranks in these steps; "" for that of all other
+    communications.
+    """
 
     def __call__(self, fusion: Fusion, /) -> str: ...
 
@@ -77,11 +80,12 @@ class Built(NamedTuple):
 
 
 class KernelFacts(NamedTuple):
-    """The facts about inputs and device by which kernels are cut.
+    """The facts about inputs and device that decide the kernels.
 
-    `sizes`: by these schedulers decide alike for all of the class. `row_parts`: as for
-    `segment_fusion`. `are_joined`: pointwise kernels beside one another may be one. `has_clusters`:
-    a long row may be a cluster's.
+    - `sizes`: representative sizes; schedulers decide alike for all sizes of the class.
+    - `row_parts`: see `segment_fusion`.
+    - `are_joined`: independent pointwise kernels may become one.
+    - `has_clusters`: a long row may be reduced by a cluster of blocks.
     """
 
     sizes: Mapping[Symbol, int] = NO_SIZES
@@ -116,11 +120,11 @@ def build_program(
     overlap: Overlap | None = None,
     settings: Settings = NO_SETTINGS,
 ) -> Built:
-    """Returns what becomes of a fusion for a class of inputs.
+    """Compiles a fusion for a class of inputs.
 
-    `definition` does not change. `backend_name` is written on communications; `overlap` may give
-    tensors steps; `settings` are the options of the call.
-    Raises `FuserError` for what cannot be lowered.
+    `definition` is not changed. `backend_name` is written on communications, `overlap` may add
+    steps to tensors, and `settings` are the options of the call. Raises `FuserError` for a fusion
+    that cannot be lowered.
     """
     dump("fusion_ir_original", lambda: fusion_text(definition))
     check_types(definition)
@@ -166,8 +170,8 @@ def lower_sharded(
 def _shard(
     fusion: Fusion, params: LowerParams, overlap: Overlap | None, repeated: Collection[int]
 ) -> tuple[ShardingResult, LowerParams]:
-    """Shards the fusion, in place; returns the shardings, and the options with the library that the
-    steps of `overlap` transfer with."""
+    """Shards the fusion in place. Returns the shardings, and the options with the library of
+    `overlap`."""
     libraries: list[str] = []
 
     def give_steps(fusion: Fusion) -> None:
@@ -186,7 +190,7 @@ def _shard(
 def _segment(
     fusion: Fusion, loops: streams.StreamLoops, params: LowerParams, facts: KernelFacts
 ) -> SegmentedFusion:
-    """Returns the kernels of a sharded fusion, as schedulers take them, and what is between
+    """Returns the kernels of a sharded fusion, each accepted by a scheduler, and the ops between
     them."""
     values: dict[Symbol, Number] = dict(refined_sizes(facts.sizes))
     complete(fusion, values)
@@ -215,29 +219,30 @@ def _segment(
 
 
 # ----------------------------------------------------------------------
-# Loops over streams for the ops of a program by hand.
+# Loops over streams for the ops of a program built by hand.
 
 
 def lower_streams(
     program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
 ) -> HostIrContainer:
-    """Returns the program that computes in steps what stands on stream axes, and communicates.
+    """Returns the program that computes tensors with stream axes in steps, with their
+    communications.
 
-    Holds before: tensor ops alone, with the meshes and parallel types that they are to have.
-    Holds after: what `MultiDeviceExecutor` makes of the same ops; `HostIrEvaluator` runs it.
+    Holds before: the program has only tensor ops, with their final meshes and parallel types. Holds
+    after: the program equals that of `MultiDeviceExecutor`; `HostIrEvaluator` runs it.
 
         T1[istreamIdx2{i0}, iS3{i1}] = Set( T0[iS0{i0}, iS1{i1}] )
         -> T1 = ALLOCATE(..); S0 = GetCurrentStream(); FOR i ..: waits; FOR i ..: T3 = Set( T2 )
 
-    Raises `UnsupportedError` for another op (write its loops, or let this pass make all), for a
-    stream axis that a split or a merge made, and for what cannot be computed in steps.
+    Raises `UnsupportedError` for a host op in the program, for a stream axis that is split or
+    merged, and for an op that cannot be computed in steps.
     """
     ops: list[TensorOp] = []
     for op in program.ops:
         if not isinstance(op, TensorOp):
             raise UnsupportedError(
-                f"lower_streams: {op.name} stands in the program{user_code(op.where)}: this pass "
-                "makes the allocations, streams and loops of tensor ops alone"
+                f"lower_streams: the program has {op.name}{user_code(op.where)}: this pass takes "
+                "programs of tensor ops, and adds all allocations, streams and loops itself"
             )
         ops.append(op)
     for tv in program.tensors():

@@ -1,14 +1,13 @@
-"""The one lowering: segments in run order -> a host program.
+"""Lowers segments, in run order, to a host program.
 
     kernel          Allocate each output, LaunchKernel
     library op      Allocate the output, the op
     view            the op, whose output is a view of its input
-    communication   Allocate, Communication, Wait; or Allocate, LocalSlice where no data moves
-    any, in steps   a loop over streams (`hostir.lowering.stream_loops`), one for segments that
-    share it
+    communication   Allocate, Communication, Wait; or Allocate, LocalSlice if no data moves
+    any, in steps   one loop over streams (`hostir.lowering.stream_loops`) for all segments of it
 
-An output that is written into an input's buffer is computed in place where nothing reads the old
-value any more, else computed beside it and copied at the end.
+An output that updates an input is computed in the input's buffer if nothing reads the old value
+afterwards. Otherwise it has its own buffer and is copied at the end.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def lower(
     params: LowerParams = DEFAULT,
     loops: StreamLoops | None = None,
 ) -> HostIrContainer:
-    """Returns the host program of a segmented fusion; `hostir.passes.deallocation.run_passes`
-    completes it.
+    """Returns the host program of a segmented fusion.
 
-    The fusion is complete, sharded and finalized; `loops` are its loops, None if nobody has looked
-    for them. `backend_name` is written on communications.
+    The fusion is complete, sharded and finalized. `loops` are its stream loops, None if they are
+    not computed yet. `backend_name` is written on communications.
+    `hostir.passes.deallocation.run_passes` completes the program.
     """
     found = StreamLoops(segmented.fusion) if loops is None else loops
     program = LoweringState.of(segmented.fusion, found, params, backend_name)
@@ -88,7 +87,8 @@ def lower(
 
 
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
-    """Returns the segments in run order, those of one loop together where the first can be."""
+    """Returns the segments in run order, with those of one loop together, where its first one can
+    run."""
     groups: dict[object, list[Segment]] = {}
     for segment in segments:
         key: object = loops.loop_of(segment.exprs[0]) or segment
@@ -112,11 +112,11 @@ def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segm
 
 # ------------------------------------------------------------------ one segment
 class SegmentLowering:
-    """Lowers segments that are computed at once; `ops` are the program's so far.
+    """Lowers segments without steps; `ops` are the program's so far.
 
         y [i0] = sum( x [i0, i1] )   ->   y = ALLOCATE(..); LaunchKernel ( 0, Inputs:{x}, ..:{y} )
 
-    `in_place` has the outputs that a kernel computes in the buffer of an input: these are not
+    `in_place` has the outputs that a kernel computes in the buffer of an input. These are not
     allocated.
     """
 
@@ -137,9 +137,9 @@ class SegmentLowering:
         self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
 
     def update_inputs(self, lines: Mapping[TensorView, str]) -> None:
-        """Adds the copies into inputs that outputs replace, where these were computed beside them.
+        """Copies outputs that update an input, and were not computed in place, into the input.
 
-        They come last, when everything has been computed from old values. `lines` are the user's.
+        The copies are last, because earlier ops may read old values. `lines` are the user's.
         """
         for alias in self._program.values.aliases:
             if alias.out not in self._in_place and alias.out is not alias.into:
@@ -217,7 +217,8 @@ class SegmentLowering:
         self.ops.append(Allocate(tv))
 
     def _with_aliases(self, segment: Segment, fusion: Fusion) -> Fusion:
-        """Returns the kernel's fusion, which knows of buffers that it both reads and writes."""
+        """Returns the kernel's fusion with its buffers that are both read and written declared as
+        aliases."""
         targets = {o.number: self._in_place.get(self._program.twins[o]) for o in segment.outputs}
         read = {v.number for v in fusion.inputs if isinstance(v, TensorView)}
         pairs = [
@@ -251,10 +252,11 @@ def _in_place_outputs(
 
 
 def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment]) -> bool:
-    """Whether nothing that the program computes or returns can see the write too early.
+    """Whether no op can observe that the input's buffer is overwritten early.
 
-    One kernel writes the whole buffer, no other step reads the old value then or later, through a
-    view or as itself, and within the kernel only the result's own element reads it.
+    Three conditions: one kernel writes the whole buffer; no other op reads the old value then or
+    later, also not through a view; and within the kernel, element i of the input is read for
+    element i of the result only.
     """
     at = next((i for i, s in enumerate(segments) if out in s.outputs), None)
     if out.dtype() is not into.dtype() or at is None:
@@ -267,7 +269,7 @@ def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment])
 
 
 def _is_packed(tv: TensorView) -> bool:
-    """Whether a communication reads the result of an op that torch may lay out otherwise."""
+    """Whether a communication reads the result of an op that torch may store in another layout."""
     has_rows = isinstance(tv.definition(), nodes.LibraryOp) and memory_layout.lies_in_order(tv)
     return any(map(communicates, tv.uses())) and not has_rows
 
@@ -277,7 +279,7 @@ def _shape(tv: TensorView) -> object:
 
 
 def _has_layout_of(out: TensorView, into: TensorView) -> bool:
-    """Whether the buffer of `into` can hold `out` as a kernel lays it out."""
+    """Whether the buffer of `into` has the layout in which a kernel writes `out`."""
     is_plain = all(
         {*t.domain.allocation_numbers} <= {*t.domain.logical_numbers} for t in (out, into)
     )
@@ -301,19 +303,19 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
 
 
 # ----------------------------------------------------------------------
-# Peers copy out of memory that they can map: where a program that sends so keeps what it sends.
+# Memory of tensors that peers copy, which they must be able to map.
 
 
 def let_peers_map(program: HostIrContainer) -> HostIrContainer:
-    """Returns the program in which peers copy out of symmetric memory.
+    """Returns the program with sent tensors in symmetric memory, from which peers can copy.
 
-    What it allocates itself is allocated there. An input, which lies where the caller put it, is
-    copied there once, and sent from there:
+    Tensors that the program allocates are allocated there. An input, whose memory is the caller's,
+    is copied there once:
 
         Communication 0 (type=Broadcast, .., input=T0, ..)
         -> T9 = ALLOCATE(mem_type=symmetric, ..); T9 = Set( T0 ); Communication 0 (.., input=T9, ..)
 
-    Any other tensor is copied by each of its sends.
+    All other tensors are copied by each of their sends.
     """
     storage, sent = Storage.of(program), dict[TensorView, str]()
     for op in program.started():

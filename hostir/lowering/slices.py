@@ -1,10 +1,11 @@
-"""The part of a tensor that a rank or a step has: names of parts, and scalars that say which.
+"""The part of a tensor that a rank or a step has: views of parts, and the scalars that select them.
 
-A stream axis that is a logical axis as a whole is dropped by a slice (`HirAliasSelect`); one that
-cuts an axis in blocks is kept (`ShardByStream`), and the slice holds one block.
+A slice drops a stream axis that is a whole logical axis (`HirAliasSelect`). It keeps one that cuts
+an axis into blocks (`ShardByStream`), and then has one block.
 
-A kernel sees local shards, and a random number follows from its place in the tensor of all ranks.
-So a kernel gets the index of its first element along each axis that ranks or steps share:
+A random number is a function of its position in the whole tensor, but a kernel sees only a local
+shard. So the kernel receives the index of its first element along each axis that ranks or steps
+divide:
 
     T1[iDIDx{4}, i{i0/4}] = rng_uniform({i0}, float, i3, i4)
     ->  T1 = rng_uniform({i0}, float, i3, i4, begin = {first1_0})       first1_0: rank * (i0/4)
@@ -46,14 +47,14 @@ from multidevice.sharding.placement import (
 from multidevice.sharding.queries import check_dropout
 from multidevice.sharding.streams import StreamAxis, dropped_axes_of, stream_axes
 
-# Of so many mesh axes it is remembered where ranks are along them.
+# The number of mesh dimensions for which coordinates of ranks are cached.
 MAX_MESHES = 256
 
 
 # ------------------------------------------------------------------ scalars
 @lru_cache(MAX_MESHES)
 def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
-    """Returns the place of this rank along a mesh axis, as an expression of `rank`."""
+    """Returns the coordinate of this rank along a mesh dimension, as an expression of `rank`."""
     at = dict(zip(mesh.devices, mesh.coordinates(ptype), strict=True))
     first = min(mesh.devices)
     size = mesh.size_of(ptype)
@@ -70,7 +71,8 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
 
 
 def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
-    """Returns the rank that differs from this one by its place along a mesh axis."""
+    """Returns the rank with another coordinate along a mesh dimension and otherwise those of this
+    rank."""
     here = coordinate(mesh, ptype)
     step = _distance(mesh, ptype)
     if step is None:
@@ -81,7 +83,8 @@ def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
 
 
 def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
-    """Returns the device at this rank's place in a mesh, but for these coordinates: from a list."""
+    """Returns the device with these coordinates and otherwise those of this rank, selected from a
+    list."""
     position: Scalar = sc.ZERO
     for p in reversed(DEVICE_TYPES[: mesh.ndim]):
         place = places[p] if p in places else coordinate(mesh, p)
@@ -94,8 +97,8 @@ def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scala
 
 @lru_cache(MAX_MESHES)
 def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
-    """Returns the distance of neighbours in every team along a mesh axis, 1 for teams of one; None
-    where it is not the same."""
+    """Returns the distance between neighbours of every team along a mesh dimension; None if it
+    differs. It is 1 for teams of one."""
     dim = mesh.dim_of(ptype)
     if dim is None:
         return 1
@@ -107,7 +110,8 @@ def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
 def rotated(
     index: Scalar, count: Scalar, mesh: DeviceMesh | None, by: ParallelType | None
 ) -> Scalar:
-    """Returns which block a step has: its own, or that many behind this rank's."""
+    """Returns the number of a step's block: that of the step, or shifted by this rank's
+    coordinate."""
     if by is None:
         return index
     assert mesh is not None, f"blocks rotated along {by.text} without a mesh"
@@ -142,13 +146,17 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Returns the domain of partial sums over devices without the axis `gone`; None for any other.
+    """Returns the domain of partial sums over devices without the axis `gone`; None for other
+    domains.
 
-    root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]   ->   root [M, r], logical [M, iDIDx, r]
+    Without the stream axis:
+
+        root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]
+        -> root [M, r], logical [M, iDIDx, r]
     """
     if not _has_device_parts(domain):
         return None
-    # An axis that counts parts leaves what it parted in place of both.
+    # If the axis that counts parts is dropped, the other one replaces the divided axis.
     split = next((t for t in domain.splits.values() if t.outer == gone), None)
     parted = {} if split is None else {split.inp: split.inner}
     logical = [n for n in domain.logical_numbers if n != gone]
@@ -165,8 +173,8 @@ def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
 
 
 def slots(tv: TensorView, position: int) -> TensorView:
-    """Returns a tensor with room for as many elements of `tv` along an axis as there are streams,
-    which counts them first."""
+    """Returns a tensor with one slot per stream for elements of `tv` along an axis. The slots are
+    its first axis."""
     fusion = tv.fusion
     gone = tv.domain.no_reductions[position].number
     kept = [a for a in tv.domain.logical if a.number != gone]
@@ -183,7 +191,8 @@ def slots(tv: TensorView, position: int) -> TensorView:
 
 
 def block(tv: TensorView, ptype: ParallelType) -> TensorView:
-    """Returns a tensor for one block of `tv` along its stream axis, or along this part of it."""
+    """Returns a tensor for one block of `tv` along its stream axis, or along one part of a merged
+    axis."""
     fusion = tv.fusion
     kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
     domain, _ = clone_domain(fusion, kept)
@@ -199,7 +208,7 @@ Order = list[tuple[int, bool | None]]
 
 
 def _cut(tv: TensorView, position: int) -> Order:
-    """Returns the memory order of a part along an axis: what lies around it has gaps."""
+    """Returns the memory order of a part along an axis. Memory around the part has gaps."""
     order = list(memory_order(tv))
     at = next(k for k, (p, _) in enumerate(order) if p == position)
     around = next((k for k in reversed(range(at)) if order[k][1] is not None), None)
@@ -222,17 +231,17 @@ def _order(tv: TensorView, order: Order) -> None:
     tv.domain = tv.domain.with_allocation(numbers, flags)
 
 
-# Places of operands, and of results -> axes, in order.
+# Positions of operands, and of results -> axes, in order.
 Dropped = tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]
 _dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDictionary()
 
 
 def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
-    """Returns which operands and results are elements along axes that the kernel sees as ones of
-    extent 1: their places, and those axes."""
+    """Returns the operands and results whose slices lack axes that the kernel has with extent 1,
+    with these axes."""
     if isinstance(op, PostOnStream):
         return {}, {}
-    # Every step asks.
+    # The result is cached, because every step asks.
     known = _dropped.get(program)
     if known is None:
         known = _dropped.setdefault(program, {})
@@ -258,28 +267,29 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
 
 # ------------------------------------------------------------------ shorter blocks
 def _has_blocks(tv: TensorView) -> bool:
-    """Whether steps may see shorter blocks of the tensor."""
+    """Whether steps may have shorter blocks of the tensor."""
     return cut_axis(tv) is not None and is_block(tv)
 
 
 def cut_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the stream axis that is in blocks."""
+    """Returns the stream axis that is cut into blocks."""
     return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
 
 
 def block_type(tv: TensorView) -> ParallelType:
-    """Returns which part of a step's number is the number of a tensor's block."""
+    """Returns the parallel type whose digit of the step's number is the number of a
+    tensor's block."""
     axis = cut_axis(tv)
     assert axis is not None, f"{tv} has no blocks"
     return axis.ptype
 
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
-    """Returns a tensor of which a kernel's steps may see a shorter block, and its place among
-    inputs and outputs; None where all steps are alike.
+    """Returns a tensor with a possibly shorter block in some step of a kernel, and its position.
 
-    Parts of a reduction are alike, but what they are parts of is not: so inputs count as well, and
-    so does what is only inside of the kernel. The place of that is -1 (see `with_block_number`).
+    None if all steps have equal sizes. The position counts inputs and outputs; it is -1 for a
+    tensor inside of the kernel (see `with_block_number`). Parts of a reduction have equal sizes but
+    the reduced axis has not, so inputs and tensors inside of the kernel count as well.
     """
     inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
     for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):
@@ -290,8 +300,11 @@ def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
 
 
 def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
-    """Returns a copy of a kernel's fusion whose last input is the number of the step's block,
-    called as the loop's index: for blocks that are only inside of it, as those of a sum of ones."""
+    """Returns a copy of a kernel's fusion with the number of the step's block as its last input.
+
+    The input has the name of the loop's index. It is for blocks that are only inside of the kernel,
+    such as those of a sum of ones.
+    """
     made, _ = fusion.copy()
     made.inputs = [*made.inputs, index.with_range(lo=0)]
     return made
@@ -307,8 +320,11 @@ def _no_steps(tv: TensorView, ptype: ParallelType) -> Scalar:
 
 
 def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, tuple[Scalar, ...]]:
-    """Returns a kernel's fusion whose random tensors know their places, and what a launch gives for
-    the inputs that it has more: expressions of the rank and of the step."""
+    """Returns a kernel's fusion whose random tensors have the positions of their shards, and the
+    extra operands of its launch.
+
+    The operands are expressions of the rank and of the step.
+    """
     ops: list[TensorOp] = []
     given: dict[Symbol, Scalar] = {}
     for op in fusion.exprs:
@@ -335,8 +351,10 @@ def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, 
 
 
 def check_places(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for a random op whose shards would all begin at its first element,
-    as in a program by hand, and for dropout on several ranks."""
+    """Raises `UnsupportedError` for a random op whose shards would all have the same numbers.
+
+    This is the case in programs built by hand, and for dropout on several ranks.
+    """
     ops = list(ops)
     check_dropout(ops)
     for op in ops:
@@ -349,7 +367,7 @@ def check_places(ops: Iterable[Op]) -> None:
 
 
 def _first(tv: TensorView, extent: Scalar, cuts: Cuts, block_of: BlockOf) -> Scalar:
-    """Returns the index of the first element that this rank, in this step, has along an axis."""
+    """Returns the index of the first element of this rank, in this step, along an axis."""
     extent, first = tv.fusion.canonical(extent), sc.ZERO
     for cut in cuts:
         extent = local_extent(extent, (cut,), "first")

@@ -1,6 +1,6 @@
 """Loops over streams: segments that are computed in steps become one loop of the host program.
 
-One skeleton for both kinds of stream axis; what differs is where the streams join:
+Both kinds of stream axis use one structure. They differ in the place where the streams are joined:
 
     logical axis: FOR streamIdx in istreamIdx2{8}:
                     SetCurrentStream(Stream (streamIdx % numberOfStreams)), Synchronize(Stream S0)
@@ -16,16 +16,16 @@ One skeleton for both kinds of stream axis; what differs is where the streams jo
                   FOR i9 from 0 to 3:
                     Synchronize(Stream i9)
 
-Waiting for S0 inside of a loop that S0 joins step by step would chain the steps: so either the
-entering waits or the joins stand in a loop of their own.
+If a step waited for S0 in the same loop in which S0 joins the steps, each step would wait for the
+one before. Therefore either the waits for S0 or the joins are in a separate loop.
 
 A step's communication is one of these:
 
-    collective   every step's block is shared by all devices of a team
+    collective   all devices of a team share every step's block
     broadcast, ring, permutation
-                 from devices to steps: a step brings one device's block
-    reduction    from steps to devices: a step sums one device's block, there
-    exchange     the same in a ring: a step sends one device its block, and receives one
+                 from devices to steps: a step sends one device's block to the others
+    reduction    from steps to devices: a step sums one device's block, on that device
+    exchange     the same in a ring: a step sends a block to one device and receives one
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ from multidevice.sharding.streams import (
     scatters_steps,
 )
 
-# What torch carries out where `LowerParams.standalone` asks for it.
+# The ops that torch computes with `LowerParams.standalone`.
 STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, SliceOp)
 
 
 def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:
-    """Returns which ops are no part of kernels: those of the library, and plain copies in steps."""
+    """Returns the ops that are not part of kernels: library ops, and plain copies in steps."""
     if params.standalone:
         return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
     return lambda op: (
@@ -114,15 +114,15 @@ def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp]
 
 # ------------------------------------------------------------------ communications
 class RingEmitter:
-    """Lowers what a step sends to one device and receives from another, and the matmuls beside it.
+    """Lowers the transfers of a step with one device on each side, and the matmuls next to them.
 
         T1 [istream{2}(i0), i1] = Reshard( T0 [iDIDx{2}(i0), i1] ), every device from its own block
         -> T2 = ShardByStream( T1, stream_index=(i3 + rank) % 2 )
            IF Manual (to == rank):  T2 = Set( T0 )
            ELSE:  StartCoalescing; recv T2 from `source`; send T0 to `to`; EndCoalescing 2; Wait 2
 
-    With peer copies the matmul beside a ring handles this rank's own block without a copy: it reads
-    the block in the operand, or writes its result into the exchange's result:
+    With peer copies, the matmul next to a ring uses this rank's own block without a copy. It reads
+    the block from the operand, or writes its result into the result of the exchange:
 
         IF Manual (to == rank):  T5 = matmul( T0, T4 )   ELSE:  T5 = matmul( T2, T4 )
     """
@@ -131,16 +131,17 @@ class RingEmitter:
         self, program: LoweringState, loop: LoopContext, body: LoopBody, slicer: OperandSlicer
     ) -> None:
         self._program, self._loop, self._body, self._slicer = program, loop, body, slicer
-        # What products read in place of a block that this rank has: (when it is its own, what).
+        # A block -> (condition that it is this rank's own, the tensor that products read instead).
         self._own: dict[TensorView, tuple[Scalar, TensorView]] = {}
-        # Products whose blocks are exchanged: this rank's own is computed where it belongs.
+        # Products whose blocks are exchanged. This rank's own block is written to its final place.
         self._exchanged: dict[TensorView, TensorOp] = {}
 
     # -------------------------------------------------------------- rings
     def receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
     ) -> None:
-        """Sends the own block to where this step wants it, and receive this step's from its owner.
+        """Sends the own block to the device that needs it in this step, and receives this step's
+        block from its owner.
 
         The first step's block is the own one.
         """
@@ -155,16 +156,16 @@ class RingEmitter:
             if out.ndim < inp.ndim:
                 own = only_element(inp, stepping_axis(op.out).position, copied)
             copied.append(nodes.LoadStoreOp(out, own).replace(where=op.where))
-        # One copy after another comes as early as it can; side by side, all come as late as the
-        # last.
+        # Copies one after another each arrive as early as possible. Concurrent copies would all
+        # arrive at the time of the last.
         after = [loop.next_stream_waits()] if in_turn else []
         self._pass_on(
             op, inp, out, to=to, source=source, own=copied, after=after, sent_on=loop.entry
         )
 
     def exchange(self, op: nodes.Reshard) -> None:
-        """Sends what this step has computed to the device that it is for, and receive from another
-        what it has computed for this one.
+        """Sends this step's result to its device, and receives from another device its result for
+        this one.
 
         The last step's block is the own one; with offset_stream_indexing_by_rank, the first one's.
         """
@@ -193,7 +194,8 @@ class RingEmitter:
             by_owner = IfThenElse(_is_own(owner, team), then=(straight,), orelse=(product,))
             self._body.steps.append(by_owner)
         if self._program.copies_in_turn:
-            # The first block is there early only if it does not share the device with the others.
+            # The first block is computed early only if it does not share the device with the
+            # others.
             self._body.steps.append(loop.next_stream_waits())
         self._pass_on(op, inp, received, to=owner, source=sender, own=own)
 
@@ -209,9 +211,12 @@ class RingEmitter:
         after: Sequence[Op] = (),
         sent_on: Stream | None = None,
     ) -> None:
-        """Sends `inp` to one member of the team and receive `out` from another; `own` is what is
-        done where that is this rank, `after` what follows a peer copy. Members are coordinates.
-        `sent_on` is the stream on which `inp` was made, where that is another one."""
+        """Sends `inp` to one member of the team and receives `out` from another one.
+
+        Members are coordinates. `own` are the ops if the member is this rank itself, `after` those
+        that follow a peer copy. `sent_on` is the stream on which `inp` was computed, if it is
+        another one.
+        """
         team = team_of(op)
         (ptype,) = team.ptypes
         number, backend = self._program.next_communication, self._program.step_backend
@@ -226,10 +231,11 @@ class RingEmitter:
         )
         is_own = _is_own(to, team)
         if backend == PEER_COPIES:
-            # Peers may copy as soon as it is there, whatever this step waits for.
+            # Peers may copy as soon as it is computed, independent of this step's waits.
             mine = SetCurrentStream(stream=self._loop.stream)
             sends = (SetCurrentStream(stream=sent_on), send, mine) if sent_on else (send,)
-            # The receiver copies: nothing of this step waits for the one that copies from here.
+            # The receiver copies, so no op of this step waits for the peer that copies from this
+            # rank.
             ring = ShareMemHandles((out, inp)), *sends, recv, Wait(number=received), *after
             self._body.last.append(IfThenElse(is_own, then=(), orelse=(Wait(number=sent),)))
         else:
@@ -239,7 +245,7 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Adds the step of an op of the library."""
+        """Adds the step of a library op."""
         if self._is_exchanged(op):
             self._exchanged[op.out_tensor] = step
             return
@@ -252,8 +258,11 @@ class RingEmitter:
         self._body.steps.append(IfThenElse(found[0][0], then=(mine,), orelse=(step,)))
 
     def _is_for_products(self, tv: TensorView) -> bool:
-        """Whether nothing but matmuls reads the blocks of a tensor that peers' copies bring: they
-        can as well read the own one where it lies. NCCL's kernels would wait for that matmul."""
+        """Whether only matmuls read the blocks of a tensor that peers' copies receive.
+
+        These can then read the own block from the operand. With NCCL, its kernels would wait for
+        that matmul.
+        """
         uses = self._program.fusion.uses(tv)
         return (
             self._program.copies_in_turn
@@ -262,8 +271,11 @@ class RingEmitter:
         )
 
     def _is_exchanged(self, op: TensorOp) -> bool:
-        """Whether an op is a matmul of which every block belongs to one device, which has room for
-        one of each: what it computes for itself can lie there."""
+        """Whether an op is a matmul whose blocks each belong to one device with room for one block
+        of each.
+
+        The result for the own device can then be written into that room.
+        """
         out = op.out_tensor
         uses = self._program.fusion.uses(out)
         is_product = isinstance(op, nodes.Contraction) and is_allocated_per_step(out)
@@ -278,8 +290,8 @@ class RingEmitter:
 
 
 def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
-    """Returns the copy of an exchange's block; without the axes of one block, both sides have the
-    same ones."""
+    """Returns the copy of an exchange's block. Without the axes of one block, both sides have equal
+    axes."""
     source, target = op.source, op.target
     assert source is not None and target is not None, f"{op} exchanges no axes"
     copied: list[Op] = []
@@ -293,7 +305,7 @@ def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> li
 
 
 def _is_own(member: Scalar, team: TeamOf) -> Scalar:
-    """Returns whether a member of a team is this rank."""
+    """Returns the condition that a member of a team is this rank."""
     (ptype,) = team.ptypes
     return sc.eq(member, coordinate(team.mesh, ptype))
 
@@ -301,9 +313,11 @@ def _is_own(member: Scalar, team: TeamOf) -> Scalar:
 class CollectiveEmitter:
     """Lowers the communications of one loop.
 
-    T3 [istream{3}(i0), i1] = Reshard( T2 [istream{3}(i0), iDIDx{2}(i1)] )
-    -> T3 = ALLOCATE(.., stream_index=i3)
-       Communication 0 (type=Allgather, input=T2, output=T3); Wait(Communication 0)
+    An allgather in steps:
+
+        T3 [istream{3}(i0), i1] = Reshard( T2 [istream{3}(i0), iDIDx{2}(i1)] )
+        -> T3 = ALLOCATE(.., stream_index=i3)
+           Communication 0 (type=Allgather, input=T2, output=T3); Wait(Communication 0)
     """
 
     def __init__(
@@ -318,7 +332,7 @@ class CollectiveEmitter:
         self._slicer, self._rings = slicer, rings
 
     def emit(self, op: nodes.Reshard) -> None:
-        """Adds what a step does of a communication."""
+        """Adds the ops of a step of a communication."""
         kind = communication_type(op)
         if kind == "StepSlice":
             self._slicer.slice_whole(op)
@@ -357,7 +371,7 @@ class CollectiveEmitter:
         )
 
     def _scatter(self, op: nodes.Reshard) -> None:
-        """Reduces what this step has computed to the device that it is for."""
+        """Reduces this step's result to the device that it belongs to."""
         if self._program.params.offset_by_rank:
             raise UnsupportedError(
                 f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
@@ -385,13 +399,13 @@ class CollectiveEmitter:
         )
 
     def _bring(self, op: nodes.Reshard) -> None:
-        """Brings every device the block of the step's device."""
+        """Gives every device the block of the step's device."""
         inp, out = self._program.twins[op.inp], self._slicer.result(op.out)
         team, backend, loop = team_of(op), self._program.step_backend, self._loop
         swizzle = stepping_axis(op.out).swizzle
         is_ring = loop.begins_at_rank or swizzle is not None
         if swizzle is not None and backend != PEER_COPIES:
-            # At the first step a copy, beside which NCCL's kernels begin before the matmul.
+            # A copy in the first step, so that NCCL's kernels begin before the matmul.
             to = reached(loop.index, loop.count, team.mesh, swizzle)
             source = rotated(loop.index, loop.count, team.mesh, swizzle)
             self._start(
@@ -426,12 +440,13 @@ class CollectiveEmitter:
 
 # ------------------------------------------------------------------ segments
 class StreamLoopBuilder:
-    """Lowers the segments of one loop, in order: their allocations, the loops, and what these wait
-    for.
+    """Lowers the segments of one loop, in order: allocations, the loops, and their waits.
+
+    The ops before the loop and in each step:
 
         kernel          before: ALLOCATE of its results       step: LaunchKernel of the parts
         library op      before: ALLOCATE of its result        step: the op of the parts
-        view            before: the op of the whole; or, in blocks of a step's own, in the step
+        view            before: the op of the whole; or in the step, if it has its own blocks
         communication   see `CollectiveEmitter`
     """
 
@@ -443,9 +458,9 @@ class StreamLoopBuilder:
         self._rings = RingEmitter(program, self._loop, self._body, self._slicer)
 
     def build(self) -> list[Op]:
-        """Returns the ops of the loop; its kernels are the program's.
+        """Returns the ops of the loop. Its kernels are added to the program.
 
-        Raises `UnsupportedError` for what cannot be computed in these steps.
+        Raises `UnsupportedError` for an op that cannot be computed in these steps.
         """
         lower = {
             "kernel": self._kernel,
@@ -498,7 +513,7 @@ class StreamLoopBuilder:
             self._rings.product(op, op.with_values(ins, outs))
 
     def _copied_view(self, op: TensorOp) -> None:
-        """A view of the whole is made before the loop, and copied step by step."""
+        """Makes the view of the whole tensor before the loop, and copies it step by step."""
         out = self._program.twins[op.out_tensor]
         domain, _ = clone_domain(out.fusion, out.domain)
         view = out.fusion.new_tensor(domain, out.dtype(), mesh=out.mesh, memory=MemoryType.global_)
@@ -529,7 +544,7 @@ class StreamLoopBuilder:
 
 # ------------------------------------------------------------------ loops
 def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the loops around steps that share streams: each step is joined as it ends."""
+    """Returns the loops for steps that share streams: each step is joined at its end."""
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),
@@ -544,7 +559,7 @@ def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
 
 
 def joined_behind(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the loops around steps that have a stream each: all are joined behind the last."""
+    """Returns the loops for steps with one stream each: all are joined after the last step."""
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),

@@ -1,7 +1,7 @@
 """Passes over host programs.
 
 Question: which ops are inserted after lowering?
-Imports: `hostir.ir` and what it may import.
+Imports: `hostir.ir`, and the packages that it may import.
 Files, in reading order:
 
 - `deallocation`: the list of passes; a Deallocate after each last use.

@@ -1,4 +1,4 @@
-"""Insertion of Deallocate: every buffer is given up after its last use."""
+"""Inserts a Deallocate after the last use of every buffer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hostir.ir.verifier import verify
 
 
 def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
-    """Gives up every tensor after the last use of its buffer.
+    """Inserts a `Deallocate` of every tensor after the last use of its buffer.
 
-    Holds before: no Deallocate. Holds after: every tensor that does not share a buffer with a
-    program input or output is deallocated exactly once, views before the buffer that they show.
-    The memory plan and `hostir.verify` rely on it.
+    Holds before: the program has no Deallocate. Holds after: every tensor that does not share a
+    buffer with a program input or output is deallocated exactly once, views before the buffer that
+    they show. The memory plan and `hostir.verify` rely on it.
 
         T2 = ALLOCATE(..); LaunchKernel(.. T2); T3 = matmul(T2, T1)
         -> ... T3 = matmul(T2, T1); Deallocate { T2 }
@@ -47,14 +47,14 @@ def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
     return program.with_ops(_inserted(program.ops, (), ending))
 
 
-# Where an op stands: its place in the program, then (region, place) per level.
+# The path of an op: its position in the program, then (region, position) per level.
 Path = tuple[int, ...]
 
 
 def _inserted(
     ops: tuple[Op, ...], above: Path, ending: dict[Path, list[TensorView]]
 ) -> tuple[Op, ...]:
-    """Returns the ops with a Deallocate of each tensor after the op where it ends."""
+    """Returns the ops, with a Deallocate of each tensor after the op at which its lifetime ends."""
     made: list[Op] = []
     waiting: list[TensorView] = []
     for i, op in enumerate(ops):
@@ -65,7 +65,7 @@ def _inserted(
             for r, (name, region) in enumerate(zip(names, op.regions, strict=True))
         }
         made.append(op.replace(**regions) if regions else op)
-        # What a loop over streams uses last is given up behind the waits that end the loop.
+        # A buffer that a loop over streams uses last is freed after the waits that follow the loop.
         waiting += ending.get(path, ())
         goes_on = (op.regions or _only_waits(op)) and any(map(_only_waits, ops[i + 1 : i + 2]))
         if waiting and not goes_on:
@@ -75,7 +75,7 @@ def _inserted(
 
 
 def _only_waits(op: Op) -> bool:
-    """Whether the op, its regions included, only changes streams and lets them wait."""
+    """Whether the op, its regions included, only changes streams and makes them wait."""
     for inner in walk((op,)):
         effects = effects_of(inner, ())
         if not (effects or any(inner.regions)):
@@ -86,8 +86,11 @@ def _only_waits(op: Op) -> bool:
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
-    """Returns where each tensor's buffer is touched last: in the innermost region that has all its
-    uses. A communication ends at its Wait."""
+    """Returns the position of the last use of each tensor's buffer, in the innermost region with
+    all its uses.
+
+    A communication uses its buffers until its Wait.
+    """
     uses: dict[TensorView, list[Path]] = {}
     in_flight: dict[int, list[TensorView]] = {}
     group: list[TensorView] | None = None
@@ -114,7 +117,7 @@ def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, P
                 case _:
                     pass
         for tv in touched:
-            # A view keeps the buffer that it shows, but a buffer does not keep its other views.
+            # A view extends the lifetime of its buffer, but not that of other views of the buffer.
             shown: TensorView | None = tv
             while shown is not None:
                 uses.setdefault(shown, []).append(path)
@@ -130,11 +133,11 @@ def _places(ops: tuple[Op, ...], above: Path) -> Iterator[tuple[Path, Op]]:
 
 
 def _end(paths: list[Path]) -> Path:
-    """Returns the place after which nothing of `paths`, in program order, comes: in a region that
-    has them all."""
+    """Returns the last position of `paths` in program order, in the innermost region that contains
+    all of them."""
     first, last = min(paths), max(paths)
     depth = 0
-    # A region's level is a pair (op, region); only ops of one region have an order in a loop.
+    # A level is a pair (op, region). In a loop, only ops of one region are ordered.
     while depth + 2 < min(map(len, paths)) and all(
         path[: depth + 2] == first[: depth + 2] for path in paths
     ):
@@ -148,7 +151,7 @@ def _end(paths: list[Path]) -> Path:
 Pass = Callable[[HostIrContainer], HostIrContainer]
 
 PASSES: tuple[Pass, ...] = (
-    # Last: a pass that moves or adds uses would have to move the deallocations, too.
+    # This pass is last, because a later pass that moves or adds uses would move deallocations, too.
     insert_deallocate,
 )
 
@@ -159,7 +162,8 @@ def run_passes(
     *,
     after_each: Callable[[str, HostIrContainer], None] | None = None,
 ) -> HostIrContainer:
-    """Runs passes in order and verify before the first and after each; the error names the pass."""
+    """Runs passes in order, with verification before the first and after each. An error names the
+    pass."""
     verify(program, after="lowering")
     for one in passes:
         program = one(program)

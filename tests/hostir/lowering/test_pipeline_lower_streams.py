@@ -133,7 +133,7 @@ def test_other_ops_are_named() -> None:
         hic.append(Allocate(y), y)
         return y
 
-    with pytest.raises(UnsupportedError, match="lower_streams: Allocate stands in the program"):
+    with pytest.raises(UnsupportedError, match="lower_streams: the program has Allocate"):
         lower_streams(built(define))
 
 

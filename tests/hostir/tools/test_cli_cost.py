@@ -44,7 +44,7 @@ def test_a_machine_is_a_file(tmp_path: Path) -> None:
     [
         ("[]", "expected an object"),
         ("{", "is not valid JSON"),
-        ('{"pul_bandwidth": 1}', "no 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
+        ('{"pul_bandwidth": 1}', "no field 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
         ('{"pull_bandwidth": 0}', "pull_bandwidth = 0: expected a number above 0"),
         ('{"launch_s": -1}', "launch_s = -1"),
         ('{"device": "TPU"}', "device = 'TPU': expected one of GPU, CPU"),
