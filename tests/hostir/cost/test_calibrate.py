@@ -174,7 +174,8 @@ def test_what_says_nothing_of_bytes_is_doubtful() -> None:
     sizes = (1 << 10, 1 << 20, 4 << 20)
     calibrate._fit(fake, cast(Any, allgather), ALLGATHER.bus(4), sizes)  # pyright: ignore[reportPrivateUsage]
     assert fake.doubts == [
-        "allgather: 4194304 bytes took 1.4e-05 s, 1024 bytes 1.4e-05 s: so the time time per byte"
+        "allgather: 4194304 bytes took 1.4e-05 s, 1024 bytes 1.4e-05 s: "
+        "so the time per byte cannot be computed"
     ]
 
 
