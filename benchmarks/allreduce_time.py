@@ -1,10 +1,16 @@
-"""Time of allreduces: one kernel beside NCCL. `mpirun -np N python benchmarks/allreduce_time.py
-[--json F] [--sizes 1024,65536] [--dtype bfloat16] [--repeats 15]`
+"""Times allreduces: one kernel compared with NCCL.
 
-graph: microseconds per allreduce of a CUDA graph of 20, of the GPU's own clock. eager: the same of
-20 that the host starts one by one. post: host microseconds of starting one, bound, without
-synchronisation. Candidates take turns in one run; each row has the median of the repeats over the
-slowest rank, with minimum and maximum. Where ranks share a GPU there is no NCCL.
+mpirun -np N python benchmarks/allreduce_time.py
+    [--json F] [--sizes 1024,65536] [--dtype bfloat16] [--repeats 15]
+
+There are three times:
+
+- graph: microseconds per allreduce in a CUDA graph of 20, by the GPU's clock.
+- eager: the same for 20 that the host starts one by one.
+- post: host microseconds to start one bound allreduce, without synchronisation.
+
+Candidates take turns in one run. Each row has the median over the repeats of the slowest rank, with
+minimum and maximum. Where ranks share a GPU, NCCL is left out.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ SIZES = (*(1 << k for k in range(10, 23)), 32 * 56 * 384 * 2)
 
 
 def main() -> None:
+    """Prints a row for each size, time and candidate."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--json", default="")
     arguments.add_argument("--sizes", default=",".join(map(str, sorted(SIZES))))
@@ -50,6 +57,7 @@ def main() -> None:
 def bench(
     communicator: Communicator, nbytes: int, dtype: torch.dtype, repeats: int
 ) -> Iterator[dict[str, object]]:
+    """Yields the rows of one size."""
     device = torch.device("cuda", torch.cuda.current_device())
     team = tuple(range(communicator.size()))
     shape = shape_of(nbytes, len(team), dtype)
@@ -94,7 +102,7 @@ def _kernel(communicator: Communicator, device: torch.device) -> CheckedBackend:
 
 
 def _nccl(communicator: Communicator, device: torch.device) -> CheckedBackend:
-    """NCCL for all sizes."""
+    """Returns the backend that uses NCCL for all sizes."""
     if "nccl" not in _made:
         _made["nccl"] = NcclBackend(communicator._control, device, kernels_nbytes=0)
     return _made["nccl"]
@@ -105,7 +113,7 @@ def _slowest(communicator: Communicator, us: float) -> float:
 
 
 def _timed(run: Callable[[], object], calls: int) -> float:
-    """Microseconds of the GPU per call; the ranks meet before."""
+    """Returns microseconds of the GPU per call; the ranks have synchronised before."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()

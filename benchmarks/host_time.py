@@ -1,13 +1,19 @@
-"""Host time of calls. `python benchmarks/host_time.py [--only add,softmax] [--no-peer] [--json F]`
+"""Times the host work of calls.
 
-Microseconds of `fd.execute([...])` without synchronisation, on the GPU where there is one and else
-on the CPU (there with the kernels' own time on a few elements). steady: the same class of inputs
-again. alternate: two classes in turn. new_shape: sizes that the program has not seen yet.
-`ours` has the compiled runner where it can be made, `ours-python` is without it. What steady makes
-is let go at once, so that it lies where it lay; held keeps each result until the next, as loops do.
-On a GPU, eager torch and torch.compile (default, and reduce-overhead) take turns in the same run.
-Under mpirun the cases with a communication run, too. Each row is the median of the repeats, with
-minimum and maximum; a repeat is few enough calls that the GPU's queue does not fill.
+Run `python benchmarks/host_time.py [--only add,softmax] [--no-peer] [--json F]`.
+
+Rows have microseconds of `fd.execute([...])` without synchronisation, on the GPU where there is
+one. On the CPU they include the time of the kernels on a few elements. The kinds of calls are:
+
+- steady: the same class of inputs again; each result is freed at once, so its memory is reused.
+- held: the same, but each result is kept until the next one, as in loops.
+- alternate: two classes in turn.
+- new_shape: sizes that the program has not seen yet.
+
+`ours` uses the compiled runner where it can be made, `ours-python` does not. On a GPU, eager torch
+and torch.compile (default, and reduce-overhead) take turns in the same run. Under mpirun, the cases
+with a communication run too. Each row is the median of the repeats, with minimum and maximum. A
+repeat has few enough calls that the GPU's queue does not fill.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ def _define(inputs: int, build: Callable[..., Any]) -> FusionDefinition:
 
 
 def _segments(ops: Any, x: Any, *weights: Any) -> Any:
-    """Five matmuls, a kernel before, between and behind them."""
+    """Defines five matmuls, with a kernel before, between and after them."""
     y = ops.relu(x)
     for w in weights:
         y = ops.relu(ops.matmul(y, w))
@@ -86,6 +92,7 @@ class Case:
     shapes: Callable[[int], Sequence[tuple[int, int]]]
 
     def inputs(self, rows: int, device: str) -> Tensors:
+        """Returns random inputs with this number of rows."""
         return [torch.randn(shape, device=device) for shape in self.shapes(rows)]
 
 
@@ -104,13 +111,16 @@ CASES = {
 # ------------------------------------------------------------------ timing
 @dataclass
 class Timed:
-    """One candidate: its calls, and the microseconds per call of each repeat."""
+    """One candidate: its call, the number of calls, and the microseconds per call of each
+    repeat.
+    """
 
     call: Callable[[], object]
     calls: int
     us: list[float] = field(default_factory=list[float])
 
     def repeat(self) -> None:
+        """Makes the calls of one repeat, and appends their time."""
         _synchronize()
         began = time.perf_counter()
         for _ in range(self.calls):
@@ -118,6 +128,7 @@ class Timed:
         self.us.append((time.perf_counter() - began) / self.calls * 1e6)
 
     def row(self, **what: object) -> dict[str, object]:
+        """Returns the row of the candidate: median, minimum and maximum."""
         kept = self.us[2:] if len(self.us) > 5 else self.us
         found = {"us": statistics.median(kept), "us_min": min(kept), "us_max": max(kept)}
         return {"bench": "host_time", **what, **{k: round(v, 2) for k, v in found.items()}}
@@ -148,7 +159,7 @@ def _peers(case: Case, inputs: Tensors) -> Iterator[tuple[str, Callable[[], obje
 
 
 class _Held:
-    """Calls whose result is kept until the next one is there."""
+    """A call whose result is kept until the next one is made."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call, self._result = call, None
@@ -158,7 +169,7 @@ class _Held:
 
 
 def _ways(case: Case, inputs: Tensors, check: bool) -> Iterator[tuple[str, FusionDefinition]]:
-    """Our program with and without the compiled runner, steady."""
+    """Yields our program with and without the compiled runner, after warm-up."""
     before = os.environ.get("FUSER_DISABLE", "")
     for who, more in (("ours", ""), ("ours-python", "compiled_runner")):
         os.environ["FUSER_DISABLE"] = ",".join(filter(None, (before, more)))
@@ -175,6 +186,7 @@ def _ways(case: Case, inputs: Tensors, check: bool) -> Iterator[tuple[str, Fusio
 
 
 def bench_steady(name: str, case: Case, device: str, peers: bool) -> Iterator[dict[str, object]]:
+    """Yields the rows of repeated calls with one class of inputs."""
     inputs = case.inputs(N, device)
     ways = dict(_ways(case, inputs, check=True))
     candidates = {who: Timed(partial(fd.execute, inputs), CALLS) for who, fd in ways.items()}
@@ -191,6 +203,7 @@ def bench_steady(name: str, case: Case, device: str, peers: bool) -> Iterator[di
 
 
 def bench_alternate(name: str, case: Case, device: str) -> dict[str, object]:
+    """Returns the row of calls that alternate between two classes of inputs."""
     fd = case.define()
     sets = [case.inputs(N, device), case.inputs(2 * N, device)]
     for _ in range(20):
@@ -203,7 +216,7 @@ def bench_alternate(name: str, case: Case, device: str) -> dict[str, object]:
 
 
 def bench_new_shape(name: str, case: Case, device: str) -> dict[str, object]:
-    """After a few shapes, which make the kernels, each call brings one that is new."""
+    """Returns the row of calls with new sizes, after a few sizes that compile the kernels."""
     fd, rows = case.define(), count(2 * N)
     for _ in range(8):
         fd.execute(case.inputs(next(rows), device))
@@ -227,7 +240,10 @@ def _allreduce(size: int) -> FusionDefinition:
 
 
 def bench_ranks(communicator: Communicator, device: str) -> Iterator[dict[str, object]]:
-    """A program of one allreduce, and the posts that it is made of; ranks go in lockstep."""
+    """Yields the rows of a program with one allreduce, and of the backend's allreduce alone.
+
+    All ranks make the same calls in the same order.
+    """
     size = communicator.size()
     team = tuple(range(size))
     backend = communicator.backend_for(torch.device(device))
@@ -250,6 +266,7 @@ def bench_ranks(communicator: Communicator, device: str) -> Iterator[dict[str, o
 
 
 def main() -> int:
+    """Prints the rows of the cases of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default=",".join(CASES), help="cases, comma-separated")
     parser.add_argument("--no-peer", action="store_true", help="leave torch's own ways out")

@@ -1,9 +1,12 @@
-"""Definitions of a matmul beside a communication, in the forms that benchmarks run.
+"""Definitions of a matmul next to a communication, in the forms that benchmarks run.
 
-Weights are cut over the d devices of a 1-D mesh. A form is "unchunked" (one linear and one
-collective), "chunked" (a stream axis of CHUNKS, each chunk shared by all ranks), or has the shard
-outermost, a step per device: "broadcasts" or "permutes" of gathers, "reduces" or "exchange" of
-sums. `swizzle1d` makes the steps of a device begin, or end, with its own block.
+Weights are cut over the d devices of a 1-D mesh. The forms are:
+
+- "unchunked": one linear and one collective.
+- "chunked": a stream axis of CHUNKS chunks, each shared by all ranks.
+- "broadcasts" or "permutes" of gathers, "reduces" or "exchange" of sums: the shard outermost, one
+  step per device. For "permutes" and "exchange", `swizzle1d` makes the steps of a device begin or
+  end with its own block.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ Defined = tuple[FusionDefinition, Any, Any, Any]
 
 
 def define_gather(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
-    """x [M, K] or [chunks, ranks, M / (chunks ranks), K], gathered; linear with w [N, K]."""
+    """Defines x [M, K] or [chunks, ranks, M / (chunks ranks), K], gathered, then linear with w [N,
+    K].
+    """
     with FusionDefinition() as fd:
         x, w = _inputs(fd, chunks(d, m, k) if form == "chunked" else [m, k], [n, k], dtype=dtype)
         gathered = fd.ops.set(x)
@@ -39,8 +44,10 @@ def define_gather(form: str, d: int, m: int, k: int, n: int, dtype: DataType) ->
 
 
 def define_scatter(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
-    """linear of x [M, K] or [chunks, ranks, M / (chunks ranks), K] and w [N, K], both cut along K;
-    the sum is cut by rows."""
+    """Defines linear of x and w [N, K], both cut along K; the sum is cut by rows.
+
+    x is [M, K] or [chunks, ranks, M / (chunks ranks), K].
+    """
     with FusionDefinition() as fd:
         x, w = _inputs(fd, chunks(d, m, k) if form == "chunked" else [m, k], [n, k], dtype=dtype)
         y = fd.ops.linear(x, w)
@@ -59,8 +66,10 @@ def define_scatter(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -
 
 
 def define_allreduce(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
-    """linear of x [M, K] and w [N, K], both cut along K; every device has the whole sum. By
-    "exchange" a device sums its rows, which all gather then."""
+    """Defines linear of x [M, K] and w [N, K], both cut along K; every device has the whole sum.
+
+    In the form "exchange", each device sums its rows, and all devices gather the rows then.
+    """
     with FusionDefinition() as fd:
         x, w = _inputs(fd, [m, k], [n, k], dtype=dtype)
         summed = fd.ops.linear(x, w)
@@ -77,8 +86,11 @@ def define_allreduce(form: str, d: int, m: int, k: int, n: int, dtype: DataType)
 
 
 def define_mlp(form: str, d: int, m: int, k: int, n: int, dtype: DataType) -> Defined:
-    """Sequence-parallel, unchunked: x [M, K] cut by rows, linear with [N, K], gelu, linear with
-    [K, N], cut by rows. Its third input is the second weight."""
+    """Defines a sequence-parallel MLP, unchunked.
+
+    x [M, K] is cut by rows; linear with [N, K], gelu, linear with [K, N]; the result is cut by
+    rows. Its third input is the second weight.
+    """
     assert form == "unchunked", f"the MLP has no form {form}"
     with FusionDefinition() as fd:
         x, up, down = _inputs(fd, [m, k], [n, k], [k, n], dtype=dtype)

@@ -1,25 +1,36 @@
-"""Matmuls beside communications: ours, torch's async-TP, and what bounds both, in one run.
+"""Times matmuls next to communications: ours, torch's async-TP, and the bounds of both, in one run.
 
 mpirun -np N python3 benchmarks/overlap_time.py [--json F] [--shapes l70b_up,sp_mlp]
     [--methods auto,async_tp] [--rounds 12] [--budget 150] [--cpu]
 
-Shapes are [M, K] x [K, N] of a layer whose weight is cut over the ranks. ag: x is gathered by
-rows. rs, ar: the sum over the ranks is cut by rows, or whole. mlp: M tokens of width K, N inside;
-rows are gathered before it and cut after it.
+Shapes are [M, K] x [K, N] of a layer whose weight is cut over the ranks:
 
-mm: what is computed, by cuBLAS, alone. nccl: the collectives alone. seq: eager torch, one after the
-other. async_tp: torch.ops.symm_mem; for ar the better of its two (symm_two_shot, async_tp_rs+ag).
-as_defined: our definition without steps (FUSER_DISABLE=auto_overlap). auto: the same as users get
-it, in the steps that the cost model chooses. copies: steps that the definition asks for, by peer
-copies (FUSER_ENABLE=peer_copies). Ours are called by `FusionDefinition.execute`.
+- ag: x is gathered by rows.
+- rs, ar: the sum over the ranks is cut by rows, or whole.
+- mlp: M tokens of width K, with N inside; rows are gathered before it and cut after it.
 
-Method: `turns.take_turns`; `ms` is the median over the rounds of the slowest rank. Before, each
-method's result is compared with seq's, and rows of that with float64; what is wrong or raises on
-any rank is left out in words, on all. `to_roof` is the time to the larger of mm and nccl,
-`async_tp_to_it` async-TP's time to this one's. `predicted_ms` is what the cost model says of our
-program, `report_ms` the sum of what the overlap report says of the candidates that are `chosen`.
-Budget: no shape begins that may not end within it; what was left is said. --cpu: CPU ranks, small
-sizes, gloo; its times mean nothing.
+Methods:
+
+- mm: only the matmuls, by cuBLAS.
+- nccl: only the collectives.
+- seq: eager torch, one after the other.
+- async_tp: torch.ops.symm_mem; for ar the better of its two (symm_two_shot, async_tp_rs+ag).
+- as_defined: our definition without steps (FUSER_DISABLE=auto_overlap).
+- auto: our definition as users run it, in the steps that the cost model chooses.
+- copies: steps in the definition, by peer copies (FUSER_ENABLE=peer_copies).
+
+Our methods are called by `FusionDefinition.execute`. The times are measured by `turns.take_turns`;
+`ms` is the median over the rounds of the slowest rank. First, each method's result is compared with
+seq's, and rows of seq's with float64. A method that is wrong or raises on any rank is left out on
+all ranks, with a message.
+
+- `to_roof`: the time divided by the larger of mm and nccl.
+- `async_tp_to_it`: async-TP's time divided by this one's.
+- `predicted_ms`: the cost model's time for our program.
+- `report_ms`: the sum of the overlap report's times of the chosen candidates.
+
+Budget: a shape that might not end within the budget is not started; the remaining shapes are
+printed. --cpu: CPU ranks, small sizes, gloo; its times mean nothing.
 """
 
 # ruff: noqa: E402
@@ -59,7 +70,7 @@ from hostir.cost.report import predict
 from hostir.cost.simulator import timetable_of
 from hostir.ir.ops import NUMBER_OF_STREAMS, CollectivePermute, Communication, P2PCommunication
 
-# A burst is about as long, and a shape takes no longer: rounds are cut.
+# The length of a burst, and the longest time of a shape (fewer rounds are made then).
 BURST_S, SHAPE_S, FIRST_S = 0.025, 8.0, 4.0
 FLOPS = 700e12
 SAMPLES = 16
@@ -69,6 +80,8 @@ STREAMS = 4
 
 @dataclass(frozen=True)
 class Shape:
+    """An operation of `OPS`, and its sizes."""
+
     op: str
     m: int
     k: int
@@ -100,8 +113,14 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Op:
-    """Our definition and torch's ways; which forms the methods of ours take; `gathers` and `sums`
-    say what is communicated, before the first and after the last matmul; `matmuls` there are."""
+    """An operation: our definition and torch's methods.
+
+    - `copies`: the form of our definition for the method `copies`.
+    - `gathers`, `sums`: whether rows are gathered before the first matmul, and summed after the
+      last.
+    - `cuts_rows`: whether the result is cut by rows.
+    - `matmuls`: the number of matmuls.
+    """
 
     define: Callable[..., matmul_pairs.Defined]
     peers: Callable[..., dict[str, Run]]
@@ -118,7 +137,7 @@ OPS = {
     "ar": Op(matmul_pairs.define_allreduce, torch_peers.allreduce, "exchange", False, True, False),
     "mlp": Op(matmul_pairs.define_mlp, torch_peers.mlp, "", True, True, True, 2),
 }
-# Ours: whether it takes the form of the copies, and the options.
+# Our methods: whether they use the form of the copies, and their options.
 OURS: dict[str, tuple[bool, dict[str, str]]] = {
     "as_defined": (False, {"FUSER_DISABLE": "auto_overlap"}),
     "auto": (False, {}),
@@ -129,7 +148,7 @@ PEERS = ("mm", "nccl", "seq", *ASYNC)
 
 
 class Bench:
-    """Settings of all shapes: the ranks, the device, and the rows."""
+    """The settings for all shapes (ranks, device), and the rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.communicator = Communicator.instance()
@@ -147,7 +166,7 @@ class Bench:
         torch_peers.connect(self.device)
 
     def emit(self, **row: Any) -> None:
-        """Prints a row, and appends it to the file, where this is the first rank."""
+        """Prints a row and appends it to the file, on the first rank."""
         row = {"bench": "overlap_time", "gpus": self.size, **row}
         if self.is_cpu:
             row["device"] = "cpu"
@@ -170,6 +189,7 @@ class Bench:
 
     # ------------------------------------------------------------ one shape
     def run(self, name: str, shape: Shape) -> None:
+        """Checks and times all methods on one shape."""
         began = time.monotonic()
         op = OPS[shape.op]
         inputs = self.inputs(shape)
@@ -180,11 +200,11 @@ class Bench:
         self.check_rows(op, inputs, want)
 
         def add(method: str, run: Run) -> bool:
-            """Keeps what gives the right result on all ranks."""
+            """Adds a method if its result is right on all ranks; returns whether it is."""
             error = ""
             try:
                 error = difference(run(), want, TOLERANCES[self.torch_dtype])
-            except Exception as caught:  # whatever a library raises is its row
+            except Exception as caught:  # any error of a library is reported in its row
                 error = f"{type(caught).__name__}: {caught}"[:300]
             if why := self.why_not(error):
                 self.emit(shape=name, op=shape.op, method=method, skipped=why)
@@ -253,12 +273,14 @@ class Bench:
         why = self.why_not(difference(got[rows], sample, TOLERANCES[self.torch_dtype]))
         assert not why, f"NCCL, then cuBLAS, against float64: {why}"
 
-    # ------------------------------------------------------------ what the cost model says
+    # ------------------------------------------------------------ the cost model
     def said_of(
         self, method: str, fd: FusionDefinition, inputs: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        """Returns the predicted time of the program that runs, what the overlap report says, what
-        is communicated, and which CUDA graphs repeat it."""
+        """Returns facts about the program that runs: its predicted time and the overlap report.
+
+        Also its communications, and the CUDA graphs that repeat it.
+        """
         program = fd.fec.host_program()
         made = timetable_of(program, {NUMBER_OF_STREAMS: STREAMS}, self.machine)
         seconds = max(one.seconds for one in predict(program, made).classes)
@@ -281,6 +303,7 @@ class Bench:
         said: Mapping[str, dict[str, Any]],
         burst: int,
     ) -> None:
+        """Emits a row for each method of a shape."""
         medians = {method: statistics.median(times.ms) for method, times in found.items()}
         roof = max(medians["mm"], medians["nccl"])
         rivals = [medians[method] for method in ASYNC if method in medians]
@@ -304,8 +327,7 @@ class Bench:
             )
 
     def summarize(self) -> None:
-        """Emits a row for each of our methods, over the gathers and scatters and over the
-        others."""
+        """Emits summary rows for each of our methods, over groups of operations."""
         for ops in (("ag", "rs"), ("ag",), ("rs",), ("ar",), ("mlp",)):
             for method in OURS:
                 rows = [r for r in self.rows if r.get("op") in ops and r.get("method") == method]
@@ -315,23 +337,26 @@ class Bench:
 
 
 def _own(rows: torch.Tensor, count: int, rank: int) -> torch.Tensor:
-    """Returns which rows are among the `count` of a rank."""
+    """Returns which rows are among the `count` rows of a rank."""
     return rows // count == rank
 
 
 def difference(got: torch.Tensor, want: torch.Tensor, limit: float) -> str:
-    """Returns what is wrong with a result; "" for nothing."""
+    """Returns what is wrong with a result; "" if it is right."""
     if got.shape != want.shape:
         return f"the result is {list(got.shape)}, expected {list(want.shape)}"
     kind = torch.promote_types(want.dtype, torch.float32)
     error = ((got.to(kind) - want.to(kind)).norm() / want.to(kind).norm()).item()
-    # What is no number is wrong, too.
+    # NaN must count as wrong, too.
     return "" if error < limit else f"relative error {error:.2e}, at most {limit:.0e} expected"
 
 
 def reported(report: str) -> dict[str, Any]:
-    """Returns the candidates for each pair in an overlap report, by their predicted milliseconds,
-    those that are chosen, and the sum of their times."""
+    """Returns the candidates in an overlap report with their predicted milliseconds, and the chosen
+    ones.
+
+    `report_ms` is the sum of the times of the chosen candidates.
+    """
     candidates: list[dict[str, float]] = []
     chosen: list[str] = []
     total = 0.0
@@ -347,9 +372,9 @@ def reported(report: str) -> dict[str, Any]:
     return {**row, "report_ms": round(total, 4)} if chosen else row
 
 
-# What a report says first of each pair; see docs/explanation/cost-model.md.
+# The name of the first candidate of each pair in a report; see docs/explanation/cost-model.md.
 AS_IT_IS = "as it is"
-# What it says of a library that no description has numbers of.
+# The text in a report where a library's time is estimated from another's numbers.
 _ESTIMATED = " by the numbers of "
 _CANDIDATE = re.compile(r"^  (\S.*?) +(\d+\.\d+) ms(   <- chosen)?$", re.MULTILINE)
 
@@ -375,8 +400,9 @@ def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that a definition reads when it first runs; calls that follow need no options
-    of their own."""
+    """Sets variables that a definition reads at its first run; later calls then need no
+    options.
+    """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -396,7 +422,7 @@ def small(shape: Shape, d: int) -> Shape:
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Returns what reads a list of known names."""
+    """Returns a function that reads a list of known names."""
 
     def read(text: str) -> list[str]:
         found = text.split(",")
@@ -410,6 +436,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def main() -> None:
+    """Prints the rows of the shapes of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

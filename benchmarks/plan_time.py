@@ -1,10 +1,14 @@
-"""Host time of host programs with streams. `python benchmarks/plan_time.py [--rounds N]`
+"""Times the host work of host programs with streams. `python benchmarks/plan_time.py [--rounds N]`
 
-Microseconds of CPU time of one process, on the CPU, of three ways to run the programs of
-tests/support/stream_programs.py that need one rank: `evaluate` (op by op), the first run of a class
-of inputs by a new evaluator (which records), and a later run (which replays). Each is the minimum
-over rounds, in which the programs and the ways take turns. To compare two versions, run it in each,
-in turns.
+Prints microseconds of CPU time of one process, on the CPU, for three ways to run the programs of
+tests/support/stream_programs.py that need one rank:
+
+- `evaluate`: op by op;
+- first run: the first run of a class of inputs by a new evaluator, which records a plan;
+- replay: a later run, which replays the plan.
+
+Each time is the minimum over rounds, in which the programs and the ways take turns. To compare two
+versions, run the script in each, in turns.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ CALLS = {"evaluate": 20, "first run": 5, "replay": 100}
 
 
 def ways_to_run(case: Program) -> dict[str, Callable[[], None]]:
-    """Returns what makes the calls of each way to run a program."""
+    """Returns a function for each way to run a program; it makes the calls of one round."""
     program, inputs = case.build(), case.inputs()
     kept = HostIrEvaluator(program, number_of_streams=N_STREAMS)
     kept.run(inputs)

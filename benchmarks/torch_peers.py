@@ -1,5 +1,8 @@
-"""What torch offers for a matmul beside a communication: cuBLAS, NCCL (gloo on CPU ranks), one
-after the other, and async-TP (`torch.ops.symm_mem`)."""
+"""torch's methods for a matmul next to a communication, to compare with.
+
+They are cuBLAS alone, NCCL alone (gloo on CPU ranks), one after the other, and async-TP
+(`torch.ops.symm_mem`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# It registers the ops of torch.ops.symm_mem.
+# The import registers the ops of torch.ops.symm_mem.
 import torch.distributed._symmetric_memory as symmetric
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -22,7 +25,7 @@ TIMEOUT_S = 60
 
 
 def connect(device: torch.device) -> None:
-    """Makes torch's default process group of the ranks of our communicator, on a free port."""
+    """Makes torch's default process group for the ranks of our communicator, on a free port."""
     communicator = Communicator.instance()
     timeout, is_first = datetime.timedelta(seconds=TIMEOUT_S), communicator.rank() == 0
 
@@ -43,7 +46,7 @@ def connect(device: torch.device) -> None:
 
 
 def gather(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:
-    """x [M / d, K] gathered; times w [N / d, K] transposed."""
+    """Returns the methods for x [M / d, K] gathered, times w [N / d, K] transposed."""
     whole = x.new_empty(x.shape[0] * dist.get_world_size(), x.shape[1])
     out = x.new_empty(len(whole), len(w))
     dist.all_gather_into_tensor(whole, x)
@@ -63,7 +66,9 @@ def gather(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:
 
 
 def scatter(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:
-    """x [M, K / d] times w [N, K / d] transposed; its sum over the ranks, [M / d, N] on each."""
+    """Returns the methods for x [M, K / d] times w [N, K / d] transposed, summed to [M / d, N] per
+    rank.
+    """
     part = x.new_empty(len(x), len(w))
     out = x.new_empty(len(x) // dist.get_world_size(), len(w))
 
@@ -82,10 +87,12 @@ def scatter(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:
 
 
 def allreduce(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:
-    """x [M, K / d] times w [N, K / d] transposed; its sum over the ranks, [M, N] on all."""
+    """Returns the methods for x [M, K / d] times w [N, K / d] transposed, summed to [M, N] on all
+    ranks.
+    """
     part, other = (x.new_empty(len(x), len(w)) for _ in range(2))
     other.fill_(1)
-    # The average of equal values is what they were, however often.
+    # The average of equal values is that value, however often it is computed.
     average = dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.MAX
 
     def mm() -> torch.Tensor:
@@ -120,9 +127,11 @@ def allreduce(x: torch.Tensor, w: torch.Tensor) -> dict[str, Run]:
 
 
 def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, Run]:
-    """Sequence-parallel: x [M / d, K] gathered, linear with `up` [N / d, K], gelu, linear with
-    `down` [K, N / d]; [M / d, K] of the sum. "mm" is all that is computed, "nccl" both
-    collectives."""
+    """Returns the methods for a sequence-parallel MLP.
+
+    x [M / d, K] is gathered; linear with `up` [N / d, K], gelu, linear with `down` [K, N / d]; the
+    sum is [M / d, K] per rank. "mm" is all computation, "nccl" both collectives.
+    """
     whole, out = x.new_empty(len(x) * dist.get_world_size(), x.shape[1]), torch.empty_like(x)
     part = torch.empty_like(whole)
     dist.all_gather_into_tensor(whole, x)

@@ -1,13 +1,15 @@
-"""A transformer layer on one GPU: ours, with the attention op, beside torch.compile with SDPA.
+"""Times a transformer layer on one GPU: ours with the attention op, and torch.compile with SDPA.
 
     python benchmarks/transformer_layer.py [--rounds 15] [--json FILE] [--small]
 
-Four sequences of 2048 tokens, hidden 8192, 64 heads, MLP 32768, gelu, pre-norm, no dropout, not
-causal, bfloat16; without a mask, with an additive one per batch and query [4, 1, 2048, 2048], and
-with one per key [4, 1, 1, 2048]. Both sides take the same weights and inputs: one projection for
-queries, keys and values, biases everywhere. In each round each side in turn is called once, and
-then `--burst` times between two events. The line has the medians, smallest and largest rounds in
-milliseconds, ours / torch.compile, and the errors of both against torch in float32.
+The layer: four sequences of 2048 tokens, hidden 8192, 64 heads, MLP 32768, gelu, pre-norm, no
+dropout, not causal, bfloat16. It runs without a mask, with an additive mask per batch and query [4,
+1, 2048, 2048], and with one per key [4, 1, 1, 2048]. Both sides have the same weights and inputs:
+one projection for queries, keys and values, and biases everywhere.
+
+In each round each side in turn is called once, and then `--burst` times between two events. The
+line has the medians, smallest and largest rounds in milliseconds, ours / torch.compile, and the
+errors of both against torch in float32.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from fuser import DataType, FusionDefinition, TensorView
 
 Tensor = torch.Tensor
 EPSILON = 1e-5
-# No more than this of torch.compile's time.
+# The largest allowed ratio of our time to torch.compile's.
 LIMIT = 1.02
 
 
 class Size(NamedTuple):
+    """The sizes of the layer."""
+
     batch: int = 4
     tokens: int = 2048
     hidden: int = 8192
@@ -39,12 +43,13 @@ class Size(NamedTuple):
 
     @property
     def head(self) -> int:
+        """The number of elements per head."""
         return self.hidden // self.heads
 
 
 # To try the script itself on a machine without a GPU.
 SMALL = Size(2, 16, 32, 4, 64)
-# The shape of what is added to scores.
+# The shape of the additive mask.
 MASKS: dict[str, Callable[[Size], tuple[int, ...]] | None] = {
     "none": None,
     "queries": lambda z: (z.batch, 1, z.tokens, z.tokens),
@@ -53,7 +58,7 @@ MASKS: dict[str, Callable[[Size], tuple[int, ...]] | None] = {
 
 
 def shapes_of(z: Size) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the layer's parameters, in the order in which they are given."""
+    """Returns the shapes of the layer's parameters, in the order of the arguments."""
     norm = (z.hidden,)
     return {
         "scale_1": norm,
@@ -113,7 +118,7 @@ def define(z: Size, dtype: DataType, mask: tuple[int, ...] | None) -> FusionDefi
 
 # ------------------------------------------------------------------ torch
 def layer(z: Size, x: Tensor, mask: Tensor | None, p: dict[str, Tensor]) -> Tensor:
-    """Returns what the layer means, as torch's users write it."""
+    """Returns the result of the layer, as torch's users write it."""
     normal = F.layer_norm(x, (z.hidden,), p["scale_1"], p["shift_1"], EPSILON)
     qkv = F.linear(normal, p["w_qkv"], p["b_qkv"]).view(z.batch, z.tokens, 3, z.heads, z.head)
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
@@ -146,6 +151,7 @@ def take_turns(
 
 
 def error(got: Tensor, expected: Tensor) -> float:
+    """Returns the relative error of a result."""
     return float((got.float() - expected).norm() / expected.norm())
 
 
@@ -199,6 +205,7 @@ def measure(name: str, z: Size, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Prints the line of each mask of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--burst", type=int, default=5)

@@ -17,8 +17,10 @@ WARM_UPS, LEAST_ROUNDS = 2, 3
 
 @dataclass
 class Times:
-    """Milliseconds per call of each round, of the slowest rank, and what its host needs to start a
-    call, in microseconds."""
+    """The times of each round, of the slowest rank.
+
+    `ms` has milliseconds per call, `host_us` the microseconds that the host needs to start a call.
+    """
 
     ms: list[float] = field(default_factory=list)
     host_us: list[float] = field(default_factory=list)
@@ -37,10 +39,12 @@ def take_turns(
     burst: int,
     limit_s: float = float("inf"),
 ) -> dict[str, Times]:
-    """Returns the times of each candidate in `rounds` after WARM_UPS: in each round every candidate
-    in turn is called once, to absorb what is left of the ranks' skew after a barrier, and then
-    `burst` times between two events (on the CPU: by the clock). After `limit_s` no round begins,
-    but LEAST_ROUNDS there are."""
+    """Returns the times of each candidate in `rounds` rounds, after WARM_UPS.
+
+    In each round, each candidate in turn is called once, which absorbs the ranks' skew after a
+    barrier. Then it is called `burst` times between two events (on the CPU: by the clock). After
+    `limit_s` no round begins, but at least LEAST_ROUNDS are made.
+    """
     communicator = Communicator.instance()
     clock = _gpu_ms if device.type == "cuda" else _cpu_ms
     mine: dict[str, Times] = {name: Times() for name in runs}

@@ -1,14 +1,19 @@
-"""The rows of `bench.py attention`: attention as one op, beside torch's own function.
+"""The rows of `bench.py attention`: attention as one op, compared with torch's own function.
 
 A cell is a shape, a mode (full, causal, an additive bias, a Bool mask) and a direction. Forward
-gives the output alone; backward reads what an earlier forward kept. Torch's side is its default
-choice of kernels on the same tensors; backward is `torch.autograd.grad` of a forward that has run.
+returns the output alone. Backward reads the results of an earlier forward. Torch uses its default
+choice of kernels on the same tensors; its backward is `torch.autograd.grad` of a forward that has
+run.
 
-Each side in turn is called ten times between two events (`us_calls`: what a caller waits for, the
-host included); and forward is captured ten times in a CUDA graph, which is replayed in turns
-(`us`). Errors are against float64, for one batch and one head of keys, as norms relative to the
-expected values. A row fails where torch's time is below `LEAST` of ours by both ways of timing, or
-where ours is less right than torch by more than rounding.
+There are two times:
+
+- `us_calls`: ten calls between two events, in turns. This is the time that a caller waits,
+  including the host.
+- `us`: forward only: ten calls captured in a CUDA graph, which is replayed in turns.
+
+Errors are relative norms against float64, for one batch and one head of keys. A row fails where
+torch's time is below `LEAST` of ours in both ways of timing, or where our error is larger than
+torch's by more than rounding.
 """
 
 from __future__ import annotations
@@ -24,14 +29,19 @@ from kernel_timing import Replay, time_interleaved
 from fuser import DataType, FusionDefinition, TensorView
 
 Tensor = torch.Tensor
-# Torch's time / ours: everywhere, and for Bool masks from so many keys on.
+# The least ratio of torch's time to ours: in general, and for Bool masks from this number of keys
+# on.
 LEAST, LEAST_MASK, MASK_KEYS = 0.97, 2.0, 512
-# Errors of equal kernels may differ by as much.
+# The largest ratio of our error to torch's.
 MORE_ERROR = 1.05
 CALLS, ROUNDS = 10, 9
 
 
 class Shape(NamedTuple):
+    """The sizes of an attention: batches, heads, heads of keys, queries, keys, elements per
+    head.
+    """
+
     n: int
     h: int
     groups: int
@@ -56,7 +66,7 @@ MODES = ("full", "causal", "bias", "mask")
 
 
 class Given(NamedTuple):
-    """Query, key, value, the gradient of the output, what is added, and a mask."""
+    """The operands: query, key, value, the output's gradient, an additive bias, and a mask."""
 
     q: Tensor
     k: Tensor
@@ -67,7 +77,9 @@ class Given(NamedTuple):
 
 
 def draw(z: Shape, mode: str, device: str, *, beside: bool) -> Given:
-    """Returns operands; heads lie `beside` one another, as projections give them, or rows do."""
+    """Returns operands; `beside`: heads are adjacent in memory, as projections write them, else
+    rows are.
+    """
 
     def one(heads: int, rows: int) -> Tensor:
         if beside:
@@ -80,7 +92,7 @@ def draw(z: Shape, mode: str, device: str, *, beside: bool) -> Given:
     added = torch.randn(z.n, 1, z.l, z.s, device=device) if mode in ("bias", "mask") else None
     if added is None:
         return Given(q, k, v, grad, None, None)
-    # Of scores about a tenth does not count.
+    # The mask removes about a tenth of the scores.
     return Given(
         q, k, v, grad, *((added.bfloat16(), None) if mode == "bias" else (None, added > -1.3))
     )
@@ -88,6 +100,7 @@ def draw(z: Shape, mode: str, device: str, *, beside: bool) -> Given:
 
 # ------------------------------------------------------------------ both sides
 def define_forward(z: Shape, mode: str, *, all_results: bool = False) -> FusionDefinition:
+    """Defines the forward op; its outputs are the attention's output, or all results."""
     with FusionDefinition() as fd:
         read = [
             fd.define_tensor([-1] * 4, contiguity=False, dtype=DataType.BFloat16) for _ in "qkv"
@@ -112,6 +125,7 @@ def define_forward(z: Shape, mode: str, *, all_results: bool = False) -> FusionD
 
 
 def define_backward(z: Shape, mode: str) -> FusionDefinition:
+    """Defines the backward op, whose outputs are the gradients of query, key and value."""
     dtype = DataType.BFloat16
     with FusionDefinition() as fd:
         grad, q, k, v, out = (
@@ -126,6 +140,7 @@ def define_backward(z: Shape, mode: str) -> FusionDefinition:
 
 
 def sdpa(z: Shape, mode: str, given: Given) -> Tensor:
+    """Returns torch's scaled_dot_product_attention of the operands."""
     mask = given.bias if given.mask is None else given.mask
     if mask is not None:  # as users give it: of all heads
         mask = mask.expand(z.n, z.h, z.l, z.s)
@@ -141,8 +156,10 @@ def sdpa(z: Shape, mode: str, given: Given) -> Tensor:
 
 # ------------------------------------------------------------------ errors
 def expected_of(z: Shape, mode: str, given: Given) -> list[Tensor]:
-    """Returns output, and the gradients of query, key and value, of the first head of keys of the
-    first batch, in float64."""
+    """Returns the output and the gradients of query, key and value in float64.
+
+    They are computed for the first head of keys of the first batch.
+    """
     times = z.h // z.groups
     q, k, v = (
         t[:1, :count].detach().double() for t, count in zip(given[:3], (times, 1, 1), strict=True)
@@ -163,6 +180,7 @@ def expected_of(z: Shape, mode: str, given: Given) -> list[Tensor]:
 
 
 def errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Returns the relative error of each result against the expected part."""
     found: list[float] = []
     for got, want in zip(results, expected, strict=True):
         mine = got[:1, : want.shape[1]].double()
@@ -196,6 +214,7 @@ def by_graphs(runs: dict[str, Callable[[], object]], calls: int) -> dict[str, fl
 
 
 def ratio(us: dict[str, float]) -> float:
+    """Returns torch's time divided by ours."""
     return round(us["torch"] / us["ours"], 3)
 
 
@@ -249,7 +268,7 @@ def measure(z: Shape, mode: str, direction: str, device: str, *, beside: bool) -
 
 
 def fails(row: dict[str, Any]) -> list[str]:
-    """Returns what of a line is not as it should be."""
+    """Returns the criteria that a line does not meet: "time", "error"."""
     found: list[str] = []
     times = [row[key] for key in ("ratio", "ratio_calls") if key in row]
     if times and max(times) < row["least"]:
@@ -261,6 +280,7 @@ def fails(row: dict[str, Any]) -> list[str]:
 
 
 def cells(shapes: Sequence[Shape]) -> Iterator[tuple[Shape, str, str]]:
+    """Yields the cells of the given shapes: (shape, mode, direction)."""
     for z in shapes:
         for mode in MODES:
             if mode == "causal" and z.l != z.s:

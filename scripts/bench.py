@@ -1,24 +1,30 @@
 """Benchmarks. `python scripts/bench.py kernels [--json FILE] [--peers default,...] [--shapes ...]`
 
-kernels: generated kernels on one GPU (`kernel_patterns`), in the dtypes of `--dtypes`, beside torch
-and torch.compile in each mode of `--peers` (and QuACK's kernels, if that names `quack`: in no ratio
-to torch), beside torch in float64, and beside a kernel that copies one tensor of the same shape.
-Method: K input sets are rotated so that their total exceeds four times the L2 cache and 256 MB; the
-K calls are captured in one CUDA graph, which is replayed in turns with the peers'; the time per
-call is the median of 15 replays after 10 warm-ups (minimum and maximum are reported too). Bytes are
-minimal bytes: each input read once, each output written once.
-`--processes N` compiles N cells at a time, while one at a time uses the GPU; `--seconds S` ends in
-time, naming the cells that were not timed: `--rest` times these later. `--cpu` tries the benchmark
-itself on a machine without a GPU: its times mean nothing. Ends with 1 where torch.compile takes
-under 0.95 of our time in one of the cells that are held (`HELD`).
+kernels: generated kernels on one GPU (`kernel_patterns`), in the dtypes of `--dtypes`. They are
+compared with:
 
-library: ops that torch carries out (`kernel_patterns.library`) beside torch's best call: eager
-calls one after the other, and device time in a CUDA graph. Ends with 1 where any cell is behind:
-torch's time under 0.97 of ours, and ours over 2 us more. `--only` takes names of rows.
+- torch, and torch.compile in each mode of `--peers`;
+- QuACK's kernels, if `--peers` names `quack` (these are in no ratio to torch);
+- torch in float64, for errors;
+- a kernel that copies one tensor of the same shape.
 
-attention: the attention op on one GPU beside torch: nine shapes, full,
-causal, with a bias, with a Bool mask, forward and backward (`attention_cells`); it fails below 0.97
-of torch's speed (2.0 for masks from 512 keys on). `--beside` lays heads as projections do.
+Method: K input sets are rotated, so that their total size exceeds four times the L2 cache and 256
+MB. The K calls are captured in one CUDA graph, which is replayed in turns with the peers'. The time
+per call is the median of 15 replays after 10 warm-ups; minimum and maximum are reported too. Bytes
+are minimal bytes: each input read once, each output written once. `--processes N` compiles N cells
+at a time, while one at a time uses the GPU. `--seconds S` stops in time and names the cells that
+were not timed; `--rest` times these later. `--cpu` tries the benchmark on a machine without a GPU:
+its times mean nothing. The exit code is 1 where torch.compile takes under 0.95 of our time in a
+cell of `HELD`.
+
+library: ops that torch carries out (`kernel_patterns.library`), compared with torch's best call, in
+eager calls one after another and on the device in a CUDA graph. The exit code is 1 where any cell
+is behind: torch's time is under 0.97 of ours, and ours is over 2 us more. `--only` takes names of
+rows.
+
+attention: the attention op on one GPU, compared with torch: nine shapes, full, causal, with a bias,
+with a Bool mask, forward and backward (`attention_cells`). It fails below 0.97 of torch's speed
+(2.0 for masks from 512 keys on). `--beside` stores heads adjacent in memory, as projections do.
 
 summary: the geometric means, losses and errors of the files that `kernels --json` wrote.
 
@@ -26,21 +32,22 @@ launches: kernels of each pattern, dtype and shape with the H200's schedules, on
 
 explore: the same kernels with neighbouring scheduler parameters, to tune the heuristics.
 
-tune: the same kernels with the option `tune` and without, in turns, and how long the first run of
-each takes.
+tune: the same kernels with the option `tune` and without, in turns, and the duration of the first
+run of each.
 
-host: definition-to-CUDA-source time of a 20-op fusion, on any machine.
+host: time from definition to CUDA source of a 20-op fusion, on any machine.
 
-agree: what ranks need to agree on a call, under mpirun.
+agree: the time that ranks need to agree on a call, under mpirun.
 
-cpu: the encoder layer's kernel kinds on the CPU device beside torch's own op, one thread each,
-interleaved.
+cpu: the encoder layer's kinds of kernels on the CPU device, compared with torch's own op, one
+thread each, interleaved.
 
 cold: a fresh process to the first result of an encoder layer, on the GPU where there is one.
 
-lowering: definition to host program of deep transformers and large meshes, beside what it may take;
-ends with 1 where it takes more.
-compile: definition to CUDA text of long programs, in phases, beside what they may take; on any
+lowering: time from definition to host program of deep transformers and large meshes, with its
+limits. The exit code is 1 where a limit is exceeded.
+
+compile: time from definition to CUDA text of long programs, in phases, with its limits; on any
 machine. `--only` takes the names of its cases.
 """
 
@@ -89,13 +96,14 @@ ALL_SHAPES = (
     (64, 4096),
 )
 LARGE_COPY = (32768, 16384)
-# Neighbours of one choice that `explore` times at most.
+# The largest number of neighbours of one choice that `explore` times.
 MAX_EXPLORED = 128
 PEERS = ("eager", "default", "max-autotune-no-cudagraphs", quack_peer.NAME)
 
 
 # ------------------------------------------------------------------ kernels
 def chosen_shapes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    """Returns the shapes of the option `--shapes`."""
     if args.shapes == "all":
         return ALL_SHAPES
     if not args.shapes:
@@ -105,24 +113,25 @@ def chosen_shapes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 
 def chosen(given: str, names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Returns the names that an option gives. Raises `SystemExit` for one that is none."""
+    """Returns the names in an option. Raises `SystemExit` for an unknown name."""
     names = tuple(names)
     found = tuple(given.split(",")) if given else names
     for name in found:
         if name not in names:
-            raise SystemExit(f"{what} {name!r} is none of {', '.join(names)}")
+            raise SystemExit(f"unknown {what} {name!r}: expected one of {', '.join(names)}")
     return found
 
 
 def chosen_patterns(args: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the patterns of the option `--only`."""
     return MAIN if args.only == "main" else chosen(args.only, PATTERNS, "pattern")
 
 
 def chosen_peers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the peers: torch's own ops wherever any is timed.
+    """Returns the peers; torch's own ops are included if there is any.
 
     Raises:
-        SystemExit: one is none, or is not installed.
+        SystemExit: a peer is unknown or not installed.
     """
     if args.peers == "none":
         return ()
@@ -133,7 +142,9 @@ def chosen_peers(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def chosen_cells(args: argparse.Namespace) -> list[Cell]:
-    """Returns the cells in turns of the shapes, so that a run that ends early has some of each."""
+    """Returns the cells, ordered by dtype and shape, so that a run that ends early has all patterns
+    of some.
+    """
     dtypes = chosen(args.dtypes, DTYPES, "dtype")
     return [
         Cell(name, dtype, m, n)
@@ -145,10 +156,10 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def kernel_copy(m: int, n: int, dtype: str, device: str) -> dict[str, Any]:
-    """Returns the line of a kernel that reads and writes one tensor, the faster of ours and
+    """Returns the line of a kernel that reads and writes one tensor: the faster of ours and
     torch's.
 
-    It negates: a clone that a graph holds can be a memcpy, which is slower.
+    The kernel negates. A clone in a graph can be a memcpy, which is slower.
     """
     pattern, key = PATTERNS["negative"], (m, n, DTYPES[dtype])
     nbytes = pattern.nbytes(*key)
@@ -169,12 +180,13 @@ def kernel_copy(m: int, n: int, dtype: str, device: str) -> dict[str, Any]:
 
 
 class Lines:
-    """Where measurements go as they come: to the terminal, and to the end of a file."""
+    """Writes measurements as they are made: to the terminal, and to the end of a file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def emit(self, row: dict[str, Any]) -> None:
+        """Writes one measurement."""
         line = json.dumps(row)
         print(line, flush=True)
         if self._path is not None:
@@ -185,7 +197,9 @@ class Lines:
 def time_copies(
     cells: Sequence[Cell], lines: Lines, device: str
 ) -> dict[tuple[str, int, int], float]:
-    """Emits the kernel copy of each dtype and shape, and the largest; returns their GB/s."""
+    """Emits the kernel copy of each dtype and shape, and of the largest shape; returns their
+    GB/s.
+    """
     large = () if device == "cpu" else (LARGE_COPY,)
     wanted = [(c.dtype, c.m, c.n) for c in cells]
     wanted += [(dtype, m, n) for dtype, _, _ in wanted for m, n in large]
@@ -200,7 +214,7 @@ def time_copies(
 
 
 def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times all chosen cells; their lines are written as they come, so that none is returned."""
+    """Times all chosen cells. Their lines are written at once, so the returned list is empty."""
     began = time.monotonic()
     deadline = began + args.seconds if args.seconds else float("inf")
     device = "cpu" if args.cpu else "cuda"
@@ -235,20 +249,20 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times the cells of attention; their lines are written as they come, so that none is returned.
+    """Times the cells of attention. Their lines are written at once, so the returned list is empty.
 
     Raises:
-        SystemExit: some are slower or less right than they should be.
+        SystemExit: some cells are too slow or too inexact.
     """
     device = "cpu" if args.cpu else "cuda"
     lines = Lines(args.json)
     if count := attention_cells.bench_attention(lines.emit, device=device, beside=args.beside):
-        raise SystemExit(f"{count} cells are slower or less right than they should be")
+        raise SystemExit(f"{count} cells are slower or less exact than they should be")
     return []
 
 
 def bench_summary(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prints what the lines of earlier runs of `kernels` amount to."""
+    """Prints a summary of the lines of earlier runs of `kernels`."""
     found = summarise(read_rows(args.files))
     for row in found:
         print(json.dumps(row), flush=True)
@@ -256,8 +270,10 @@ def bench_summary(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def launches(cell: Cell) -> dict[str, Any]:
-    """Returns what schedules the kernels of a cell on an H200, and how many library calls join
-    them; nothing is compiled."""
+    """Returns the schedulers of the kernels of a cell on an H200, and the number of library calls.
+
+    Nothing is compiled.
+    """
     pattern, key = PATTERNS[cell.pattern], (cell.m, cell.n, DTYPES[cell.dtype])
     inputs = [torch.empty(o.shape, dtype=o.dtype) for o in pattern.operands(*key)]
     program = pattern.define(*key)._executor_cache().program_for(inputs)
@@ -292,8 +308,11 @@ def _run_kernel(executor: Any, like: Any, sizes: Any, *inputs: Any) -> list[torc
 
 
 def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) -> bool:
-    """Makes an executor choose these parameters; whether they can be lowered, serve these tensors,
-    and gives a launch that the device takes."""
+    """Makes an executor choose these parameters; returns whether the kernel can be launched.
+
+    That is so if they can be lowered, serve these tensors, and give a launch that the device
+    accepts.
+    """
     from fuser.kernels.autotune import is_launchable
     from fuser.support.device import describe_device
 
@@ -308,7 +327,9 @@ def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) 
 
 
 def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times neighbours of the chosen parameters of each pattern; emit the choice and the best 5."""
+    """Times neighbours of the chosen parameters of each pattern; emits the choice and the
+    best 5.
+    """
     from fuser.kernels.autotune_candidates import neighbours
     from fuser.kernels.executor import FusedKernelExecutor, compile_many
     from fuser.passes.concretize import concretize
@@ -375,7 +396,7 @@ def _execute(fd: FusionDefinition, options: Sequence[str], *inputs: Any) -> list
 
 
 def bench_tune(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times each pattern with the option `tune` beside the heuristic's choice, in turns."""
+    """Times each pattern with the option `tune` and with the heuristic's choice, in turns."""
     rows: list[dict[str, Any]] = []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, dtype, m, n in chosen_cells(args):
@@ -402,7 +423,7 @@ def bench_tune(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------ host
 def twenty_ops(fd: FusionDefinition, x: Any, y: Any) -> Any:
-    """A chain of 20 pointwise ops."""
+    """Defines a chain of 20 pointwise ops."""
     value = x
     for i in range(20):
         step = (fd.ops.tanh, lambda v: fd.ops.mul(v, 1.5), lambda v: fd.ops.add(v, y))[i % 3]
@@ -411,7 +432,7 @@ def twenty_ops(fd: FusionDefinition, x: Any, y: Any) -> Any:
 
 
 def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Definition to CUDA source of a 20-op fusion, warm process, median of 9."""
+    """Times definition to CUDA source of a 20-op fusion: warm process, median of 9."""
     del args
     from fuser.kernels.executor import FusedKernelExecutor
     from fuser.passes.concretize import concretize
@@ -455,7 +476,9 @@ def _residual_norm(
 
 
 def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Median milliseconds of 15 interleaved runs after 3 warm-ups, float32, one thread."""
+    """Times kernels on the CPU: median milliseconds of 15 interleaved runs after 3 warm-ups, one
+    thread.
+    """
     del args
     import minilm
 
@@ -505,7 +528,10 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
-    """What it costs ranks to agree, beside a message of the control channel; in lockstep."""
+    """Times how long ranks need to agree on a call, compared with a message of the control channel.
+
+    All ranks make the same calls in the same order.
+    """
     from multidevice import Communicator
     from multidevice.job.agreement import RunSignature
     from multidevice.job.communicator import run_agreed
@@ -536,6 +562,7 @@ def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def bench_library(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times the rows of library ops, and prints a line for each."""
     device = "cpu" if args.cpu else "cuda"
     only = chosen(args.only, LIBRARY, "row") if args.only else ()
     machine = torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
@@ -544,7 +571,7 @@ def bench_library(args: argparse.Namespace) -> list[dict[str, Any]]:
     began = time.monotonic()
     for name, shape, dtype in library_cells.cells(only, device):
         if args.seconds and time.monotonic() - began > args.seconds:
-            print(f"not timed: {name} {shape} {dtype} and what follows")
+            print(f"not timed: {name} {shape} {dtype} and all later cells")
             break
         found.append(library_cells.measure(name, shape, dtype, device))
         print(library_cells.line_of(found[-1]), flush=True)
@@ -553,7 +580,8 @@ def bench_library(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [header, *found]
 
 
-# Cells of `kernels` that trials found behind torch.compile, and its time / ours at least.
+# Cells of `kernels` in which torch.compile was once faster, and the least ratio of its time to
+# ours.
 LEAST_OF_COMPILED = 0.95
 HELD = (
     ("group_norm", (16384, 3136)),
@@ -565,15 +593,17 @@ HELD = (
 
 
 def is_behind_compiled(row: dict[str, Any]) -> bool:
-    """Whether torch.compile is faster in one of the cells that are held."""
+    """Whether torch.compile is faster in one of the cells of `HELD`."""
     is_held = (row.get("pattern"), tuple(row.get("shape", ()))) in HELD
     times = row.get("us", {}) if is_held else {}
     return "default" in times and times["default"] / times["ours"] < LEAST_OF_COMPILED
 
 
 def is_behind(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether a measurement says that torch's own call, or torch.compile in a cell that is held, is
-    faster, or that lowering does not keep its bar."""
+    """Whether any measurement misses its limit.
+
+    These are: library ops and the cells of `HELD`, where torch must not be faster, and lowering.
+    """
     return any(
         (row.get("bench") == "library" and library_cells.is_behind(row))
         or is_behind_compiled(row)
@@ -600,6 +630,7 @@ BENCHES = {
 
 
 def main() -> int:
+    """Runs the benchmark of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("bench", choices=tuple(BENCHES))
     parser.add_argument("files", nargs="*", type=Path, help="of summary: what kernels wrote")

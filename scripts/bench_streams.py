@@ -1,27 +1,30 @@
-"""Allgather + linear, and linear + reduce-scatter, in steps over streams, beside the unchunked
-programs, on the GPUs of a job.
+"""Allgather + linear, and linear + reduce-scatter, in steps over streams, on the GPUs of a job.
 
 mpirun -np 2 python scripts/bench_streams.py [--op rs] [--json FILE] [--m 8192 --k 8192 --n 28672]
     [--forms unchunked,auto,copies]
 
-ag: x [M, K] is sharded by rows, w [N, K] by columns of the result. rs: both are sharded along K
-(28672, with N = 8192, unless given), and the sum by rows. Every form computes the same numbers from
-the same inputs:
+The steps are compared with the unchunked programs. There are two operations:
+
+ag: x [M, K] is sharded by rows, w [N, K] by columns of the result.
+rs: both are sharded along K (28672, with N = 8192, by default), and the sum by rows.
+
+Every form computes the same numbers from the same inputs:
 
 unchunked: one collective, one linear.
-auto: the same definition, in the steps that the cost model chooses, if any; its prediction goes to
-    stderr (docs/explanation/cost-model.md).
-chunked on n streams: a stream axis of 8 chunks, a linear and a collective per step; each chunk is
-    shared by all ranks.
-head wait inside: the same, but every step waits for the entry stream in the main loop: the waits
-    and the joins chain the steps, which is why the lowering puts them in a loop of their own.
+auto: the same definition, in the steps that the cost model chooses, if any. Its prediction is
+    printed to stderr (docs/explanation/cost-model.md).
+chunked on n streams: a stream axis of 8 chunks, a linear and a collective per step. All ranks
+    share each chunk.
+head wait inside: the same, but every step waits for the entry stream in the main loop. These waits
+    chain the steps, which is why the lowering puts them in a separate loop.
 broadcasts, permutes, ring (ag): the shard outermost, one step per rank.
-reduces, exchange (rs): the same; each step reduces its block to its rank, or sends it there, and
+reduces, exchange (rs): the same. Each step reduces its block to its rank, or sends it there, and
     the blocks are summed after the last step.
-copies: the shard outermost, the own first, the others copied by their readers (peer copies).
+copies: the shard outermost, each rank's own block first; readers copy the others (peer copies).
 
-Method: the forms take turns; a burst of 8 calls between two CUDA events, 12 rounds after warm-up;
-the median of the slowest rank, in ms, with the smallest and largest round.
+Method: the forms take turns. A round is a burst of 8 calls between two CUDA events; there are 12
+rounds after warm-up. Reported are the median of the slowest rank, in ms, and the smallest and
+largest round.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ Made = tuple[HostIrContainer, list[torch.Tensor], Callable[[torch.Tensor], torch
 
 @dataclass(frozen=True)
 class Op:
-    """Its definition in a form, the sizes K and N, and the forms with a step per rank."""
+    """An operation: its definition in a form, the sizes K and N, and its forms with one step per
+    rank.
+    """
 
     define: Callable[..., Defined]
     sizes: tuple[int, int]
@@ -89,6 +94,9 @@ OPS = {
 def program_of(
     fd: Any, inputs: list[torch.Tensor], params: LowerParams, *, is_auto: bool
 ) -> HostIrContainer:
+    """Returns the host program of a definition; with `is_auto`, in the steps that the cost model
+    chooses.
+    """
     from fuser.frontend.executor_cache import FusionExecutorCache
 
     cache = FusionExecutorCache(fd.fusion, params=params)
@@ -99,7 +107,7 @@ def program_of(
 
 
 def with_head_wait_inside(program: HostIrContainer) -> HostIrContainer:
-    """Puts the entering waits into the main loop."""
+    """Returns the program with the waits for the entry stream inside the main loop."""
     ops = list(program.ops)
     at = next(i for i, op in enumerate(ops) if isinstance(op, ForLoop))
     head, main = ops[at], ops[at + 1]
@@ -117,7 +125,9 @@ def forms(
     w: torch.Tensor,
     wanted: Callable[[str], bool],
 ):
-    """Yields (name, run, what this rank has of the result [M, N]) of the forms that are wanted."""
+    """Yields (name, run, function that cuts this rank's part of the result [M, N]) of each wanted
+    form.
+    """
     communicator = Communicator.instance()
 
     def runner(program: HostIrContainer, inputs: list[torch.Tensor], streams: int) -> Run:
@@ -156,6 +166,7 @@ def forms(
 
 
 def main() -> None:
+    """Checks all forms, and prints a row of times for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--op", choices=OPS, default="ag")
     parser.add_argument("--m", type=int, default=8192)

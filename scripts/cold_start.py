@@ -1,4 +1,5 @@
-"""A fresh process to the first result of one encoder layer, in phases; `bench.py cold` runs it.
+"""Times a fresh process until the first result of one encoder layer, in phases, for `bench.py
+cold`.
 
 python scripts/cold_start.py DEVICE    prints one JSON object: seconds by phase
 """
@@ -18,7 +19,7 @@ from typing import Any
 from lowering_time import run_fresh
 
 BATCH, TOKENS = 8, 128
-# What torch itself takes, and what this project adds to it.
+# The phases of torch itself, and those that this project adds.
 TORCH_PHASES = ("import_torch", "device")
 OWN_PHASES = ("import", "define", "first_result")
 
@@ -73,7 +74,7 @@ def measure(device: str) -> dict[str, Any]:
 def bench_cold(device: str, repeats: int = 5) -> list[dict[str, Any]]:
     """Returns medians over fresh processes, with an empty kernel cache and with a filled one."""
     rows: list[dict[str, Any]] = []
-    # As pip installs a package, and torch is: with its bytecode.
+    # Compile the bytecode, as pip does for installed packages.
     for package in ("fuser", "multidevice", "hostir", "scripts"):
         compileall.compile_dir(Path(__file__).parents[1] / package, quiet=1)
     with tempfile.TemporaryDirectory() as filled:

@@ -1,10 +1,10 @@
-"""Time the kernels of two checkouts in turns, on one GPU.
+"""Times the kernels of two checkouts in turns, on one GPU.
 
 `python scripts/compare.py OTHER_CHECKOUT [--json FILE] [--shapes 16384x8192,...]`
 
-One worker process per checkout captures the calls of a program in a CUDA graph, as `bench.py` does;
-the graphs are replayed in turns. Reported per program: the median, minimum and maximum of 25 ratios
-(this checkout's time over the other's), and the geometric mean of the medians over all programs.
+One worker process per checkout captures the calls of a program in a CUDA graph, as `bench.py` does.
+The graphs are replayed in turns. Reported per program are the median, minimum and maximum of 25
+ratios (this checkout's time over the other's), and at the end the geometric mean of the medians.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TURNS, WARM_UPS = 25, 5
 
 # ------------------------------------------------------------------ programs
 def softmax(fd: Any, x: Any) -> Any:
+    """Defines softmax of a bfloat16 matrix."""
     from fuser import DataType
 
     ops = fd.ops
@@ -35,6 +36,7 @@ def softmax(fd: Any, x: Any) -> Any:
 
 
 def layer_norm_alone(fd: Any, x: Any) -> Any:
+    """Defines a layer norm without weights of a bfloat16 matrix."""
     from fuser import DataType
 
     ops = fd.ops
@@ -45,11 +47,12 @@ def layer_norm_alone(fd: Any, x: Any) -> Any:
 
 
 def column_max(fd: Any, x: Any) -> Any:
+    """Defines the maximum of each column."""
     return fd.ops.max(x, dims=[0])
 
 
 def programs() -> dict[str, Callable[..., Any]]:
-    """Returns the definitions by name; the main ones of `bench.py` and three more."""
+    """Returns the definitions by name: the main ones of `bench.py` and three more."""
     import bench
 
     found: dict[str, Callable[..., Any]] = {n: bench.PATTERNS[n].build for n in bench.MAIN}
@@ -63,7 +66,7 @@ def programs() -> dict[str, Callable[..., Any]]:
 
 # ------------------------------------------------------------------ one checkout
 def work() -> None:
-    """Answer requests, one JSON line each: a program and shape to prepare, or a replay."""
+    """Answers requests, one JSON line each: a program and shape to prepare, or a replay."""
     import bench
     import torch
 
@@ -89,7 +92,7 @@ def work() -> None:
 
 
 class Worker:
-    """The process of one checkout."""
+    """The worker process of one checkout."""
 
     def __init__(self, checkout: Path) -> None:
         self._process = subprocess.Popen(
@@ -112,6 +115,7 @@ class Worker:
 
 
 def main() -> int:
+    """Compares the two checkouts, and prints a row for each program and shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", nargs="?", type=Path)
     parser.add_argument("--json", type=Path)

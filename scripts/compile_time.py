@@ -1,9 +1,10 @@
-"""Definition to CUDA text, in phases, without a compiler; `bench.py compile` runs it.
+"""Times a definition until its CUDA text, in phases, without a compiler; for `bench.py compile`.
 
 python scripts/compile_time.py CASE    measures one case in this process, prints one JSON object
 
-All that a first `execute` does before it compiles is measured, with the H200's schedules on CPU
-tensors: seconds of the process's CPU, which other processes do not lengthen as they do the wall's.
+It measures everything that a first `execute` does before it compiles, with the H200's schedules on
+CPU tensors. Times are CPU seconds of the process, which other processes lengthen less than wall
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ROWS, COLUMNS = 64, 96
 RANKS = 2
 REPEATS = 3
 
-# Where a phase begins and ends: module, function. What a phase calls of another counts there.
+# The functions of each phase: (module, function). If a phase calls a function of another phase, the
+# call counts for that phase.
 PHASES: dict[str, tuple[tuple[str, str], ...]] = {
     "concretize": (
         ("hostir.lowering.pipeline", "concretize"),
@@ -56,7 +58,7 @@ PHASES: dict[str, tuple[tuple[str, str], ...]] = {
 
 # ------------------------------------------------------------------ programs
 def chain(fd: Any, count: int) -> list[Any]:
-    """Returns all results of `count` pointwise ops, each of the one before."""
+    """Returns all results of `count` pointwise ops, each applied to the one before."""
     from fuser import DataType
 
     x, y = (fd.define_tensor([-1, -1], contiguity=True, dtype=DataType.Float) for _ in range(2))
@@ -69,30 +71,31 @@ def chain(fd: Any, count: int) -> list[Any]:
 
 
 def define_chain(fd: Any, count: int) -> None:
+    """Defines a chain of `count` pointwise ops."""
     fd.add_output(chain(fd, count)[-1])
 
 
 def define_outputs(fd: Any, count: int) -> None:
-    """A chain of which every tenth result is an output."""
+    """Defines a chain in which every tenth result is an output."""
     for value in chain(fd, count)[9::10]:
         fd.add_output(value)
 
 
 def define_sums(fd: Any, count: int) -> None:
-    """Sums over the rows of one tensor each."""
+    """Defines row sums, each of its own tensor."""
     for _ in range(count):
         fd.add_output(fd.ops.sum(fd.define_tensor([-1, -1], contiguity=True), dim=1))
 
 
 def define_sums_of_one(fd: Any, count: int) -> None:
-    """Sums over the rows of multiples of one tensor."""
+    """Defines row sums of multiples of one tensor."""
     x = fd.define_tensor([-1, -1], contiguity=True)
     for i in range(count):
         fd.add_output(fd.ops.sum(fd.ops.mul(x, i + 0.5), dim=1))
 
 
 def define_diamonds(fd: Any, count: int) -> None:
-    """Each value is the sum of two that are made of the one before."""
+    """Defines a chain in which each value is the sum of two ops on the one before."""
     value = fd.define_tensor([-1, -1], contiguity=True)
     for _ in range(count):
         value = fd.ops.add(fd.ops.tanh(value), fd.ops.sin(value))
@@ -100,8 +103,10 @@ def define_diamonds(fd: Any, count: int) -> None:
 
 
 def define_mlp(fd: Any, ops: int, mesh: Any = None) -> None:
-    """Layers of a linear and seven pointwise ops; over a mesh, the first of two splits its
-    features and the second sums over them."""
+    """Defines layers of a linear and seven pointwise ops.
+
+    On a mesh, every first layer splits its features and every second one sums over them.
+    """
     from fuser import ParallelType
 
     x = fd.define_tensor([-1, COLUMNS], contiguity=True)
@@ -124,7 +129,9 @@ def define_mlp(fd: Any, ops: int, mesh: Any = None) -> None:
 
 
 class Case(NamedTuple):
-    """A program of so many ops, what it may take in ms (None: nothing is asked), and its ranks."""
+    """A program with this number of ops, its time limit in ms (None: no limit), and its
+    ranks.
+    """
 
     define: Callable[..., None]
     ops: int
@@ -144,14 +151,14 @@ CASES = {
     "MLP 992, 2 ranks": Case(define_mlp, 992, 4000, RANKS),
     "diamonds 18": Case(define_diamonds, 18),
 }
-# Of how many ops one more takes how much more.
+# Two cases, and the largest ratio of their times.
 GROWTH, GROWTH_BAR = ("chain 300", "chain 3000"), 12.0
 LONGEST = "chain 3000"
 
 
 # ------------------------------------------------------------------ clocks
 class Clock:
-    """Seconds of CPU of one thread by phase; what a phase calls of another counts there alone."""
+    """CPU seconds of one thread by phase; a nested phase counts only for itself."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("define", *PHASES, "rest"), 0.0)
@@ -161,7 +168,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Counts what follows for a phase, in the thread that began."""
+        """Returns a context that counts for a phase, in the thread that called `begin`."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -174,10 +181,11 @@ class Clock:
             self._inside.pop()
 
     def begin(self) -> None:
+        """Starts to count in this thread."""
         self._thread, self._inside, self._since = threading.get_ident(), ["rest"], thread_time()
 
     def end(self) -> bool:
-        """Stop; return whether this is the thread that began."""
+        """Stops counting; returns whether this is the thread that called `begin`."""
         is_mine = threading.get_ident() == self._thread
         if is_mine:
             self._turn()
@@ -191,7 +199,7 @@ class Clock:
         self._since = now
 
     def watch(self, phase: str, owner: str, name: str) -> None:
-        """Lets a function of a module or class count for a phase."""
+        """Makes calls of a function of a module or class count for a phase."""
         found = pkgutil.resolve_name(owner)
         run = getattr(found, name)
 
@@ -204,12 +212,14 @@ class Clock:
 
 
 class _TextsAreMade(Exception):
-    """Ends a first run where the compiler would begin."""
+    """Ends a first run at the point where the compiler would start."""
 
 
 @contextmanager
 def without_compiler(texts: list[str], clock: Clock) -> Generator[None]:
-    """Lets first runs end where they would compile; `texts` receives what they made."""
+    """Returns a context in which first runs end before the compiler; `texts` receives their
+    kernels.
+    """
     import fuser.kernels.executor as executor
 
     def stop(sources: Iterable[Any], *_: Any, **__: Any) -> list[Any]:
@@ -229,7 +239,7 @@ def without_compiler(texts: list[str], clock: Clock) -> Generator[None]:
 
 # ------------------------------------------------------------------ one measurement
 def make_inputs(fd: Any, ranks: int) -> list[Any]:
-    """Returns this rank's inputs; an extent that the definition leaves open is ROWS or COLUMNS."""
+    """Returns this rank's inputs; a symbolic extent is ROWS or COLUMNS."""
     import torch
 
     from fuser.ir.scalar.constructors import int_value
@@ -244,8 +254,10 @@ def make_inputs(fd: Any, ranks: int) -> list[Any]:
 
 
 def run_case(case: Case, count: int, clock: Clock) -> tuple[Any, list[Any], list[str]]:
-    """Defines the program of a case with so many ops, and makes its kernels' texts; returns the
-    definition, inputs and texts of the first rank."""
+    """Defines the program of a case with `count` ops, and makes the texts of its kernels.
+
+    Returns the definition, inputs and texts of the first rank.
+    """
     from fuser import FusionDefinition
     from fuser.multidevice import DeviceMesh
     from multidevice import simulate

@@ -1,13 +1,14 @@
-"""Makes ranks disagree at random, and demands that every one of them hears why.
+"""Makes ranks disagree at random, and checks that each of them raises an error that says why.
 
     mpirun -np 4 python scripts/disagree.py --seed 1 --cases 50
     torchrun --nproc-per-node 2 scripts/disagree.py
     python scripts/disagree.py --ranks 4          (simulated ranks)
 
-Each case runs a sharded program on all ranks, of which one (or half) does something else: other
-extents, dtypes, programs, options, numbers, calls left out or added, errors while it prepares or
-runs. Each rank must end the call within 10 s with a typed error, or with the right numbers; then
-all ranks meet, and the next call must be right. Exit code 1, and a line per rank, otherwise.
+Each case runs a sharded program on all ranks. One rank (or half of them) deviates: other extents,
+dtypes, programs, options or numbers, missing or additional calls, errors before or in the run. Each
+rank must end the call within 10 s with a typed error, or with the right numbers. Then all ranks
+synchronise, and the next call must be right. Otherwise the exit code is 1, and a line per rank is
+printed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ LIMIT_S = 10.0
 
 
 class Planted(Exception):
-    """What a case raises on purpose."""
+    """An error that a case raises on purpose."""
 
 
 # ------------------------------------------------------------------ programs
 @dataclass(frozen=True)
 class Program:
-    """A sharded program of one input [rows, columns], and what a rank gets for given inputs."""
+    """A sharded program of one input [rows, columns], and its expected result on each rank."""
 
     kind: str
     devices: tuple[int, ...]
@@ -47,6 +48,7 @@ class Program:
     contiguous: bool = True
 
     def define(self) -> FusionDefinition:
+        """Returns the definition."""
         types = {torch.float32: DataType.Float, torch.float64: DataType.Double}
         with FusionDefinition() as fd:
             x = fd.define_tensor([-1, -1], contiguity=self.contiguous, dtype=types[self.dtype])
@@ -69,7 +71,7 @@ class Program:
         tv.axis(axis).parallelize(ParallelType.mesh_x)
 
     def expected(self, given: Inputs, rank: int) -> torch.Tensor:
-        """What `rank` gets when every rank passes `given`: by torch, in float64."""
+        """Returns the result of `rank` when every rank passes `given`: by torch, in float64."""
         if rank not in self.devices and self.devices:
             return torch.empty(0)
         place = self.devices.index(rank) if self.devices else 0
@@ -85,7 +87,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one call; a shard's contents depend on the rank and on the call."""
+    """The inputs of one call; the contents of a shard depend on the rank and on the call."""
 
     call: int
     rows: int
@@ -96,10 +98,12 @@ class Inputs:
     strided: bool = False
 
     def shard(self, rank: int) -> torch.Tensor:
+        """Returns the shard of a rank."""
         values = torch.arange(self.rows * self.columns, dtype=self.dtype) + 100 * rank + self.call
         return values.view(self.rows, self.columns) % 97
 
     def pass_to(self, rank: int) -> list[Any]:
+        """Returns the arguments of a rank."""
         shard = self.shard(rank)
         if self.strided:
             shard = torch.stack([shard, shard], -1)[..., 0]
@@ -109,7 +113,7 @@ class Inputs:
 # ------------------------------------------------------------------ cases
 @dataclass
 class Case:
-    """One rank's side of a case: what it calls, in a list that all ranks walk through."""
+    """One rank's side of a case: its calls, in a list that all ranks execute in order."""
 
     name: str
     rank: int
@@ -119,14 +123,16 @@ class Case:
     calls: list[Callable[[], None]] = field(default_factory=list)
 
     def inputs(self, **changes: Any) -> Inputs:
+        """Returns inputs for the next call, with some fields changed."""
         shape = {"rows": 3, "columns": 4 * len(self.devices)}
         return Inputs(**{"call": len(self.calls), **shape, **changes})
 
     def program(self, **changes: Any) -> Program:
+        """Returns a program, with some fields changed."""
         return Program(**{"kind": KINDS[0], "devices": self.devices, **changes})
 
     def call(self, program: Program, given: Inputs, **options: Any) -> None:
-        """Adds a call that must raise a typed error or be right."""
+        """Adds a call that must raise a typed error or return the right result."""
         self.calls.append(lambda: check(fd_of(program), program, given, self.rank, **options))
 
 
@@ -135,7 +141,8 @@ _definitions: dict[tuple[Program, int], FusionDefinition] = {}
 
 
 def fd_of(program: Program) -> FusionDefinition:
-    # Simulated ranks have a definition each, as ranks that are processes have.
+    """Returns the definition of a program for this rank, made at first use."""
+    # Each simulated rank has its own definition, as ranks that are processes have.
     key = (program, Communicator.instance().rank())
     if key not in _definitions:
         _definitions[key] = program.define()
@@ -143,6 +150,7 @@ def fd_of(program: Program) -> FusionDefinition:
 
 
 def check(fd: FusionDefinition, program: Program, given: Inputs, rank: int, **options: Any) -> None:
+    """Executes a definition and compares the result with the expected one."""
     (out,) = fd.execute(given.pass_to(rank), **options)
     want = program.expected(given, rank)
     assert out.numel() == want.numel(), f"{tuple(out.shape)}, expected {tuple(want.shape)}"
@@ -151,6 +159,7 @@ def check(fd: FusionDefinition, program: Program, given: Inputs, rank: int, **op
 
 
 def extents(case: Case, main: Program) -> None:
+    """Adds a call with other extents on the odd ranks."""
     rows, columns = case.random.choice([(4, 0), (0, 4), (2, 4), (-2, 0), (0, -4)])
     base = case.inputs()
     odd = Inputs(base.call, base.rows + rows, base.columns + columns * len(case.devices))
@@ -158,6 +167,7 @@ def extents(case: Case, main: Program) -> None:
 
 
 def dtypes(case: Case, main: Program) -> None:
+    """Adds a call with another dtype on the odd ranks."""
     both = case.random.random() < 0.5
     given = case.inputs(dtype=torch.float64 if case.odd else torch.float32)
     program = case.program(kind=main.kind, dtype=given.dtype) if both else main
@@ -165,6 +175,7 @@ def dtypes(case: Case, main: Program) -> None:
 
 
 def programs(case: Case, main: Program) -> None:
+    """Adds a call of another program on the odd ranks."""
     other = case.random.choice(
         [
             case.program(kind=main.kind, scale=2.0),
@@ -176,32 +187,38 @@ def programs(case: Case, main: Program) -> None:
 
 
 def order(case: Case, main: Program) -> None:
+    """Adds two calls that the odd ranks make in the other order."""
     other = case.program(kind=main.kind, scale=3.0)
     for program in (other, main) if case.odd else (main, other):
         case.call(program, case.inputs())
 
 
 def more_calls(case: Case, main: Program) -> None:
+    """Adds more calls on the odd ranks than on the others."""
     for _ in range(1 + case.odd * case.random.randint(1, 2)):
         case.call(main, case.inputs())
 
 
 def fewer_calls(case: Case, main: Program) -> None:
+    """Adds one call less on the odd ranks than on the others."""
     case.call(main, case.inputs())
     if not case.odd:
         case.call(main, case.inputs())
 
 
 def no_mesh(case: Case, main: Program) -> None:
+    """Adds a call of a program without a mesh on the odd ranks."""
     case.call(case.program(kind=main.kind, devices=()) if case.odd else main, case.inputs())
 
 
 def other_team(case: Case, main: Program) -> None:
+    """Adds a call of a program on fewer devices on the odd ranks."""
     smaller = tuple(sorted({case.rank, *case.devices[:2]}))[:2] if case.odd else case.devices
     case.call(case.program(kind=main.kind, devices=smaller), case.inputs(columns=16))
 
 
 def barrier(case: Case, main: Program) -> None:
+    """Adds a barrier in place of the call on the odd ranks."""
     if case.odd:
         case.calls.append(Communicator.instance().barrier)
     else:
@@ -209,6 +226,7 @@ def barrier(case: Case, main: Program) -> None:
 
 
 def wrong_kinds(case: Case, main: Program) -> None:
+    """Adds a call in which the odd ranks pass an argument of a wrong type."""
     wrong = case.random.choice([None, "text", object(), 1j, [None], {}])
     position = case.random.randrange(3)
     values = case.inputs().pass_to(case.rank)
@@ -218,6 +236,7 @@ def wrong_kinds(case: Case, main: Program) -> None:
 
 
 def wrong_inputs(case: Case, main: Program) -> None:
+    """Adds a call in which the odd ranks pass a wrong list of inputs."""
     values: Any = case.inputs().pass_to(case.rank)
     if case.odd:
         values = case.random.choice([None, 3, values[:1], [*values, 1], [], values[0]])
@@ -225,11 +244,13 @@ def wrong_inputs(case: Case, main: Program) -> None:
 
 
 def numbers(case: Case, main: Program) -> None:
+    """Adds a call in which the odd ranks pass another scalar."""
     name, value = case.random.choice([("number", 5.0), ("number", float("nan")), ("count", 8)])
     case.call(main, case.inputs(**{name: value} if case.odd else {}))
 
 
 def exceptions(case: Case, main: Program) -> None:
+    """Adds a call in which the inputs of the odd ranks raise an error."""
     kind = case.random.choice(
         [Planted, KeyError, MemoryError, KeyboardInterrupt, ZeroDivisionError]
     )
@@ -243,6 +264,8 @@ def exceptions(case: Case, main: Program) -> None:
 
 
 def failing_build(case: Case, main: Program) -> None:
+    """Adds a call whose preparation fails on the odd ranks."""
+
     def act() -> None:
         fd = main.define()
         if case.odd:
@@ -256,7 +279,10 @@ def failing_build(case: Case, main: Program) -> None:
 
 
 def failing_run(case: Case, main: Program) -> None:
-    """Fails after the ranks have agreed: the others may have begun to communicate."""
+    """Adds a call that fails on the odd ranks after the agreement.
+
+    The other ranks may already communicate then.
+    """
     given = case.inputs()
 
     def act() -> None:
@@ -278,16 +304,19 @@ def failing_run(case: Case, main: Program) -> None:
 
 
 def failing(*args: Any, **kwargs: Any) -> Any:
+    """Raises the planted error."""
     raise Planted("planted")
 
 
 def type_of_cache(fd: FusionDefinition) -> Any:
+    """Returns a new executor cache for a definition."""
     from fuser.frontend.executor_cache import FusionExecutorCache
 
     return FusionExecutorCache(fd.fusion)
 
 
 def call_options(case: Case, main: Program) -> None:
+    """Adds a call with other options on the odd ranks."""
     names = case.random.choice([["nonsense"], ["checked"], [3], "id_model"])
     if case.odd:
         case.call(main, case.inputs(), _enable_options=names)
@@ -296,7 +325,7 @@ def call_options(case: Case, main: Program) -> None:
 
 
 def layouts(case: Case, main: Program) -> None:
-    """Lawful: only the local layout differs."""
+    """Adds a valid call in which only the local layout differs."""
     program = case.program(kind=main.kind, contiguous=False)
     case.call(program, case.inputs(strided=case.odd))
 
@@ -359,6 +388,7 @@ def run_case(seed: int, log: Callable[[str], None]) -> list[str]:
 
 
 def is_simulated(communicator: Communicator) -> bool:
+    """Whether the ranks are simulated."""
     return communicator.backend_for("cpu").name == "simulated"
 
 
@@ -370,6 +400,7 @@ def finish(
     outcomes: list[str],
     log: Callable[[str], None],
 ) -> list[str]:
+    """Logs how the calls of a case ended, and returns the errors with the name of the case."""
     log(f"seed {seed} {case.name} rank {rank}{' (odd)' if case.odd else ''}: {'; '.join(outcomes)}")
     return [f"seed {seed} {case.name} rank {rank}: {text}" for text in wrong]
 
@@ -377,7 +408,7 @@ def finish(
 def attempt(
     call: Callable[[], None], must_work: bool, name: str, outcomes: list[str] | None = None
 ) -> list[str]:
-    """Returns what was wrong with a call, and notes how it ended."""
+    """Makes a call and records how it ended; returns what was wrong."""
     outcomes = [] if outcomes is None else outcomes
     try:
         call()
@@ -393,6 +424,7 @@ def attempt(
 
 
 def main() -> int:
+    """Runs the cases of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--cases", type=int, default=34)

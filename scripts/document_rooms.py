@@ -1,7 +1,7 @@
-"""Writes the tree of docs/architecture.md from the docstrings of the rooms. `--check`: only
-compares.
+"""Writes the list of rooms in docs/architecture.md from the docstrings of the packages.
 
-A room is a package; its docstring names its question and its files in reading order.
+`--check` only compares. A room is a package; its docstring has its question and its files in
+reading order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def room_text(room: str) -> str:
 
 
 def page() -> str:
-    """Returns the page with the tree made anew."""
+    """Returns the page with a new list of rooms."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     rooms = "\n\n".join(room_text(room) for room in ROOMS)
@@ -48,6 +48,7 @@ def page() -> str:
 
 
 def main() -> int:
+    """Writes the page, or compares it; returns the exit code."""
     text = page()
     if "--check" in sys.argv:
         return int(text != PAGE.read_text())

@@ -1,7 +1,9 @@
-"""Draw a timeline that `fd.trace` or `python -m hostir trace` wrote, as a picture for a page.
+"""Draws a timeline that `fd.trace` or `python -m hostir trace` wrote, as a picture for a page.
 
 python scripts/draw_trace.py trace.json picture.svg [--processes 2]
-A row per track, as in Perfetto; a piece of work is named where there is room for its op.
+
+There is one row per track, as in Perfetto. A piece of work has the name of its op if there is
+space.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def short(name: str) -> str:
 
 
 def text(x: float, y: float, words: str, *, fill: str = "#222", extra: str = "") -> str:
+    """Returns an SVG text element."""
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}"{extra}>{escape(words)}</text>'
 
 
@@ -67,6 +70,7 @@ def draw(trace: dict[str, Any], processes: int) -> str:
 
 
 def piece(event: Event, y: float, scale: float) -> str:
+    """Returns the SVG elements of one event."""
     x, width, name = LEFT + event["ts"] * scale, event["dur"] * scale, short(event["name"])
     box = f'<rect class="piece" x="{x:.2f}" y="{y + 2:.1f}" width="{max(width, 0.3):.2f}"'
     fill = FILLS.get(event["cat"], "#a0a0a0")
@@ -77,6 +81,7 @@ def piece(event: Event, y: float, scale: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Draws the trace of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("picture", type=Path)

@@ -1,12 +1,11 @@
-"""Encode the sentences of a file with a tensor-parallel all-MiniLM-L6-v2.
+"""Encodes the sentences of a file with a tensor-parallel all-MiniLM-L6-v2.
 
     mpirun -np N python scripts/encode.py --text FILE [--device cpu|cuda] [--dtype float32|bfloat16]
         [--attention] [--predict MACHINE]
 
-Prints, on rank 0, the five most similar pairs, what the encoder launches, the time per batch
-(and what the cost model predicts of it on a machine), and the largest difference to
-`transformers.BertModel` where that is installed. Exit code 1 when the
-difference exceeds the bound of the dtype.
+Rank 0 prints the five most similar pairs, the launches of the encoder, the time per batch (with
+`--predict` also the predicted one), and the largest difference to `transformers.BertModel` where
+that is installed. The exit code is 1 when the difference exceeds the bound of the dtype.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ LAUNCHER_PREFIXES = (
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line, checked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--text", type=Path, required=True, help="one sentence per line")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -68,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_texts(path: Path) -> list[str]:
+    """Returns the sentences of a file, one per line."""
     texts = [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if not texts:
         raise SystemExit(f"{path} holds no sentence")
@@ -84,13 +85,15 @@ def job_marker() -> Path:
     """Returns a path that the ranks of this job on this host share: named after their launcher."""
     parent = os.getppid()
     stat = Path(f"/proc/{parent}/stat")
-    # A process id may come again; with its start time it is unique until the next boot.
+    # A process id may be reused; with its start time it is unique until the next boot.
     started = stat.read_text().rsplit(")", 1)[1].split()[19] if stat.exists() else "0"
     return Path(tempfile.gettempdir()) / f"encode-{os.getuid()}-{parent}-{started}"
 
 
 def wait_for_reference(limit_s: float = 240.0) -> None:
-    """Sleep until rank 0 has run the reference: a rank inside MPI spins, and would disturb it."""
+    """Sleeps until rank 0 has run the reference: a rank inside MPI spins, and would disturb
+    it.
+    """
     marker, deadline = job_marker(), time.monotonic() + limit_s
     while not marker.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -99,7 +102,7 @@ def wait_for_reference(limit_s: float = 240.0) -> None:
 def run_reference(job: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the reference's embeddings and time, None where `transformers` is not installed.
 
-    Runs in a process of its own, while the other ranks sleep.
+    It runs in a separate process, while the other ranks sleep.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -137,8 +140,13 @@ def similar_pairs(embeddings: Any, count: int = 5) -> list[tuple[float, int, int
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a batch that is on the device: waited for, with its copy to the device, and
-    where batches follow one another; and what the cost model has of the last."""
+    """Milliseconds of a batch.
+
+    - `waited`: a call with its wait, on data that is on the device.
+    - `copied`: the same with the copy to the device.
+    - `following`: per batch, if batches follow each other.
+    - `predicted`: the cost model's prediction of `following`.
+    """
 
     waited: float
     copied: float
@@ -147,9 +155,9 @@ class Times:
 
 
 def time_batches(encoder: Any, batch: tuple[Any, ...], machine: str | None) -> Times:
-    """Times a batch as the reference is timed, once what a process does only at first is done.
+    """Times a batch in the same way as the reference, after the work that a process does only once.
 
-    `machine`: of which the time is predicted, too.
+    `machine`: the machine for which the time is also predicted, None for none.
     """
     import torch
 
@@ -180,7 +188,7 @@ def time_batches(encoder: Any, batch: tuple[Any, ...], machine: str | None) -> T
 
 
 def predicted_ms(encoder: Any, batch: tuple[Any, ...], machine: str) -> float:
-    """Returns the milliseconds per batch of the slowest rank's device, as the cost model has it."""
+    """Returns the cost model's milliseconds per batch for the slowest rank's device."""
     from hostir.cost.machine_model import find_machine
     from hostir.cost.report import predict
     from hostir.cost.simulator import timetable_of
@@ -204,6 +212,7 @@ def is_one_host() -> bool:
 
 
 def main() -> int:
+    """Encodes the sentences of the command line; returns the exit code."""
     args = parse_arguments()
     texts = read_texts(args.text)
     rank = next((int(os.environ[v]) for v in RANK_VARIABLES if v in os.environ), 0)
@@ -264,7 +273,7 @@ def main() -> int:
         before = compilations()
         parts.append(encoder(*encoder.placed(*batch)).cpu())
         compiled.append(compilations() - before)
-    # Every rank's own program says the same of all ranks.
+    # Every rank's program has the same predicted time for all ranks.
     times = time_batches(encoder, batches[0], args.predict)
     if comm.rank() != 0:
         return 0
@@ -293,7 +302,7 @@ def report(
     ranks: int,
     layers: int,
 ) -> int:
-    """Prints the results, write the JSON file, return the exit code."""
+    """Prints the results, writes the JSON file, and returns the exit code."""
     if args.dump == "host_ir":
         print(encoder.fd.fec.host_program())
     counts = encoder.fd.fec.statistics()

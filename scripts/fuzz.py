@@ -1,13 +1,13 @@
-"""Run random programs and compare them with torch in float64.
+"""Runs random programs and compares them with torch in float64.
 
     python scripts/fuzz.py single --seed 0 --cases 1000 --seconds 600
     python scripts/fuzz.py sharded --seed 0 --cases 100 --seconds 600
     mpirun -np 4 python scripts/fuzz.py sharded --seed 0 --cases 100
     python scripts/fuzz.py streams --seed 0 --cases 100 --seconds 600
 
-Prints what was compared, what was refused and why, and what failed; a failure is written as a
-standalone program, whose path and text are printed, and makes the exit code 1; so do more refusals
-than --refusals allows. A program is a function of its seed alone.
+Prints the number of compared results, the refusals with their reasons, and the failures. A failure
+is written as a standalone program, whose path and text are printed. The exit code is 1 after a
+failure, or after more refusals than --refusals allows. A program is a function of its seed alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ KINDS = ("single", "sharded", "streams")
 
 
 def main() -> int:
+    """Runs the command of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for kind in KINDS:
@@ -109,7 +110,7 @@ def _launched_ranks() -> int:
 
 
 def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namespace) -> None:
-    """Writes programs for the first failures; errors that read alike count once."""
+    """Writes programs for the first failures; failures with equal messages count once."""
     seen: set[str] = set()
     for failure in failures:
         if len([f for f in failures if f.path]) == args.minimise:

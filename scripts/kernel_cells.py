@@ -1,8 +1,9 @@
-"""The cells of `bench.py kernels`: each times one pattern, dtype and shape, ours and torch's ways.
+"""The cells of `bench.py kernels`: each times one pattern, dtype and shape, with our and torch's
+kernels.
 
-With several processes each takes the next cell when it has done one. What takes the host's time,
-tracing and compiling, runs side by side; the GPU is used in turns (`kernel_timing.Turn`). So no
-cell waits for the compilations of others, and none is timed beside another.
+With several processes, each takes the next cell when it has finished one. Host work (tracing and
+compiling) runs in parallel; the GPU is used in turns (`kernel_timing.Turn`). So no cell waits for
+the compilations of others, and no two cells are timed at the same time.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ Inputs = tuple[torch.Tensor, ...]
 
 
 class Cell(NamedTuple):
+    """A pattern, dtype and shape (m rows, n columns) to time."""
+
     pattern: str
     dtype: str
     m: int
@@ -46,6 +49,7 @@ class Cell(NamedTuple):
         return Cell(row["pattern"], row["dtype"], *row["shape"])
 
     def labels(self) -> Row:
+        """Returns the fields that name this cell in its line."""
         shape = [self.m, self.n]
         return {"bench": "kernels", "pattern": self.pattern, "dtype": self.dtype, "shape": shape}
 
@@ -54,8 +58,12 @@ class Cell(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How cells are timed: beside which peers (eager, modes of torch.compile, QuACK), on which
-    device, in turns with whom."""
+    """How cells are timed.
+
+    - `peers`: eager, modes of torch.compile, or QuACK.
+    - `device`: the device to use.
+    - `turns`: the lock file for the use of the GPU, None for one process.
+    """
 
     peers: tuple[str, ...]
     device: str
@@ -63,12 +71,13 @@ class Plan(NamedTuple):
 
     @property
     def compiles(self) -> bool:
+        """Whether any peer is a mode of torch.compile."""
         return bool({*self.peers} - {"eager", quack_peer.NAME})
 
 
 # ------------------------------------------------------------------ one cell
 class _Peers:
-    """Torch's ways that work and QuACK's kernel, and why the others do not."""
+    """The peers that work (torch's calls and QuACK's kernel), and the errors of the others."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         pattern = PATTERNS[name]
@@ -84,10 +93,10 @@ class _Peers:
         self._plan = plan
 
     def attempt(self, what: Callable[[str, Callable[..., Any]], T]) -> dict[str, T]:
-        """Does something with each; one that raises is left out from now on.
+        """Calls a function with each peer; a peer that raises is left out from then on.
 
         Raises:
-            torch.AcceleratorError: nothing works on the device any more.
+            torch.AcceleratorError: the device can no longer be used.
         """
         done: dict[str, T] = {}
         for name, peer in [*self.works.items()]:
@@ -142,7 +151,9 @@ def measure(cell: Cell, plan: Plan, turn: Turn) -> Row:
 
 
 def _check(fd: FusionDefinition, pattern: Pattern, inputs: Inputs, plan: Plan, turn: Turn) -> Row:
-    """Runs once, which compiles; returns how long that took and how right the results are."""
+    """Runs the pattern once, which compiles it; returns the time and the errors of the
+    results.
+    """
     began = time.perf_counter()
     outs = fd.execute(inputs)
     if plan.device == "cuda":
@@ -162,7 +173,7 @@ def _check(fd: FusionDefinition, pattern: Pattern, inputs: Inputs, plan: Plan, t
 
 
 def _free_memory(plan: Plan) -> None:
-    """Returns what torch keeps: other processes need it."""
+    """Frees torch's cached memory, because other processes need it."""
     if plan.device == "cuda":
         torch.cuda.empty_cache()
 
@@ -182,8 +193,11 @@ def _times(
 
 
 def measured(cell: Cell, plan: Plan, turn: Turn) -> tuple[Row, bool]:
-    """Returns the line of one cell, also where it could not be timed; and whether the process can
-    still use the device: after some errors CUDA refuses all that follows."""
+    """Returns the line of one cell, also if it failed, and whether the process can still use the
+    device.
+
+    After some errors CUDA refuses all later calls.
+    """
     try:
         with torch.no_grad():
             return measure(cell, plan, turn), True
@@ -200,13 +214,13 @@ def measured(cell: Cell, plan: Plan, turn: Turn) -> tuple[Row, bool]:
 
 # ------------------------------------------------------------------ processes
 def _work(connection: Connection, plan: Plan) -> None:
-    """Times the cells that come, one line each; None ends it."""
+    """Times the cells that it receives, one line each, until it receives None."""
     torch.set_num_threads(1)
     turn = Turn(plan.turns)
     if plan.compiles:
         import torch._inductor.config as inductor
 
-        # Not also each with processes of its own.
+        # This process must not start compile processes itself.
         inductor.compile_threads = 1
         if plan.device == "cuda":
             take_turns_at_autotuning(turn)
@@ -217,7 +231,7 @@ def _work(connection: Connection, plan: Plan) -> None:
 
 
 class _Crew:
-    """The processes, and the cell that each has."""
+    """The worker processes, and the cell of each."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -241,7 +255,9 @@ class _Crew:
         connection.send(cell)
 
     def receive(self, connection: Connection) -> Row:
-        """Returns what a process says; one that ended is left out from now on."""
+        """Returns the line that a process sends; a process that ended is left out from then
+        on.
+        """
         process, cell = self.busy.pop(connection)
         try:
             row, is_usable = connection.recv()
@@ -296,8 +312,11 @@ def _one_by_one(cells: Sequence[Cell], plan: Plan, deadline: float) -> Iterator[
 def measure_all(
     cells: Sequence[Cell], plan: Plan, *, processes: int, deadline: float
 ) -> Iterator[tuple[Cell, Row]]:
-    """Yields cells with their lines, in the order in which they are done, until a time of
-    `time.monotonic`; with several processes, what they have in hand then is given up."""
+    """Yields cells with their lines, in the order in which they are finished, until `deadline`.
+
+    `deadline` is a time of `time.monotonic`. With several processes, unfinished cells are dropped
+    then.
+    """
     if processes > 1:
         return _side_by_side(cells, plan, processes, deadline)
     return _one_by_one(cells, plan, deadline)

@@ -1,7 +1,7 @@
-"""What the lines of `bench.py kernels` amount to, as lines again; by dtype and by pattern.
+"""Summarises the lines of `bench.py kernels`, by dtype and by pattern; the summary is lines again.
 
-A cell is a pattern, a dtype and a shape. Its ratio is the least of torch's medians over ours;
-QuACK's is reported apart.
+A cell is a pattern, a dtype and a shape. Its ratio is the smallest of torch's medians divided by
+ours. QuACK's ratio is reported separately.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ SIGMAS = 5.0
 
 
 def ratio(row: Row) -> float | None:
-    """Returns best of torch / ours; None where either was not timed."""
+    """Returns torch's best time divided by ours; None where either was not timed."""
     others = {"ours", quack_peer.NAME}
     theirs = [us for candidate, us in row.get("us", {}).items() if candidate not in others]
     return min(theirs) / row["us"]["ours"] if theirs else None
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether an output of ours is further from float64 than its dtype rounds (or is no number)."""
+    """Whether an output of ours differs from float64 by more than the rounding of its dtype, or is
+    NaN.
+    """
     errors = zip(row["relative_errors"], row["output_dtypes"], strict=True)
     is_close = all(error <= ERROR_LIMITS[dtype] for error, dtype in errors)
     return not is_close or row.get("sigmas", 0.0) > SIGMAS
 
 
 def geomean(values: Iterable[float]) -> float:
+    """Returns the geometric mean, with 4 decimals."""
     return round(math.exp(statistics.fmean(map(math.log, values))), 4)
 
 
@@ -51,7 +54,7 @@ def _below(cells: Sequence[tuple[Row, float]], bar: float) -> dict[str, float]:
 
 
 def summarise(rows: Iterable[Row]) -> list[Row]:
-    """Returns a line for each dtype and, below it, for each of its patterns."""
+    """Returns a line for each dtype, followed by a line for each of its patterns."""
     by_dtype: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.get("bench") == "kernels" and "pattern" in row:
@@ -103,7 +106,7 @@ def _pattern_line(dtype: str, name: str, rows: Sequence[Row]) -> Row:
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
-    """Returns the cells of files; of one that was timed again, the last."""
+    """Returns the cells in files; of a cell that was timed again, the last line."""
     rows: dict[object, Row] = {}
     for path in paths:
         for line in path.read_text().splitlines():

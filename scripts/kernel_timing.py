@@ -1,7 +1,7 @@
-"""Time of calls on one GPU: CUDA graphs of rotated inputs, replayed in turns.
+"""Times calls on one GPU: CUDA graphs of rotated inputs, replayed in turns.
 
-Where several processes share the GPU, each uses it in its turn (`Turn`): to time, to check results
-and to time what torch's autotuning tries. Only the host's work, compilation, runs side by side.
+If several processes share the GPU, each uses it in its turn (`Turn`): to time, to check results,
+and for torch's autotuning. Only host work such as compilation runs in parallel.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 REPLAYS, WARM_UPS = 15, 10
-# Cycles of the GPU, about a tenth of a millisecond: the host puts a replay and the events around it
-# into the stream meanwhile, so that they measure the GPU and not how busy the host is.
+# A delay in cycles of the GPU, about a tenth of a millisecond. Meanwhile the host enqueues a replay
+# and its events, so that they measure the GPU and not the host.
 WAIT_CYCLES = 200_000
 
 Spread = tuple[float, float, float]
@@ -32,7 +32,9 @@ def set_count(nbytes: int) -> int:
 
 
 class Turn:
-    """The use of the GPU: one process has it at a time. What a dead process held is free."""
+    """A lock for the use of the GPU by one process at a time; the system releases it if the process
+    ends.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else path.open("w")
@@ -52,8 +54,10 @@ class Turn:
 
 
 def take_turns_at_autotuning(turn: Turn) -> None:
-    """Lets torch.compile time its candidates while nobody else uses the GPU: else it would choose
-    by the work of others, and be a worse peer than it is."""
+    """Makes torch.compile time its candidates while no other process uses the GPU.
+
+    Otherwise their times would include the work of others, and torch.compile would be a worse peer.
+    """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     bench: Callable[..., Any] = CachingAutotuner.bench
@@ -86,7 +90,7 @@ class Replay:
             self.kept = [fn(*s) for s in sets]
 
     def run(self) -> None:
-        """Replay once, adding the seconds per call."""
+        """Replays once, and appends the seconds per call."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(WAIT_CYCLES)
         start.record()
@@ -97,14 +101,16 @@ class Replay:
 
 
 class Loop:
-    """The calls of one candidate on the CPU, which has no graphs; to try the benchmark itself."""
+    """The calls of one candidate on the CPU, which has no graphs; to try the benchmark
+    itself.
+    """
 
     def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
         self.fn, self.sets = fn, sets
         self.seconds: list[float] = []
 
     def run(self) -> None:
-        """Calls once with each set, adding the seconds per call."""
+        """Calls once with each set, and appends the seconds per call."""
         began = time.perf_counter()
         for s in self.sets:
             self.fn(*s)
@@ -112,6 +118,7 @@ class Loop:
 
 
 def timer(device: str) -> type[Replay] | type[Loop]:
+    """Returns the class that times calls on a device."""
     return Replay if device == "cuda" else Loop
 
 

@@ -1,8 +1,8 @@
-"""Times of library ops beside torch's best call, on one GPU and in one process.
+"""Times library ops compared with torch's best call, on one GPU and in one process.
 
-Two times of each: of eager calls one after the other, between events around ten of them, and on the
-device alone, of ten calls that a CUDA graph repeats. Ours and torch's come in turns. A cell is even
-where torch's time is at least 0.97 of ours, or ours at most 2 us more.
+There are two times: of eager calls one after another, between events around ten of them, and of the
+device alone, for ten calls in a CUDA graph. Our calls and torch's run in turns. A cell is even
+where torch's time is at least 0.97 of ours, or ours is at most 2 us more.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Run = Callable[[], object]
 
 
 def is_even(ours_us: float, torch_us: float) -> bool:
-    """Whether a time is no longer than torch's, as far as it can be measured."""
+    """Whether our time is no longer than torch's, within the precision of the measurement."""
     return torch_us / ours_us >= LEAST_RATIO or ours_us - torch_us <= MOST_US
 
 
 def _timed(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
-    """Returns the microseconds per call of each repeat; each run makes so many calls."""
+    """Returns the microseconds per call of each repeat; each run makes `calls` calls."""
     found: dict[str, list[float]] = {who: [] for who in runs}
     for _ in range(REPEATS):
         for who, run in runs.items():
@@ -57,7 +57,9 @@ def _many(call: Run) -> Run:
 
 
 def _captured(call: Run) -> Run:
-    """Returns the replay of a graph of so many calls. Raises torch's error where none is made."""
+    """Returns the replay of a graph of CALLS calls. Raises torch's error if the capture
+    fails.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -110,7 +112,7 @@ def measure(name: str, shape: Sequence[int], dtype: torch.dtype, device: str) ->
 
 
 def cells(only: Sequence[str], device: str) -> Iterator[tuple[str, Sequence[int], torch.dtype]]:
-    """Yields all cells; on a CPU, which tries the benchmark itself, small ones."""
+    """Yields all cells; on a CPU, where the benchmark itself is tried, only small ones."""
     for name, row in LIBRARY.items():
         if only and name not in only:
             continue

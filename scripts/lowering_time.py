@@ -1,9 +1,9 @@
-"""Definition to host program of deep transformers and of large meshes; `bench.py lowering` runs it.
+"""Times definition to host program of deep transformers and large meshes, for `bench.py lowering`.
 
 python scripts/lowering_time.py CASE    measures one case in this process, prints one JSON object
 
-No rank runs anything: the program of a mesh of any size is made in one process. Seconds are those
-of the process's CPU, which other processes do not lengthen as they do the wall's.
+No rank runs anything: one process lowers the program of a mesh of any size. Times are CPU seconds
+of the process, which other processes lengthen less than wall time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from time import thread_time
 from typing import Any, NamedTuple
 
 HIDDEN, HEADS, WIDE = 256, 16, 1024
-# What is left open in a definition; no tensor of this size is made.
+# The value of symbolic extents; no tensor of this size is allocated.
 SIZE = 1 << 14
 REPEATS = 3
 
 
 # ------------------------------------------------------------------ programs
 class Builder:
-    """Defines tensors on a mesh of [batch, features] devices, which `None` leaves out."""
+    """Defines tensors on a mesh of [batch, features] devices; the mesh may be None."""
 
     def __init__(self, fd: Any, mesh: Any) -> None:
         from fuser import ParallelType
@@ -35,7 +35,7 @@ class Builder:
         self.batch, self.features = ParallelType.mesh_y, ParallelType.mesh_x
 
     def tensor(self, shape: Sequence[int], cuts: Sequence[tuple[int, Any]] = ()) -> Any:
-        """Returns an input whose axes are cut as `cuts` says: (axis, parallel type)."""
+        """Returns an input whose axes are cut by `cuts`: (axis, parallel type)."""
         tv = self.fd.define_tensor(list(shape), contiguity=True)
         if self.mesh is not None:
             tv.set_device_mesh(self.mesh)
@@ -45,26 +45,31 @@ class Builder:
         return tv
 
     def by_columns(self, value: Any, rows: int, columns: int) -> Any:
-        """Returns a linear whose weight's rows (results) the devices of a group share out."""
+        """Returns a linear whose weight's rows (result features) are cut over the devices of a
+        group.
+        """
         weight = self.tensor([rows, columns], [(0, self.features)])
         return self.ops.linear(value, weight, self.tensor([rows], [(0, self.features)]))
 
     def by_rows(self, value: Any, rows: int, columns: int) -> Any:
-        """Returns a linear over features that the devices of a group share out."""
+        """Returns a linear whose summed features are cut over the devices of a group."""
         return self.ops.linear(value, self.tensor([rows, columns], [(1, self.features)]))
 
     def layer_norm(self, value: Any) -> Any:
+        """Returns the layer norm of a value."""
         ops = self.ops
         var, mean = ops.var_mean(value, dims=[2], correction=0, keepdim=True)
         normal = ops.mul(ops.sub(value, mean), ops.rsqrt(ops.add(var, 1e-5)))
         return ops.add(ops.mul(normal, self.tensor([HIDDEN])), self.tensor([HIDDEN]))
 
     def softmax(self, scores: Any) -> Any:
+        """Returns the softmax of attention scores."""
         ops = self.ops
         shifted = ops.exp(ops.sub(scores, ops.max(scores, dims=[3], keepdim=True)))
         return ops.div(shifted, ops.sum(shifted, dims=[3], keepdim=True))
 
     def attention(self, value: Any) -> Any:
+        """Returns the attention of a layer, with its projections."""
         ops, size = self.ops, HIDDEN // HEADS
 
         def heads() -> Any:
@@ -80,21 +85,24 @@ class Builder:
         return self.by_rows(mixed, HIDDEN, HIDDEN)
 
     def gelu(self, value: Any) -> Any:
+        """Returns the GELU of a value, in its tanh form."""
         ops = self.ops
         cube = ops.mul(ops.mul(value, value), value)
         inner = ops.mul(ops.add(value, ops.mul(cube, 0.044715)), 0.7978845608)
         return ops.mul(ops.mul(value, 0.5), ops.add(ops.tanh(inner), 1.0))
 
     def layer(self, value: Any) -> Any:
-        """Returns a pre-norm layer's result: attention, then two linears."""
+        """Returns the result of a pre-norm layer: attention, then two linears."""
         value = self.ops.add(value, self.attention(self.layer_norm(value)))
         wide = self.gelu(self.by_columns(self.layer_norm(value), WIDE, HIDDEN))
         return self.ops.add(value, self.by_rows(wide, HIDDEN, WIDE))
 
 
 def define_transformer(fd: Any, layers: int, mesh: Any) -> None:
-    """`layers` layers forward: a batch cut over one dimension of a mesh, heads and features over
-    the other."""
+    """Defines `layers` layers forward.
+
+    One mesh dimension cuts the batch, the other cuts heads and features.
+    """
     make = Builder(fd, mesh)
     value = make.tensor([-1, -1, HIDDEN], [(0, make.batch)])
     for _ in range(layers):
@@ -103,7 +111,7 @@ def define_transformer(fd: Any, layers: int, mesh: Any) -> None:
 
 
 def define_training(fd: Any, layers: int, mesh: Any) -> None:
-    """Blocks of a norm and two linears forward, and the gradients of all weights."""
+    """Defines blocks of a norm and two linears forward, and the gradients of all weights."""
     make, ops = Builder(fd, mesh), fd.ops
     value = make.tensor([-1, -1, HIDDEN], [(0, make.batch)])
 
@@ -138,7 +146,7 @@ def define_training(fd: Any, layers: int, mesh: Any) -> None:
 
 
 def define_reshardings(fd: Any, count: int, mesh: Any) -> None:
-    """A tensor whose cut goes from one axis to the other, `count` times."""
+    """Defines a tensor whose cut moves from one axis to the other, `count` times."""
     from fuser import ParallelType
 
     value = fd.define_tensor([-1, -1], contiguity=True)
@@ -152,7 +160,9 @@ def define_reshardings(fd: Any, count: int, mesh: Any) -> None:
 
 
 class Case(NamedTuple):
-    """A program of so many layers (or reshardings) on a mesh, and the seconds it may take."""
+    """A program with this number of layers (or reshardings) on a mesh, and its time limit in
+    seconds.
+    """
 
     define: Callable[[Any, int, Any], None]
     layers: int
@@ -169,7 +179,7 @@ CASES = {
     "transformer 2 of 16384": Case(define_transformer, 2, (2048, 8)),
     "transformer 2 of 64": Case(define_transformer, 2, (8, 8)),
 }
-# Of two cases, how many times the time of the second the first may take.
+# Two cases, and the largest ratio of their times.
 RATIOS = {
     ("transformer 64", "transformer 8"): 10.0,
     ("training 64", "training 8"): 10.0,
@@ -194,14 +204,14 @@ def make_mesh(shape: Sequence[int]) -> Any:
 
 
 def open_sizes(program: Any) -> dict[Any, int]:
-    """Returns a size for each extent that the inputs of a program leave open."""
+    """Returns a size for each symbolic extent of a program's inputs."""
     from fuser.ir.scalar.constructors import Symbol
 
     return {x: SIZE for tv in program.inputs for x in tv.shape() if isinstance(x, Symbol)}
 
 
 def make_inputs(fd: Any) -> tuple[list[Any], dict[Any, int]]:
-    """Returns one rank's inputs, without memory, and the sizes that the definition leaves open."""
+    """Returns one rank's inputs, without memory, and the sizes of symbolic extents."""
     import torch
 
     from multidevice.sharding.queries import local_sizes
@@ -215,7 +225,9 @@ def make_inputs(fd: Any) -> tuple[list[Any], dict[Any, int]]:
 
 
 def lower_case(case: Case, count: int) -> tuple[dict[str, float], str]:
-    """Returns the seconds of each phase of a program of so many layers, and the program's text."""
+    """Returns the seconds of each phase of a program with `count` layers, and the program's
+    text.
+    """
     import torch
 
     from fuser import FusionDefinition
@@ -249,7 +261,9 @@ def lower_case(case: Case, count: int) -> tuple[dict[str, float], str]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Returns the seconds of each phase in this process, which has lowered a small program."""
+    """Returns the seconds of each phase in this process, after it has lowered a small
+    program.
+    """
     case = CASES[name]
     lower_case(case, 1)
     seconds, text = lower_case(case, case.layers)
@@ -274,8 +288,10 @@ def run_fresh(script: str, *arguments: str, **environment: str) -> dict[str, Any
 
 
 def bench_lowering(only: str = "") -> list[dict[str, Any]]:
-    """Returns the medians of fresh processes, a row per case, and the ratios of two cases; each row
-    says whether it keeps its bar."""
+    """Returns a row per case with medians over fresh processes, and the ratios of pairs of cases.
+
+    Each row says whether it is within its limit.
+    """
     rows: list[dict[str, Any]] = []
     totals: dict[str, float] = {}
 

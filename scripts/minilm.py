@@ -66,7 +66,7 @@ def make_batches(path: Path, texts: Sequence[str], size: int) -> list[tuple[torc
 
 # ------------------------------------------------------------------ pieces of a definition
 def layer_norm(fd: FusionDefinition, x: TensorView, weight: TensorView, bias: TensorView) -> Any:
-    """Normalise the last axis of x [b, s, h] (Float); weight and bias [h]."""
+    """Normalises the last axis of x [b, s, h] (Float); weight and bias [h]."""
     ops = fd.ops
     var, mean = ops.var_mean(x, [-1], 0, True)
     scaled = ops.mul(ops.sub(x, mean), ops.rsqrt(ops.add(var, EPSILON)))
@@ -74,14 +74,14 @@ def layer_norm(fd: FusionDefinition, x: TensorView, weight: TensorView, bias: Te
 
 
 def softmax(fd: FusionDefinition, x: TensorView) -> Any:
-    """Softmax over the last axis."""
+    """Defines softmax over the last axis."""
     ops = fd.ops
     shifted = ops.exp(ops.sub(x, ops.max(x, dim=-1, keepdim=True)))
     return ops.div(shifted, ops.sum(shifted, dim=-1, keepdim=True))
 
 
 def gelu(fd: FusionDefinition, x: TensorView) -> Any:
-    """x * Phi(x), the erf form."""
+    """Defines x * Phi(x), the erf form of GELU."""
     ops = fd.ops
     half = ops.mul(x, 0.5)
     return ops.mul(half, ops.add(ops.erf(ops.mul(x, 0.7071067811865476)), 1.0))
@@ -103,7 +103,7 @@ def row_parallel(weight: TensorView, bias: TensorView, mesh: DeviceMesh) -> None
     bias.set_device_mesh(mesh)
 
 
-# The layer's weights: (checkpoint name, shape, how it is sharded with its bias).
+# The layer's weights: (checkpoint name, shape, the function that shards it with its bias).
 LINEARS: dict[str, tuple[str, int, int, Callable[..., None]]] = {
     "q": ("attention.self.query", HIDDEN, HIDDEN, column_parallel),
     "k": ("attention.self.key", HIDDEN, HIDDEN, column_parallel),
@@ -119,7 +119,7 @@ NORMS = {"ln1": "attention.output.LayerNorm", "ln2": "output.LayerNorm"}
 
 @dataclass(frozen=True)
 class Program:
-    """A definition and its weight inputs, by name in the order in which they follow the data."""
+    """A definition and its weight inputs by name, in the order in which they follow the data."""
 
     fd: FusionDefinition
     weights: dict[str, TensorView]
@@ -150,6 +150,7 @@ def define_layer_weights(fd: FusionDefinition, dtype: DataType) -> dict[str, Ten
 
 
 def shard_layer_weights(weights: dict[str, TensorView], mesh: DeviceMesh) -> None:
+    """Gives the weights of a layer the mesh and their shardings."""
     for name in NORMS:
         for part in ("weight", "bias"):
             weights[f"{name}.{part}"].set_device_mesh(mesh)
@@ -167,7 +168,7 @@ def layer(
 ) -> Any:
     """Applies a post-LayerNorm encoder layer: (x [b, s, h], mask [b, 1, 1, s]) -> [b, s, h].
 
-    `attention`: by the op of that name; else by the ops that it consists of.
+    `attention`: use the attention op; otherwise the ops that it consists of.
     """
     ops, dtype = fd.ops, x.dtype()
     batch, seq = ops.size(x, 0), ops.size(x, 1)
@@ -198,13 +199,15 @@ def layer(
 
 
 def mask_dtype(dtype: DataType, *, attention: bool) -> DataType:
-    """Returns the dtype of what is added to scores: torch's kernels for attention add what is of
-    the operands' dtype."""
+    """Returns the dtype of the additive mask.
+
+    torch's attention kernels need a mask in the dtype of the operands.
+    """
     return dtype if attention else DataType.Float
 
 
 def encoder_layer(mesh: DeviceMesh, dtype: DataType, *, attention: bool = False) -> Program:
-    """Defines `layer` alone."""
+    """Defines one `layer` as a program."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1, HIDDEN], contiguity=True, dtype=dtype)
         added = mask_dtype(dtype, attention=attention)
@@ -229,7 +232,9 @@ def layer_weights(checkpoint: dict[str, torch.Tensor], layer: int) -> dict[str, 
 
 # ------------------------------------------------------------------ the whole encoder
 def pooled(fd: FusionDefinition, x: TensorView, mask: TensorView) -> Any:
-    """Mean of x [b, s, h] over the mask [b, s] Int, of length 1: [b, h] Float."""
+    """Defines the mean of x [b, s, h] over the mask [b, s] Int, normalised to length 1: [b, h]
+    Float.
+    """
     ops = fd.ops
     counted = ops.cast(mask, DataType.Float)
     kept = ops.mul(x, ops.broadcast(counted, [False, False, True]))
@@ -242,10 +247,10 @@ def pooled(fd: FusionDefinition, x: TensorView, mask: TensorView) -> Any:
 def sentence_encoder(
     mesh: DeviceMesh, dtype: DataType, layers: int, *, attention: bool = False
 ) -> Program:
-    """Defines what follows the look-up of words.
+    """Defines the encoder after the look-up of words.
 
     (words [b, s, h] Float, positions [s, h] Float, mask [b, s] Int) -> embeddings [b, h] Float.
-    Weights are named `embedding.*`, and those of a layer `N.*`.
+    Weights are named `embedding.*`, and those of layer N are named `N.*`.
     """
     weights: dict[str, TensorView] = {}
     with FusionDefinition() as fd:
@@ -302,7 +307,7 @@ class Encoder:
         self.weights = program.bind(given, device)
 
     def placed(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns token ids and mask [b, s] on this rank's device, by one copy."""
+        """Returns token ids and mask [b, s] on this rank's device, with a single copy."""
         if self.device == "cpu":
             return ids, mask
         both = torch.stack((ids, mask)).pin_memory().to(self.device, non_blocking=True)
@@ -313,7 +318,8 @@ class Encoder:
         return [self.words[ids], self.positions[: ids.shape[1]], mask, *self.weights]
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Returns embeddings [b, h] (float32) of token ids and mask [b, s], which are on this
-        rank's device."""
+        """Returns embeddings [b, h] (float32) of token ids and mask [b, s] on this rank's
+        device.
+        """
         (out,) = self.fd.execute(self.inputs(ids, mask))
         return out

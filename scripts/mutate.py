@@ -1,16 +1,22 @@
-"""Damages printed programs and cached kernels, and demands typed errors: nothing else may happen.
+"""Damages printed programs and cached kernels, and checks that only typed errors follow.
 
     python scripts/mutate.py programs|fusions|cache --seed 0 --cases 1000
     python scripts/mutate.py runtime --only lost_wait,chunk_zero
 
-The second form damages the product itself, and demands that its tests tell: `mutate_runtime.py`.
+The second form damages the product itself, and checks that its tests fail: see `mutate_runtime.py`.
 
-Every case takes a text (a host program, a fusion), changes a few places, and parses, verifies and
-runs what is left: on simulated ranks, kernels in checked mode or as torch reads them; or it takes a
-kernel cache, see `mutate_cache.py`. Right are a run without an error and every `FuserError`. Wrong,
-with exit code 1, are any other exception, more than LIMIT_S seconds, a dead process, and code that
-is executed or files that are opened while a text is parsed and verified. Cases run in a process of
-their own, which another one watches; `--show` prints the damage of the case `--seed`.
+A case takes a text (a host program or a fusion), changes a few places, and parses, verifies and
+runs the result on simulated ranks, with kernels in checked mode or as torch evaluates them. Cases
+of `cache` take a kernel cache instead: see `mutate_cache.py`. Allowed are a run without an error
+and every `FuserError`. Failures, with exit code 1, are:
+
+- any other exception;
+- more than LIMIT_S seconds;
+- a dead process;
+- executed code or opened files while a text is parsed and verified.
+
+Cases run in a separate process, which another one watches. `--show` prints the damage of the case
+`--seed`.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from typing import Any
 LIMIT_S = 5.0
 MAX_BYTES = 6 << 30
 MAX_RANKS = 8
-# How many of the cases that reach their kernels compile them, which takes longest.
+# The share of cases that compile their kernels, which takes longest.
 COMPILED_SHARE = 0.04
 FORBIDDEN = ("exec", "compile", "import", "open", "subprocess.Popen", "os.system", "ctypes.dlopen")
 
@@ -90,7 +96,7 @@ def _number(tokens: list[str], rng: random.Random) -> None:
 
 
 def _rename(tokens: list[str], rng: random.Random) -> None:
-    """Gives one mention of a tensor, an axis or a symbol another one's number."""
+    """Replaces the number in one mention of a tensor, an axis or a symbol by another one's."""
     names = [i for i, t in enumerate(tokens) if re.fullmatch(r"(T|i|d|f|[irb]\w*?)\d+\w*", t)]
     if names:
         i, j = rng.choice(names), rng.choice(names)
@@ -125,9 +131,11 @@ _DAMAGES: tuple[Callable[[str, random.Random], str], ...] = (
 )
 
 
-# ------------------------------------------------------------------ what is damaged
+# ------------------------------------------------------------------ texts to damage
 def corpus() -> dict[str, list[str]]:
-    """Returns the full texts of host programs, and of the fusions that they came from."""
+    """Returns the full texts of host programs, and of the fusions from which they were
+    lowered.
+    """
     import torch
 
     from fuser import DataType, FusionDefinition, ParallelType, multidevice
@@ -200,7 +208,9 @@ def corpus() -> dict[str, list[str]]:
 
 # ------------------------------------------------------------------ one case
 class Watch:
-    """Notes what a parser must not do. Audit hooks stay for good, so there is one per process."""
+    """Records forbidden actions of a parser. Audit hooks cannot be removed, so there is one per
+    process.
+    """
 
     def __init__(self) -> None:
         self.active = False
@@ -220,7 +230,7 @@ class Watch:
 
 
 def run_program(text: str, rng: random.Random, watch: Watch) -> str:
-    """Parses, verify and runs a host program; returns how far it came."""
+    """Parses, verifies and runs a host program; returns "compiled" or "ran"."""
     from fuser.support.errors import InputError
     from fuser.support.options import settings
     from hostir.ir.parser import parse
@@ -245,7 +255,7 @@ def run_program(text: str, rng: random.Random, watch: Watch) -> str:
 
 
 class TorchRunner:
-    """Runs a kernel group as torch reads it: no compiler."""
+    """Runs a kernel group as torch evaluates it, without a compiler."""
 
     def __init__(self, group: Any) -> None:
         from multidevice.sharding.passes.localize import localize
@@ -253,6 +263,7 @@ class TorchRunner:
         self.fusion, _ = localize(group.fusion)
 
     def run(self, inputs: Any, outputs: Any, *, sizes: Any) -> None:
+        """Evaluates the fusion with torch, and writes the results to `outputs`."""
         from fuser.ops.reference.meaning import evaluate_fusion
 
         results = evaluate_fusion(self.fusion, list(inputs), values=sizes)
@@ -260,7 +271,7 @@ class TorchRunner:
             out.copy_(value)
 
     def launch_for(self, inputs: Any, outputs: Any, *, sizes: Any, device: Any = None) -> None:
-        """Nothing is launched, so nothing is bound."""
+        """Returns None: nothing is launched."""
 
 
 def _torch_runner(group: Any, settings: Any, **_: Any) -> TorchRunner:
@@ -269,7 +280,7 @@ def _torch_runner(group: Any, settings: Any, **_: Any) -> TorchRunner:
 
 
 def run_fusion(text: str, rng: random.Random, watch: Watch) -> str:
-    """Parses and verify a fusion, and takes it through the compiler to a host program."""
+    """Parses and verifies a fusion, and compiles it to a host program."""
     import hostir.runtime.evaluator
     from fuser.frontend.executor_cache import FusionExecutorCache
     from fuser.ir.text.parser import parse_fusion
@@ -313,13 +324,14 @@ KINDS = (*RUN, "cache")
 
 
 def text_of(kind: str, texts: list[str], seed: int) -> tuple[str, random.Random]:
+    """Returns the damaged text of a seed, and the random generator for its run."""
     rng = random.Random(f"{kind} {seed}")
     return damaged(rng.choice(texts), rng), rng
 
 
 @contextlib.contextmanager
 def runner(kind: str, watch: Watch) -> Iterator[Callable[[int], str]]:
-    """Yields what runs the case of a seed."""
+    """Yields a function that runs the case of a seed."""
     if kind == "cache":
         import mutate_cache
 
@@ -334,7 +346,7 @@ def runner(kind: str, watch: Watch) -> Iterator[Callable[[int], str]]:
 
 
 def work(kind: str, seed: int, cases: int) -> None:
-    """The watched process: one line of JSON per case on stdout."""
+    """Runs cases in the watched process: prints one line of JSON per case."""
     import torch
 
     torch.set_num_threads(1)
@@ -369,7 +381,7 @@ def _work(seeds: range, run: Callable[[int], str], watch: Watch) -> None:
 
 # ------------------------------------------------------------------ the watching process
 def campaign(kind: str, seed: int, cases: int) -> tuple[dict[str, int], list[str]]:
-    """Runs cases in watched processes; returns the counts by result, and what went wrong."""
+    """Runs cases in watched processes; returns the counts by result, and the failures."""
     counts: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     at, end = seed, seed + cases
@@ -404,6 +416,7 @@ def campaign(kind: str, seed: int, cases: int) -> tuple[dict[str, int], list[str
 
 
 def main() -> int:
+    """Runs the cases of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kind", choices=(*KINDS, "runtime"))
     parser.add_argument("--seed", type=int, default=0)

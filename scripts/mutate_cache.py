@@ -1,10 +1,10 @@
 """Damages the disk cache of kernels; `scripts/mutate.py cache` runs its cases.
 
-A case copies a cache of a few compiled kernels, damages one to three places of it, lets some system
-calls fail, and asks for all kernels, as two processes would one after the other. Both must get
-kernels that compute right numbers, with one warning at most and nothing loaded but what the
-compiler gave. Once the faults are over, a third process must get them too, and find everything put
-right unless the folder itself cannot be used.
+A case copies a cache of a few compiled kernels, damages one to three places of it, and makes some
+system calls fail. Then it requests all kernels, as two processes one after the other would. Both
+must get kernels that compute the right numbers, with one warning at most, and load only the
+compiler's output. After the faults, a third process must get the kernels too, and the cache must be
+repaired unless the folder itself cannot be used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _source(value: int, *, uses_barriers: bool = False) -> KernelSource:
     return KernelSource(name, text, (KernelParam("T0", "int", True),), uses_barriers)
 
 
-# Requests that share a library, that have one alone, and that need the engine's.
+# Requests that share a library, one that has its own library, and one that needs the engine's.
 _REQUESTS = (
     {5: _source(5), 6: _source(6)},
     {7: _source(7)},
@@ -63,13 +63,15 @@ _REQUESTS = (
 
 
 class Cache:
-    """A pristine cache to copy, the compiler's answers by text, and what was loaded."""
+    """An undamaged cache to copy, the compiler's outputs by text, and the digests of loaded
+    libraries.
+    """
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="mutate-cache-"))
         self.pristine = self.root / "pristine"
         self.answers: dict[str, bytes] = {}
-        # Digests of what the compiler gave, and of what was loaded.
+        # Digests of the compiler's outputs, and of the loaded libraries.
         self.trusted: set[str] = set()
         self.loaded: set[str] = set()
         self._compile, self._load = cpu_kernel._run_compiler, cpu_kernel._library
@@ -77,10 +79,11 @@ class Cache:
         cpu_kernel._library = self._loading
         os.environ["FUSER_CACHE_DIR"] = str(self.pristine)
         self.ask([0, 1, 2])
-        # Loaded for good, as in any process: each one keeps the stacks of its threads.
+        # Never unloaded, as in any process: each one keeps the stacks of its threads.
         self._engine = cpu_kernel._engine()
 
     def close(self) -> None:
+        """Restores the product's functions and deletes the folder."""
         cpu_kernel._run_compiler, cpu_kernel._library = self._compile, self._load
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -95,8 +98,9 @@ class Cache:
         return self._load(binary)
 
     def ask(self, requests: list[int]) -> int:
-        """Runs kernels as a fresh process; returns how many were compiled. Raises for wrong
-        ones."""
+        """Runs kernels as a fresh process would; returns how many were compiled. Raises for a wrong
+        result.
+        """
         import torch
 
         clear_memory_cache()
@@ -147,7 +151,7 @@ def _swapped(path: Path, rng: random.Random) -> None:
 
 
 def _json(path: Path, rng: random.Random) -> None:
-    """Replaces what an entry says; in an object, what any file may hold."""
+    """Replaces an entry's text by other JSON, or one of its fields by another value."""
     texts = ("null", "[]", "{}", "1" * 4000, "[" * 4000, '{"a":' * 700, "\ufeff{}", '"', "NaN")
     text = rng.choice(texts).encode(rng.choice(("utf-8", "utf-16", "utf-32")))
     entry = None
@@ -198,7 +202,7 @@ def _link(path: Path, rng: random.Random) -> None:
 
 
 def _moved(path: Path, rng: random.Random) -> None:
-    """Puts the content elsewhere, and a link to it in its place."""
+    """Moves the content elsewhere, and puts a link in its place."""
     elsewhere = path.parent.parent / f"elsewhere{rng.randrange(1 << 30)}"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
@@ -210,7 +214,7 @@ _CONTENTS: tuple[Damage, ...] = (_bytes, _truncated, _longer, _huge, _swapped, _
 
 
 def damage(folder: Path, rng: random.Random) -> str:
-    """Damage one place under `folder`, which holds a cache; return what was done."""
+    """Damages one place under `folder`, which contains a cache; returns a description."""
     kernels = folder / "kernels-v1"
     part = rng.choices(("entries", "objects", "locks", "folder"), (4, 4, 2, 2))[0]
     found = sorted(p for p in (kernels / part).iterdir()) if (kernels / part).is_dir() else []
@@ -227,7 +231,7 @@ def damage(folder: Path, rng: random.Random) -> str:
         )
         path = kernels / part / f"{rng.choice([*sorted(keys), 'other'])}.lock"
         change = rng.choice(_PLACES)
-        # A lock is looked at only where the entry is missing.
+        # A lock is used only where the entry is missing.
         with contextlib.suppress(OSError):
             (kernels / "entries" / path.name.removesuffix(".lock")).unlink()
     elif found:
@@ -238,14 +242,14 @@ def damage(folder: Path, rng: random.Random) -> str:
         return f"nothing left in {part}"
     try:
         change(path, rng)
-    except OSError as error:  # an earlier damage stands in the way
+    except OSError as error:  # because of an earlier damage
         return f"{change.__name__} of {path.relative_to(folder.parent)}: {error}"
     return f"{change.__name__} of {path.relative_to(folder.parent)}"
 
 
 # ------------------------------------------------------------------ failing system calls
 class _Faulty:
-    """A module some of whose functions fail."""
+    """A module in which some functions fail."""
 
     def __init__(self, module: Any, names: tuple[str, ...], strike: Callable[[str], None]) -> None:
         self._module, self._names, self._strike = module, names, strike
@@ -270,7 +274,9 @@ def _struck(function: Any, name: str, strike: Callable[[str], None]) -> Any:
 
 @contextlib.contextmanager
 def faults(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Lets calls of the cache's module fail: always by name, or once, or the folder vanish then."""
+    """Makes system calls of the cache's module fail: always, once, or with the folder
+    deleted.
+    """
     kind = rng.choices(("none", "full", "readonly", "once", "vanish"), (8, 1, 1, 3, 2))[0]
     calls = [name for names in _CALLS.values() for name in names] + list(_PATH_CALLS)
     code, left, victim = rng.choice(_ERRORS), rng.randrange(40), rng.choice(calls)
@@ -315,7 +321,7 @@ def faults(folder: Path, rng: random.Random) -> Iterator[str]:
 
 # ------------------------------------------------------------------ one case
 def run(cache: Cache, seed: int, *, tell: Callable[[str], None] = lambda _: None) -> str:
-    """Runs one case; returns how it went. Raises for whatever must not happen."""
+    """Runs one case; returns how it ended. Raises if anything forbidden happens."""
     rng = random.Random(f"cache {seed}")
     folder = cache.root / f"case{seed}"
     shutil.copytree(cache.pristine, folder)
@@ -340,7 +346,7 @@ def _asked(cache: Cache, folder: Path, rng: random.Random, tell: Callable[[str],
                 compiled = [cache.ask(requests), cache.ask(requests)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Puts right what a fault kept from being put right.
+            # Repairs the places that a fault kept from being repaired.
             compiled += [cache.ask(requests), cache.ask(requests)]
     except OptionError:
         return "OptionError"
@@ -358,7 +364,7 @@ def _asked(cache: Cache, folder: Path, rng: random.Random, tell: Callable[[str],
 
 
 def _is_usable(folder: Path) -> bool:
-    """Whether a cache can be kept under `folder`: what the user chose is a folder, or can be."""
+    """Whether a cache can be stored under `folder`: it is a folder, or can be created."""
     try:
         (folder / "kernels-v1").mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -1,13 +1,15 @@
-"""The cost model beside what was measured: allgather + linear, linear + reduce-scatter and
-allreduce, on 2 and 4 H200.
+"""Compares the cost model with measured times: allgather + linear, linear + reduce-scatter or
+allreduce.
 
 python scripts/predict_streams.py [--machine FILE.json]
 
-Programs are lowered at full size on simulated ranks and not run. Measured are the lines of the
-files of benchmarks/results that `FILES` names (the same programs;
-`tests/hostir/cost/test_simulator_recorded.py` holds their order) and, on 4 GPUs, other programs of
-the same shapes: torch's matmul, NCCL's collective, one after the other, and a pipeline of copy
-engines by hand, whose inputs lie in symmetric memory from the beginning.
+The measurements are from 2 and 4 H200. Programs are lowered at full size on simulated ranks and not
+run. The measured times are:
+
+- the lines of the files of benchmarks/results in `FILES`, of the same programs
+  (`tests/hostir/cost/test_simulator_recorded.py` checks their order);
+- on 4 GPUs, other programs of the same shapes: torch's matmul, NCCL's collective, both in sequence,
+  and a handwritten pipeline of copy engines with inputs in symmetric memory.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from multidevice.sharding.queries import local_sizes
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BF16 = DataType.BFloat16
-# What bench_streams.py and overlap_time.py measured of these programs, over NCCL and peer copies.
+# Measurements of bench_streams.py and overlap_time.py, over NCCL and peer copies.
 FILES = ("h200x2_streams", "h200x2_auto", "h200x4_streams", "h200x2_overlap", "h200x4_overlap")
 # 4 GPUs, ms: op, M, K, N: matmul, NCCL, both in sequence; copy engines (None: not measured).
 FOUR: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] = {
@@ -80,7 +82,7 @@ def lowered(
 
 
 def in_sequence(op: str, d: int, m: int, k: int, n: int) -> HostIrContainer:
-    """Returns one collective and one linear, all of it dense."""
+    """Returns a program of one dense collective and one linear."""
     from fuser import ops
     from hostir import Allocate, Communication, TeamOf, Wait
 
@@ -112,6 +114,7 @@ def in_sequence(op: str, d: int, m: int, k: int, n: int) -> HostIrContainer:
 
 
 def times(program: HostIrContainer, machine: Machine, streams: int = 4) -> RankTimes:
+    """Returns the predicted times of a program on its slowest rank."""
     made = timetable_of(program, {NUMBER_OF_STREAMS: streams}, machine)
     return predict(program, made).classes[0]
 
@@ -138,7 +141,7 @@ class Recorded:
 
 
 def recorded() -> list[Recorded]:
-    """Returns the lines of all files whose programs can be lowered here."""
+    """Returns the lines of all files whose programs this script can lower."""
     found: list[Recorded] = []
     for name in FILES:
         runs = 0
@@ -170,7 +173,7 @@ def _program(op: str, gpus: int, shape: tuple[int, int, int], form: str) -> Host
 
 
 def predicted_ms(row: Recorded, machine: Machine) -> float:
-    """Returns the predicted time of what a line measured."""
+    """Returns the predicted time of the program of a line."""
     is_chunked = row.form.startswith("chunked on")
     streams = int(row.form.split()[2]) if is_chunked else 4
     program = _program(row.op, row.gpus, row.shape, "chunked" if is_chunked else row.form)
@@ -178,6 +181,7 @@ def predicted_ms(row: Recorded, machine: Machine) -> float:
 
 
 def show(name: str, predicted: float, measured: float, errors: list[float]) -> None:
+    """Prints a row of the table, and appends its error."""
     ratio = predicted / measured
     errors.append(abs(ratio - 1))
     mark = "" if errors[-1] <= 0.15 else "  *"
@@ -185,6 +189,7 @@ def show(name: str, predicted: float, measured: float, errors: list[float]) -> N
 
 
 def main() -> None:
+    """Prints the table of predicted and measured times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", default="h200")
     machine = find_machine(parser.parse_args().machine)

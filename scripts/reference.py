@@ -1,10 +1,10 @@
-"""The reference of the sentence encoder: `transformers.BertModel`, in a process of its own.
+"""The reference of the sentence encoder: `transformers.BertModel`, in a separate process.
 
     python scripts/reference.py JOB.json OUT.pt
 
 JOB.json: {"weights", "tokenizer", "texts", "batch", "dtype", "device"}. Writes the float32
-embeddings of all texts and the median milliseconds of one eager forward (with pooling) of the first
-batch in the job's dtype: 2 warm-ups, then 7 runs, on 2 threads.
+embeddings of all texts, and the median milliseconds of one eager forward (with pooling) of the
+first batch in the job's dtype: 2 warm-ups, then 7 runs, on 2 threads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def embed(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torc
 
 
 def main(job_file: str, out_file: str) -> None:
+    """Runs a job and writes its results."""
     from transformers import BertConfig, BertModel  # pyright: ignore[reportMissingImports]
 
     job = json.loads(Path(job_file).read_text())

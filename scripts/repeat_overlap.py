@@ -3,12 +3,12 @@
     mpirun -np 4 python scripts/repeat_overlap.py --repeats 1000 --device cuda --seconds 60
     mpirun -np 2 python scripts/repeat_overlap.py --repeats 50
 
-Each program of `tests/support/overlap*.py` runs in each form and by each transport that it can
-be given, every time on new data, with every rank held up at random, and must equal the program as
-it is, within rounding. The first results are compared with torch in float64 as well. Inputs are new
-tensors or the ones before, written anew; results are looked at when up to two later runs have
-started. A repetition is a function of --seed and its number. Exit code 1, and a line per repetition
-that differs, otherwise.
+Each program of `tests/support/overlap*.py` runs in each of its forms and by each possible
+transport. Every repetition has new data, and every rank is delayed at random. Results must equal
+those of the program without overlap, within rounding; the first ones are also compared with torch
+in float64. Inputs are new tensors, or the previous ones with new contents. Results are checked
+after up to two later runs have started. A repetition is a function of --seed and its number. If one
+differs, the exit code is 1, and a line per repetition is printed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from hostir.cost.overlap_search import GainBound, OverlapCandidate
 from tests.support.overlap_gradient_programs import GRADIENTS
 from tests.support.overlap_programs import FORMS, SLOW, Form, X, defined, has_loops, several
 
-# Of the largest number of a result: what sums in another order, or rounded twice, may differ by. A
-# block that is missing, or another one's, differs by about 1.
+# The allowed difference, relative to the largest number of a result: for sums in another order, or
+# numbers rounded twice. A missing or wrong block differs by about 1.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-# What divides, times --scale, every extent that a program shards.
+# This number times --scale divides every sharded extent of a program.
 SHARDED = 8
-# Repetitions between two looks at what differs, and at the clock.
+# The number of repetitions between two checks of the differences and of the clock.
 CHUNK = 25
-_ENABLED = ["machine(h200)"]  # the name of any; `Chosen` gives the machine
+_ENABLED = ["machine(h200)"]  # any name; `Chosen` replaces the machine
 
-# What takes the fastest; why nothing can pay, why a graph pays more; on which machine.
+# The functions that choose the fastest candidate, that reject candidates, and that find the
+# machine.
 _DECIDES = (
     (overlap_search, "pick"),
     (GainBound, "why_hopeless"),
@@ -56,13 +57,16 @@ _DECIDES = (
 
 
 class Chosen:
-    """Stands in the place of what decides: notes what each pair may take, and takes one of it."""
+    """Replaces the product's decisions: records the candidates of each pair, and chooses one of
+    them.
+    """
 
     def __init__(self) -> None:
         self.taken: tuple[int, str] | None = None
         self.seen: set[tuple[int, str]] = set()
 
     def pick(self, candidates: Sequence[OverlapCandidate], *_: object) -> OverlapCandidate:
+        """Returns the chosen candidate of a pair."""
         fits: dict[str, list[OverlapCandidate]] = {}
         for c in candidates[1:]:
             if c.seconds is not None:
@@ -88,7 +92,7 @@ class Chosen:
 
 @dataclass
 class Ranks:
-    """What one rank is asked for."""
+    """The state of one rank: its options, communicator, device and failures."""
 
     args: argparse.Namespace
     communicator: Communicator
@@ -96,11 +100,13 @@ class Ranks:
     failures: list[str] = field(default_factory=list[str])
 
     def agreed(self, mine: Any) -> list[Any]:
+        """Returns the values of all ranks."""
         if self.communicator.size() == 1:
             return [mine]
         return [json.loads(x) for x in self.communicator.exchange(json.dumps(mine).encode())]
 
     def say(self, text: str) -> None:
+        """Prints a line on rank 0."""
         if self.communicator.rank() == 0:
             print(text, flush=True)
 
@@ -115,7 +121,7 @@ class Ranks:
 
 
 class Program:
-    """One program, as it is and in every form."""
+    """One program, without overlap and in every form."""
 
     def __init__(self, name: str, form: Form, ranks: Ranks, chosen: Chosen) -> None:
         self.name, self.form, self.ranks = name, form, ranks
@@ -126,7 +132,7 @@ class Program:
         self.forms: dict[str, FusionDefinition] = {}
         for index, library in sorted(chosen.seen):
             chosen.taken = index, library
-            PROGRAMS.clear()  # each is decided anew
+            PROGRAMS.clear()  # so that each form is decided again
             fd = self._define()
             fd.execute(self.kept, _enable_options=_ENABLED)
             what = f"{name}, form {index + 1}" + (f", {library}" if library else "")
@@ -149,11 +155,12 @@ class Program:
         return [multidevice.shard_tensor(x, tv) for x, tv in pairs]
 
     def run_plain(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Runs the program without overlap."""
         disabled = ["auto_overlap"]
         return self.plain.execute(inputs, _enable_options=_ENABLED, _disable_options=disabled)
 
     def check_meaning(self) -> None:
-        """Compares the program as it is with float64."""
+        """Compares the program without overlap with float64."""
         size, rank = self.ranks.communicator.size(), self.ranks.communicator.rank()
         wants = several(self.form.meaning(*(x.double() for x in self.whole)))
         found = self.run_plain(self.kept)
@@ -172,7 +179,9 @@ class Program:
             )
 
     def ratio(self, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns how far results are apart, as a part of what rounding may be; NaN: infinite."""
+        """Returns the largest difference of results, relative to the allowed one; infinite
+        for NaN.
+        """
         worst = torch.zeros((), device=self.ranks.device, dtype=torch.float64)
         for a, b in zip(got, want, strict=True):
             bound = b.double().abs().max() * ROUNDING[self.form.dtype]
@@ -181,7 +190,7 @@ class Program:
         return worst
 
     def repeat(self, until: float) -> int:
-        """Returns how often all forms have run: as often as asked for, or until then."""
+        """Returns how often all forms have run: `--repeats` times, or until the time `until`."""
         done, worst = 0, dict.fromkeys(self.forms, 0.0)
         repeats: int = self.ranks.args.repeats
         while done < repeats:
@@ -201,7 +210,9 @@ class Program:
         return done
 
     def _chunk(self, repetitions: range) -> dict[str, list[torch.Tensor]]:
-        """Returns of each form how far it is from the program as it is, for each repetition."""
+        """Returns, for each form, its difference from the program without overlap in each
+        repetition.
+        """
         found: dict[str, list[torch.Tensor]] = {what: [] for what in self.forms}
         later: deque[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = deque()
         for repetition in repetitions:
@@ -226,6 +237,7 @@ class Program:
 
 
 def programs(args: argparse.Namespace) -> Iterator[tuple[str, Form]]:
+    """Yields the programs of the option --only, with their extents scaled."""
     for name, form in {**FORMS, **GRADIENTS}.items():
         if args.only in name:
             shapes = [tuple(n * args.scale for n in shape) for shape in form.shapes]
@@ -233,7 +245,9 @@ def programs(args: argparse.Namespace) -> Iterator[tuple[str, Form]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs on this rank; returns how many repetitions differ anywhere, or were not made."""
+    """Runs all programs on this rank; returns how many repetitions differ on any rank, or are
+    missing.
+    """
     communicator = Communicator.instance()
     device = torch.device(args.device)
     if args.device == "cuda":
@@ -251,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
         for number, (name, form) in enumerate(every):
             program = Program(name, form, ranks, chosen)
             program.check_meaning()
-            # What is left of the time is for all that is left.
+            # Divide the remaining time among the remaining programs.
             left = began + args.seconds - time.monotonic()
             found = program.repeat(time.monotonic() + left / (len(every) - number))
             done += found * len(program.forms)
@@ -265,6 +279,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the programs of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=50, help="of each form of each program")
     parser.add_argument("--seconds", type=float, default=600, help="in all, about")

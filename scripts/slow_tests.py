@@ -1,11 +1,12 @@
-"""Write tests/slow.txt: the tests that the daily run, `pytest -m "not slow"`, leaves out.
+"""Writes tests/slow.txt: the tests that the daily run, `pytest -m "not slow"`, leaves out.
 
     python -m pytest -q -n auto --junitxml=/tmp/times.xml     # once, on a quiet machine
     python scripts/slow_tests.py /tmp/times.xml --seconds 90
 
-The dearest test functions leave until the others take `--seconds` of one process. The cheapest
-function of each file stays where it takes less than `KEEP_S`, so that the daily run tries nearly
-all files. A row has the seconds of all cases of a function, or of a file that leaves as a whole.
+The slowest test functions are left out until the others take `--seconds` of one process. The
+fastest function of each file is kept if it takes less than `KEEP_S`, so that the daily run covers
+nearly all files. A row has the seconds of all cases of a function, or of a file that is left out as
+a whole.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def read_times(files: Iterable[Path], root: Path) -> Times:
     """Returns the seconds of each test function in files of `--junitxml`.
 
     Raises:
-        ValueError: The tests are of another tree: a file of theirs is not below `root`.
+        ValueError: the tests belong to another tree: one of their files is not below `root`.
     """
     times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for file in files:
@@ -51,7 +52,7 @@ def _split(dotted: str, root: Path) -> tuple[str, list[str]]:
 
 
 def choose(times: Times, budget_s: float) -> list[tuple[str, str]]:
-    """Returns the (file, function) pairs that leave, so that the others take `budget_s`."""
+    """Returns the (file, function) pairs to leave out, so that the others take `budget_s`."""
     cheapest = {file: min(tests, key=lambda t: tests[t]) for file, tests in times.items()}
     kept = {(file, test) for file, test in cheapest.items() if times[file][test] < KEEP_S}
     left = sum(sum(tests.values()) for tests in times.values())
@@ -67,7 +68,7 @@ def choose(times: Times, budget_s: float) -> list[tuple[str, str]]:
 
 
 def rows_of(slow: Sequence[tuple[str, str]], times: Times) -> list[tuple[float, str]]:
-    """Returns seconds and name of each row; a file of which all functions leave is one row."""
+    """Returns seconds and name of each row; a file without remaining functions is one row."""
     tests: dict[str, list[str]] = defaultdict(list)
     for file, test in slow:
         tests[file].append(test)
@@ -81,7 +82,7 @@ def rows_of(slow: Sequence[tuple[str, str]], times: Times) -> list[tuple[float, 
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Writes the file, and tells how much stays."""
+    """Writes the file, and prints the remaining time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("xml", nargs="+", type=Path, help="files that --junitxml has written")
     parser.add_argument("--seconds", type=float, default=90.0, help="what the others may take")

@@ -9,7 +9,7 @@ from kernel_patterns.transposes import TRANSPOSES
 
 PATTERNS: dict[str, Pattern] = {**POINTWISE, **ROWS, **NORMS, **COLUMNS, **TRANSPOSES}
 
-# One or two of each kind: what a comparison over many shapes has time for.
+# One or two of each kind, for comparisons over many shapes.
 MAIN = (
     *("cast", "gelu_mul_add", "silu_mul", "silu_mul_backward", "adamw", "rope"),
     *("dropout", "bias_dropout_add", "row_sum", "softmax", "softmax_backward"),

@@ -22,19 +22,25 @@ from kernel_patterns.pattern import (
 
 
 def column_sum(fd: FusionDefinition, x: Any) -> Any:
+    """Defines the sum of each column."""
     return fd.ops.sum(as_float(fd, x), dim=0)
 
 
 def column_var_mean(fd: FusionDefinition, x: Any) -> Any:
+    """Defines the variance and mean of each column."""
     return fd.ops.var_mean(as_float(fd, x), [0], correction=1)
 
 
 def sum_of_all(fd: FusionDefinition, x: Any) -> Any:
+    """Defines the sum of all elements."""
     return fd.ops.sum(as_float(fd, x))
 
 
 def few_rows(rows: int, *, known: int = 1) -> Pattern:
-    """The sum of `rows` blocks of an m x n tensor, which ends a matmul beside a reduce-scatter."""
+    """Returns the pattern of the sum of `rows` blocks of an m x n tensor.
+
+    A matmul beside a reduce-scatter ends with this sum.
+    """
     return Pattern(
         lambda fd, x: fd.ops.cast(fd.ops.sum(x, dim=0), x.dtype()),
         lambda x: x.sum(0),
@@ -51,7 +57,9 @@ PLACES = [0, 1, 2]
 
 
 def batch_norm(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
-    """Of [N, H, W, C] in training: with the statistics that the backward needs."""
+    """Defines batch norm in training, of [N, H, W, C]; with the statistics that the backward
+    needs.
+    """
     ops, x_wide = fd.ops, as_float(fd, x)
     var, mean = ops.var_mean(x_wide, PLACES, correction=0)
     r = ops.rsqrt(ops.add(var, EPSILON))
@@ -62,7 +70,7 @@ def batch_norm(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
 
 
 def batch_norm_backward(fd: FusionDefinition, dy: Any, x: Any, w: Any, m: Any, r: Any) -> Any:
-    """The gradients of input, weight and bias."""
+    """Defines the gradients of input, weight and bias."""
     ops, dy_wide = fd.ops, as_float(fd, dy)
     x_hat = ops.mul(ops.sub(as_float(fd, x), m), r)
     db, dw = ops.sum(dy_wide, PLACES), ops.sum(ops.mul(dy_wide, x_hat), PLACES)
@@ -100,7 +108,7 @@ CHANNELS_OF_GROUPS, CHANNELS = 512, 256
 
 
 def batch_norm_nchw(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
-    """Of [N, C, places] in training."""
+    """Defines batch norm in training, of [N, C, places]."""
     ops, x_wide = fd.ops, as_float(fd, x)
     var, mean = ops.var_mean(x_wide, [0, 2], correction=0, keepdim=True)
     y = ops.mul(ops.sub(x_wide, mean), ops.rsqrt(ops.add(var, EPSILON)))
@@ -109,7 +117,7 @@ def batch_norm_nchw(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
 
 
 def group_norm(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
-    """Of [N, C, places], `GROUPS` groups of channels."""
+    """Defines group norm of [N, C, places], with `GROUPS` groups of channels."""
     ops = fd.ops
     groups = ops.reshape(as_float(fd, x), [x.size(0), GROUPS, -1])
     var, mean = ops.var_mean(groups, [2], correction=0, keepdim=True)
@@ -132,7 +140,7 @@ def _torch_group_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def _channels_outside(most: int) -> Any:
-    """[N, C, n] of m rows, and two weights of C."""
+    """Returns operands: [N, C, n] with m rows, and two weights of C."""
 
     def operands(m: int, n: int, dtype: torch.dtype) -> tuple[Operand, ...]:
         channels = min(m, most)

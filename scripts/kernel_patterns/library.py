@@ -1,6 +1,6 @@
-"""Ops that torch carries out, beside torch's best call for each, at three shapes.
+"""Ops that torch carries out, compared with torch's best call for each, at three shapes.
 
-A row belongs to a class of nodes that is computed so (`nodes_computed("library")`); a class without
+A row belongs to a class of nodes that torch computes (`nodes_computed("library")`). A class without
 a row fails `tests/scripts/test_library_cells.py`.
 """
 
@@ -32,9 +32,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LibraryRow:
-    """One op: our definition, torch's best call, and operands for a shape and dtype on a device.
+    """One op: our definition, torch's best call, and operands for a shape, dtype and device.
 
-    `small` is a shape to try the row with; `peer` is None where torch has no such call."""
+    `small` is a shape to try the row with. `peer` is None where torch has no such call.
+    """
 
     node: type[TensorOp]
     build: Callable[..., Any]
@@ -58,10 +59,12 @@ class LibraryRow:
 
 # ------------------------------------------------------------------ operands
 def numbers(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Returns a tensor of normal random numbers."""
     return torch.randn(shape, device=device).to(dtype)
 
 
 def indices(device: str, below: int, *shape: int) -> Tensor:
+    """Returns a tensor of random integers from 0 to `below` - 1."""
     return torch.randint(0, below, shape, device=device)
 
 
@@ -83,7 +86,9 @@ def _scaled_operands(shape: Shape, dtype: torch.dtype, device: str) -> Sequence[
 
 
 def _groups(shape: Shape, dtype: torch.dtype, device: str) -> Sequence[Tensor]:
-    """Groups of rows of unequal sizes; after the last one, rows that belong to none."""
+    """Returns operands in groups of rows of unequal sizes; rows after the last group belong to
+    none.
+    """
     g, m, k, n = shape
     sizes = [(m - 1) // g + (i % 3 - 1) * (m // (4 * g)) for i in range(g)]
     ends = torch.tensor([min(e, m) for e in accumulate(sizes)], device=device, dtype=torch.int32)
@@ -151,7 +156,9 @@ def _torch_attention_backward(*given: Tensor) -> Any:
 
 
 def _cumulative(name: str) -> LibraryRow:
-    """A scan; sums of halves are those of float32, rounded once, as here."""
+    """Returns the row of a scan; sums of 16-bit floats are computed in float32 and rounded once, as
+    ours are.
+    """
     function = getattr(torch, name)
     adds = name in ("cumsum", "cumprod")
 

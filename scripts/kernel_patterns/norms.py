@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 # ------------------------------------------------------------------ forward
 def _layer_norm(fd: FusionDefinition, x_wide: Any, w: Any, b: Any) -> tuple[Any, Any, Any]:
-    """The norm, and mean and reciprocal of the deviation of each row, kept as [m, 1]."""
+    """Defines the norm, and the mean and reciprocal deviation of each row, as [m, 1]."""
     ops = fd.ops
     var, mean = ops.var_mean(x_wide, [1], correction=0, keepdim=True)
     r = ops.rsqrt(ops.add(var, EPSILON))
@@ -43,42 +43,49 @@ def _rms_norm(fd: FusionDefinition, x_wide: Any, w: Any) -> tuple[Any, Any]:
 
 
 def layer_norm(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
+    """Defines a layer norm."""
     return fd.ops.cast(_layer_norm(fd, as_float(fd, x), w, b)[0], x.dtype())
 
 
 def layer_norm_kept(fd: FusionDefinition, x: Any, w: Any, b: Any) -> Any:
-    """With the statistics that the backward needs, as the forward of a training step."""
+    """Defines a layer norm with the statistics that the backward needs, as in a training
+    step.
+    """
     y, mean, r = _layer_norm(fd, as_float(fd, x), w, b)
     return fd.ops.cast(y, x.dtype()), fd.ops.squeeze(mean, [1]), fd.ops.squeeze(r, [1])
 
 
 def rms_norm(fd: FusionDefinition, x: Any, w: Any) -> Any:
+    """Defines an RMS norm."""
     return fd.ops.cast(_rms_norm(fd, as_float(fd, x), w)[0], x.dtype())
 
 
 def rms_norm_kept(fd: FusionDefinition, x: Any, w: Any) -> Any:
-    """With the statistics that the backward needs."""
+    """Defines an RMS norm with the statistics that the backward needs."""
     y, r = _rms_norm(fd, as_float(fd, x), w)
     return fd.ops.cast(y, x.dtype()), fd.ops.squeeze(r, [1])
 
 
 def residual_layer_norm(fd: FusionDefinition, x: Any, r: Any, w: Any, b: Any) -> Any:
+    """Defines the layer norm of a sum with a residual, and the sum."""
     h = fd.ops.cast(fd.ops.add(as_float(fd, x), as_float(fd, r)), x.dtype())
     return layer_norm(fd, h, w, b), h
 
 
 def residual_rms_norm(fd: FusionDefinition, x: Any, r: Any, w: Any) -> Any:
+    """Defines the RMS norm of a sum with a residual, and the sum."""
     h = fd.ops.cast(fd.ops.add(as_float(fd, x), as_float(fd, r)), x.dtype())
     return rms_norm(fd, h, w), h
 
 
 def residual_rms_norm_wide(fd: FusionDefinition, x: Any, r: Any, w: Any) -> Any:
-    """The norm of the sum before it is rounded, beside the rounded sum."""
+    """Defines the RMS norm of the unrounded sum with a residual, and the rounded sum."""
     h = fd.ops.add(as_float(fd, x), as_float(fd, r))
     return fd.ops.cast(_rms_norm(fd, h, w)[0], x.dtype()), fd.ops.cast(h, x.dtype())
 
 
 def dropout_residual_layer_norm(fd: FusionDefinition, x: Any, r: Any, w: Any, b: Any) -> Any:
+    """Defines the layer norm of a residual plus dropout of a tensor, and the sum."""
     h = fd.ops.add(dropped_out(fd, x), as_float(fd, r))
     return fd.ops.cast(_layer_norm(fd, h, w, b)[0], x.dtype()), fd.ops.cast(h, x.dtype())
 
@@ -135,14 +142,14 @@ def _masked_residual_layer_norm(
 
 # ------------------------------------------------------------------ backward
 def layer_norm_backward(fd: FusionDefinition, dy: Any, x: Any, w: Any, m: Any, r: Any) -> Any:
-    """The gradient of the input: what goes over rows."""
+    """Defines the gradient of a layer norm's input, which needs only sums along rows."""
     return fd.ops.cast(_layer_norm_backward(fd, dy, x, w, m, r)[0], x.dtype())
 
 
 def _layer_norm_backward(
     fd: FusionDefinition, dy: Any, x: Any, w: Any, m: Any, r: Any
 ) -> tuple[Any, Any]:
-    """The gradient of the input and the normalised input, in float32."""
+    """Defines the gradient of the input and the normalised input, in float32."""
     ops, n = fd.ops, x.size(1)
     mean, rstd = (ops.broadcast(as_float(fd, v), [False, True]) for v in (m, r))
     x_hat = ops.mul(ops.sub(as_float(fd, x), mean), rstd)
@@ -153,7 +160,7 @@ def _layer_norm_backward(
 
 
 def layer_norm_gradients(fd: FusionDefinition, dy: Any, x: Any, w: Any, m: Any, r: Any) -> Any:
-    """The gradients of input, weight and bias: rows, and sums over them."""
+    """Defines the gradients of input, weight and bias: the last two are sums over the rows."""
     ops, dy_wide = fd.ops, as_float(fd, dy)
     dx, x_hat = _layer_norm_backward(fd, dy, x, w, m, r)
     sums = ops.sum(ops.mul(dy_wide, x_hat), 0), ops.sum(dy_wide, 0)
@@ -163,7 +170,7 @@ def layer_norm_gradients(fd: FusionDefinition, dy: Any, x: Any, w: Any, m: Any, 
 def residual_layer_norm_gradients(
     fd: FusionDefinition, dy: Any, dh: Any, x: Any, w: Any, m: Any, r: Any
 ) -> Any:
-    """As `layer_norm_gradients`, plus the gradient that comes along the residual."""
+    """Defines `layer_norm_gradients` plus the gradient of the residual."""
     ops, dy_wide = fd.ops, as_float(fd, dy)
     dx, x_hat = _layer_norm_backward(fd, dy, x, w, m, r)
     sums = ops.sum(ops.mul(dy_wide, x_hat), 0), ops.sum(dy_wide, 0)
@@ -181,7 +188,7 @@ def _rms_norm_backward(fd: FusionDefinition, dy: Any, x: Any, w: Any, r: Any) ->
 
 
 def rms_norm_gradients(fd: FusionDefinition, dy: Any, x: Any, w: Any, r: Any) -> Any:
-    """The gradients of input and weight."""
+    """Defines the gradients of input and weight."""
     ops = fd.ops
     dx, x_hat = _rms_norm_backward(fd, dy, x, w, r)
     dw = ops.sum(ops.mul(as_float(fd, dy), x_hat), 0)
@@ -191,7 +198,7 @@ def rms_norm_gradients(fd: FusionDefinition, dy: Any, x: Any, w: Any, r: Any) ->
 def residual_rms_norm_gradients(
     fd: FusionDefinition, dy: Any, dh: Any, x: Any, w: Any, r: Any
 ) -> Any:
-    """As `rms_norm_gradients`, plus the gradient that comes along the residual."""
+    """Defines `rms_norm_gradients` plus the gradient of the residual."""
     ops = fd.ops
     dx, x_hat = _rms_norm_backward(fd, dy, x, w, r)
     dw = ops.sum(ops.mul(as_float(fd, dy), x_hat), 0)
@@ -201,7 +208,9 @@ def residual_rms_norm_gradients(
 def _torch_gradients(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, m: torch.Tensor | None, r: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the input of a layer norm, of an RMS norm without a mean; and x_hat."""
+    """Returns the gradient of the input, and x_hat: of a layer norm, or of an RMS norm
+    without `m`.
+    """
     r = wide(r)[:, None]
     x_hat = (wide(x) - (0 if m is None else wide(m)[:, None])) * r
     g = wide(dy) * wide(w)
@@ -259,7 +268,9 @@ def _native_layer_norm_gradients(
 
 
 def _gradients(full: int, statistics: int) -> Callable[..., tuple[Operand, ...]]:
-    """`full` tensors, a weight, and the statistics of each row, the last two in float32."""
+    """Returns operands: `full` tensors, a weight, and statistics of each row; the last two in
+    float32.
+    """
     return lambda m, n, dtype: (
         *(Operand((m, n), dtype),) * full,
         Operand((n,), FLOAT32),

@@ -1,4 +1,4 @@
-"""What a timed pattern is: our definition, torch's form and operands; bytes follow from these."""
+"""A timed pattern: our definition, torch's form and operands, from which the bytes follow."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from fuser.ir.dtypes import from_torch
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 EPSILON = 1e-5
-# Of dropout: the share of elements that become 0.
+# The share of elements that dropout sets to 0.
 DROPPED = 0.1
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of normal numbers: their magnitudes where `positive`, and integers in [0, below).
-    One of bool is true with the probability with which dropout keeps."""
+    """A random tensor of normal numbers.
+
+    `positive`: absolute values. `below`: integers in [0, below). A bool tensor is true with the
+    probability that dropout keeps an element.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,6 +32,7 @@ class Operand:
     below: int = 0
 
     def make(self, device: str) -> torch.Tensor:
+        """Returns the tensor on a device."""
         if self.dtype is torch.bool:
             return torch.rand(self.shape, device=device) >= DROPPED
         if self.below:
@@ -42,21 +46,28 @@ Operands = Callable[[int, int, torch.dtype], tuple[Operand, ...]]
 
 @dataclass(frozen=True)
 class Dropout:
-    """How results of a pattern that draws are checked: the mask is read off the output `place`,
-    whose elements are either end of `ends(inputs)`: dropped or kept; `masked` is torch's form with
-    a mask as its first argument."""
+    """How results with random dropout are checked.
+
+    - `place`: the output from which the mask is read.
+    - `ends(inputs)`: the values of its elements if dropped, and if kept.
+    - `masked`: torch's form with a mask as its first argument.
+    """
 
     place: int
     ends: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     masked: Callable[..., Result]
 
     def mask(self, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns which elements were kept."""
         out, (dropped, kept) = outs[self.place].double(), self.ends(*inputs)
         return (out - kept).abs() < (out - dropped).abs()
 
     def sigmas(self, inputs: Sequence[torch.Tensor], mask: torch.Tensor) -> float:
-        """Returns how many standard deviations the number of kept elements is from the expected,
-        among those at which the ends differ by far more than is rounded."""
+        """Returns by how many standard deviations the number of kept elements differs from the
+        expected one.
+
+        Only elements whose two ends differ by much more than rounding count.
+        """
         dropped, kept = self.ends(*inputs)
         clear = (kept - dropped).abs() > 0.25
         count = int(clear.sum())
@@ -66,23 +77,26 @@ class Dropout:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """Converts to float32, in which kernels compute; float64 stays, so that a form of torch's given
-    such inputs is its own reference."""
+    """Converts to float32, in which kernels compute. float64 is kept, as a reference."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def in_double(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the inputs with floating tensors in float64."""
     return [t.double() if t.is_floating_point() else t for t in inputs]
 
 
 def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
+    """Returns a result as a tuple of tensors."""
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
 def define(
     build: Callable[..., Any], operands: Sequence[Operand], *, known: int = 0
 ) -> FusionDefinition:
-    """Defines a fusion with symbolic extents of these ranks; the first `known` are constants."""
+    """Defines a fusion with symbolic extents of these ranks; the first `known` extents are
+    constants.
+    """
     with FusionDefinition() as fd:
         tensors = [
             fd.define_tensor(
@@ -102,8 +116,10 @@ def define(
 class Pattern:
     """Our definition, torch's form of it, and the operands for a shape and dtype.
 
-    `library` is torch's own op, where that is not its form; `dtypes` are those in which the pattern
-    can be timed; the first `known` extents are constants of the definition."""
+    - `library`: torch's own op, if it differs from the form.
+    - `dtypes`: the dtypes in which the pattern can be timed.
+    - `known`: this many leading extents are constants of the definition.
+    """
 
     build: Callable[..., Any]
     peer: Callable[..., Result]
@@ -114,6 +130,7 @@ class Pattern:
     dropout: Dropout | None = None
 
     def define(self, m: int, n: int, dtype: torch.dtype) -> FusionDefinition:
+        """Returns the definition for a shape and dtype."""
         return define(self.build, self.operands(m, n, dtype), known=self.known)
 
     def random(
@@ -130,8 +147,11 @@ class Pattern:
     def errors(
         self, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> tuple[list[float], float]:
-        """Returns the relative error of each output to torch in float64 of the same inputs; and, of
-        dropout, by how many standard deviations the number of kept elements is off, else 0."""
+        """Returns the relative error of each output, and the deviation of dropout.
+
+        Errors are relative to torch in float64 on the same inputs. The deviation is the number of
+        standard deviations of the number of kept elements, 0 without dropout.
+        """
         exact, sigmas = in_double(inputs), 0.0
         if self.dropout is None:
             expected = as_tuple(self.peer(*exact))
@@ -144,7 +164,7 @@ class Pattern:
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Returns the norm of the difference over that of what is expected.
+    """Returns the norm of the difference, divided by the norm of the expected result.
 
     Raises:
         ValueError: the shapes differ.
@@ -156,18 +176,19 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def as_float(fd: FusionDefinition, x: Any) -> Any:
+    """Defines a cast to Float."""
     return fd.ops.cast(x, DataType.Float)
 
 
 def full(count: int) -> Operands:
-    """`count` tensors of m x n."""
+    """Returns operands: `count` tensors of m x n."""
     return lambda m, n, dtype: (Operand((m, n), dtype),) * count
 
 
 def rows_and_weights(
     count: int, weights: int, *, dtype_of_weights: torch.dtype | None = None
 ) -> Operands:
-    """`count` tensors of m x n and `weights` of n."""
+    """Returns operands: `count` tensors of m x n and `weights` of n."""
     return lambda m, n, dtype: (
         *(Operand((m, n), dtype),) * count,
         *(Operand((n,), dtype_of_weights or dtype),) * weights,

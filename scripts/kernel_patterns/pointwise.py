@@ -24,7 +24,7 @@ from kernel_patterns.pattern import (
 
 # ------------------------------------------------------------------ activations
 def gelu_tanh(fd: FusionDefinition, x: Any) -> Any:
-    """The tanh form of GELU, as torch's approximate="tanh"."""
+    """Defines the tanh form of GELU, like torch's approximate="tanh"."""
     ops = fd.ops
     cube = ops.mul(ops.mul(x, x), x)
     inner = ops.mul(ops.add(x, ops.mul(cube, 0.044715)), 0.7978845608028654)
@@ -32,28 +32,33 @@ def gelu_tanh(fd: FusionDefinition, x: Any) -> Any:
 
 
 def torch_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Returns torch's GELU in its tanh form."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def gelu_mul_add(fd: FusionDefinition, x: Any, y: Any, z: Any) -> Any:
+    """Defines gelu(x) * y + z."""
     return fd.ops.cast(fd.ops.add(fd.ops.mul(gelu_tanh(fd, x), y), z), x.dtype())
 
 
 def bias_gelu(fd: FusionDefinition, x: Any, b: Any) -> Any:
+    """Defines gelu(x + b)."""
     return fd.ops.cast(gelu_tanh(fd, fd.ops.add(x, b)), x.dtype())
 
 
 def bias_residual(fd: FusionDefinition, x: Any, b: Any, r: Any) -> Any:
+    """Defines x + b + r."""
     return fd.ops.cast(fd.ops.add(fd.ops.add(as_float(fd, x), b), r), x.dtype())
 
 
 def silu_mul(fd: FusionDefinition, g: Any, u: Any) -> Any:
-    """SwiGLU."""
+    """Defines SwiGLU: silu(g) * u."""
     wide_g = as_float(fd, g)
     return fd.ops.cast(fd.ops.mul(fd.ops.mul(wide_g, fd.ops.sigmoid(wide_g)), u), g.dtype())
 
 
 def silu_mul_backward(fd: FusionDefinition, d: Any, g: Any, u: Any) -> Any:
+    """Defines the gradients of SwiGLU."""
     ops, wide_d, wide_g = fd.ops, as_float(fd, d), as_float(fd, g)
     s = ops.sigmoid(wide_g)
     slope = ops.mul(s, ops.add(ops.mul(wide_g, ops.sub(1.0, s)), 1.0))
@@ -79,7 +84,7 @@ def _other(dtype: DataType) -> DataType:
 
 
 def _torch_cast(x: torch.Tensor) -> torch.Tensor:
-    """To the other of float32 and bfloat16; float64 stays, as the reference of both."""
+    """Casts to the other of float32 and bfloat16; float64 is kept, as the reference of both."""
     if x.dtype is torch.float64:
         return x
     return x.to(BFLOAT16 if x.dtype is FLOAT32 else FLOAT32)
@@ -91,7 +96,7 @@ UNBIAS_1, UNBIAS_2 = 1 / (1 - BETA_1**STEP), 1 / (1 - BETA_2**STEP) ** 0.5
 
 
 def adamw(fd: FusionDefinition, p: Any, g: Any, m: Any, v: Any) -> Any:
-    """One step: the parameter and both moments, in the dtype of each."""
+    """Defines one step of AdamW: the parameter and both moments, each in its dtype."""
     ops, wide_g = fd.ops, as_float(fd, g)
     first = ops.add(ops.mul(as_float(fd, m), BETA_1), ops.mul(wide_g, 1 - BETA_1))
     square = ops.mul(ops.mul(wide_g, wide_g), 1 - BETA_2)
@@ -120,7 +125,9 @@ HEAD = 128
 
 
 def rope(fd: FusionDefinition, q: Any, k: Any, c: Any, s: Any) -> Any:
-    """Rotates halves of heads, of queries and of a quarter as many keys."""
+    """Defines rotary embedding: rotates halves of heads of queries, and of a quarter as many
+    keys.
+    """
     ops = fd.ops
     cos, sin = (ops.broadcast(as_float(fd, t), [True, True, False, False]) for t in (c, s))
 
@@ -155,7 +162,7 @@ def _rope_operands(m: int, n: int, dtype: torch.dtype) -> tuple[Operand, ...]:
 
 # ------------------------------------------------------------------ dropout
 def dropped_out(fd: FusionDefinition, x: Any) -> Any:
-    """Scales what is kept. With a seed of its own, so that a graph can hold it."""
+    """Defines dropout with scaling; its seed is a constant, so that a graph can contain it."""
     ops = fd.ops
     sizes = [x.size(i) for i in range(x.ndim)]
     drawn = ops.uniform(0.0, 1.0, sizes, rng_seed=20, rng_offset=0, dtype=DataType.Float)
@@ -163,15 +170,18 @@ def dropped_out(fd: FusionDefinition, x: Any) -> Any:
 
 
 def dropout(fd: FusionDefinition, x: Any) -> Any:
+    """Defines dropout."""
     return fd.ops.cast(dropped_out(fd, x), x.dtype())
 
 
 def bias_dropout_add(fd: FusionDefinition, x: Any, b: Any, z: Any) -> Any:
+    """Defines dropout(x + b) + z."""
     biased = fd.ops.add(as_float(fd, x), as_float(fd, b))
     return fd.ops.cast(fd.ops.add(dropped_out(fd, biased), as_float(fd, z)), x.dtype())
 
 
 def dropout_backward(fd: FusionDefinition, dy: Any, mask: Any) -> Any:
+    """Defines the gradient of dropout, given its mask."""
     scaled = fd.ops.mul(as_float(fd, dy), 1 / (1 - DROPPED))
     return fd.ops.cast(fd.ops.where(mask, scaled, 0.0), dy.dtype())
 
@@ -193,7 +203,7 @@ BIAS_DROPOUT_ADD = Dropout(
 )
 
 POINTWISE = {
-    # The kernel that reads and writes a tensor once: what other cells are compared with.
+    # The kernel that reads and writes a tensor once, with which other cells are compared.
     "negative": Pattern(lambda fd, x: fd.ops.cast(fd.ops.neg(x), x.dtype()), torch.neg, full(1)),
     "cast": Pattern(lambda fd, x: fd.ops.cast(x, _other(x.dtype())), _torch_cast, full(1)),
     "gelu_mul_add": Pattern(

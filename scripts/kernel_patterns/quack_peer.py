@@ -1,7 +1,7 @@
 """QuACK's kernels for patterns along rows, where its package `quack-kernels` is installed.
 
-They are timed beside ours and torch's and are in no ratio to torch. Results come in the order in
-which the pattern has them, so that they are compared with float64 as ours are.
+They are timed with ours and torch's, but are in no ratio to torch. Results have the order of the
+pattern's outputs, so that they can be compared with float64 in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _rms_norm_kept(x: Any, w: Any) -> Any:
     return y, r
 
 
-# By pattern, with its inputs.
+# Pattern -> a function that calls the kernel on the pattern's inputs.
 KERNELS: dict[str, Callable[..., Any]] = {
     "softmax": lambda x: _from("softmax").softmax_fwd(x),
     "softmax_backward": lambda dy, y: _from("softmax").softmax_bwd(dy, y),
@@ -55,4 +55,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def is_installed() -> bool:
+    """Whether QuACK is installed."""
     return importlib.util.find_spec(NAME) is not None

@@ -22,15 +22,18 @@ aten = torch.ops.aten
 
 # ------------------------------------------------------------------ sums
 def row_sum(fd: FusionDefinition, x: Any) -> Any:
+    """Defines the sum of each row."""
     return fd.ops.sum(as_float(fd, x), dim=1)
 
 
 def row_var_mean(fd: FusionDefinition, x: Any) -> Any:
+    """Defines the variance and mean of each row."""
     return fd.ops.var_mean(as_float(fd, x), [1], correction=1)
 
 
 # ------------------------------------------------------------------ softmax
 def softmax(fd: FusionDefinition, x: Any) -> Any:
+    """Defines softmax along rows."""
     x_wide = as_float(fd, x)
     e = fd.ops.exp(fd.ops.sub(x_wide, fd.ops.max(x_wide, -1, keepdim=True)))
     return fd.ops.cast(fd.ops.div(e, fd.ops.sum(e, -1, keepdim=True)), x.dtype())
@@ -42,21 +45,25 @@ def _log_sum_exp(fd: FusionDefinition, x_wide: Any) -> Any:
 
 
 def log_sum_exp(fd: FusionDefinition, x: Any) -> Any:
+    """Defines the logarithm of the sum of exponentials of each row."""
     return fd.ops.squeeze(_log_sum_exp(fd, as_float(fd, x)), [1])
 
 
 def log_softmax(fd: FusionDefinition, x: Any) -> Any:
+    """Defines log_softmax along rows."""
     x_wide = as_float(fd, x)
     return fd.ops.cast(fd.ops.sub(x_wide, _log_sum_exp(fd, x_wide)), x.dtype())
 
 
 def softmax_backward(fd: FusionDefinition, dy: Any, y: Any) -> Any:
+    """Defines the gradient of softmax from its result."""
     ops, g, y_wide = fd.ops, as_float(fd, dy), as_float(fd, y)
     total = ops.sum(ops.mul(g, y_wide), -1, keepdim=True)
     return ops.cast(ops.mul(y_wide, ops.sub(g, total)), dy.dtype())
 
 
 def log_softmax_backward(fd: FusionDefinition, dy: Any, y: Any) -> Any:
+    """Defines the gradient of log_softmax from its result."""
     ops, g = fd.ops, as_float(fd, dy)
     total = ops.sum(g, -1, keepdim=True)
     return ops.cast(ops.sub(g, ops.mul(ops.exp(as_float(fd, y)), total)), dy.dtype())
@@ -90,13 +97,13 @@ def _probability_less_target(fd: FusionDefinition, x_wide: Any, lse: Any, is_tar
 
 
 def cross_entropy(fd: FusionDefinition, x: Any, t: Any) -> Any:
-    """The loss of each row."""
+    """Defines the loss of each row."""
     x_wide = as_float(fd, x)
     return _loss(fd, x_wide, _log_sum_exp(fd, x_wide), _is_target(fd, x, t))
 
 
 def cross_entropy_and_gradient(fd: FusionDefinition, x: Any, t: Any) -> Any:
-    """The loss of each row, and its gradient by the logits."""
+    """Defines the loss of each row, and its gradient with respect to the logits."""
     x_wide, is_target = as_float(fd, x), _is_target(fd, x, t)
     lse = _log_sum_exp(fd, x_wide)
     gradient = _probability_less_target(fd, x_wide, lse, is_target)
@@ -104,7 +111,7 @@ def cross_entropy_and_gradient(fd: FusionDefinition, x: Any, t: Any) -> Any:
 
 
 def cross_entropy_backward(fd: FusionDefinition, dy: Any, x: Any, t: Any, lse: Any) -> Any:
-    """The gradient by the logits from the log of the sum of exponentials that the forward kept."""
+    """Defines the gradient with respect to the logits, given the log-sum-exp of the forward."""
     g, kept = (fd.ops.broadcast(v, [False, True]) for v in (dy, lse))
     less = _probability_less_target(fd, as_float(fd, x), kept, _is_target(fd, x, t))
     return fd.ops.cast(fd.ops.mul(g, less), x.dtype())
@@ -130,7 +137,7 @@ def _torch_cross_entropy_backward(
 
 
 def take_along_rows(fd: FusionDefinition, x: Any, places: Any) -> Any:
-    """Elements of each row, at the places that a tensor of the same shape says."""
+    """Defines a gather along rows, at the positions in a tensor of the same shape."""
     return fd.ops.take_along_axis(x, places, 1)
 
 
@@ -169,7 +176,7 @@ ROWS = {
         full(2),
         lambda dy, y: aten._log_softmax_backward_data(dy, y, -1, dy.dtype),
     ),
-    # What the forward of a cross entropy reads whole rows for.
+    # The part of a cross entropy's forward that reads whole rows.
     "log_sum_exp": Pattern(log_sum_exp, lambda x: torch.logsumexp(wide(x), -1), full(1)),
     "cross_entropy": Pattern(
         cross_entropy,

@@ -24,14 +24,14 @@ HEADS, HEAD = 4, 128
 
 
 def _in_rows(fd: FusionDefinition, x: Any, rank: int = 2) -> Any:
-    """Declares that a result lies in the order of its axes: else it follows its operand."""
+    """Declares a row-major result; otherwise it has the memory order of its operand."""
     return fd.ops.stride_order(x, [*reversed(range(rank))])
 
 
 def _turned(
     order: Sequence[int], shape: Callable[[int, int], tuple[int, ...]] = lambda m, n: (m, n)
 ) -> Pattern:
-    """A copy in another order of axes."""
+    """Returns the pattern of a copy in another order of axes."""
     return Pattern(
         lambda fd, x: _in_rows(fd, fd.ops.permute(x, list(order)), len(order)),
         lambda x: x.permute(*order).contiguous(),
@@ -49,17 +49,18 @@ def _heads(m: int, n: int) -> tuple[int, ...]:
 
 
 def turned_bias_gelu(fd: FusionDefinition, x: Any, b: Any) -> Any:
+    """Defines gelu(x.T + b), row-major."""
     return _in_rows(fd, bias_gelu(fd, fd.ops.permute(x, [1, 0]), b))
 
 
 def add_turned_gelu(fd: FusionDefinition, x: Any, y: Any) -> Any:
-    """GELU of the sum of a tensor in its own order and one in the other."""
+    """Defines gelu(x.T + y), row-major: operands in two memory orders."""
     total = fd.ops.add(as_float(fd, y), fd.ops.permute(as_float(fd, x), [1, 0]))
     return _in_rows(fd, fd.ops.cast(gelu_tanh(fd, total), x.dtype()))
 
 
 def sum_and_turned(fd: FusionDefinition, x: Any, y: Any) -> Any:
-    """Two inputs in two orders, and the sum in both."""
+    """Defines x + y.T, and its transpose: two inputs and two outputs in two memory orders."""
     total = fd.ops.add(as_float(fd, x), fd.ops.permute(as_float(fd, y), [1, 0]))
     total = fd.ops.cast(total, x.dtype())
     return total, _in_rows(fd, fd.ops.permute(total, [1, 0]))

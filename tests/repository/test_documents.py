@@ -136,7 +136,7 @@ def _lines(printed: str, folder: Path) -> list[str]:
 
 
 def _shows_what_is_printed(printed: str, folder: Path) -> None:
-    """What the page shows of it is what they print."""
+    """Checks that the lines which the page shows are among the lines that are printed."""
     shown = [b.text for b in _ALL if b.section == "Programs as text" and b.language == "text"]
     lines = _lines(printed, folder)
     assert shown and not [s for text in shown for s in text.splitlines() if s not in lines]

@@ -1,4 +1,4 @@
-"""What the fixtures promise under mpirun: the ranks agree on size, order and seed."""
+"""Tests of the fixtures under mpirun: the ranks agree on size, order and seed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.support.machine_code import TOGETHER, compile_for_hopper
 
 REPOSITORY = Path(__file__).parents[2]
 KERNEL = 'extern "C" __global__ void {name}(FUSER_PTR(int) T0) {{ T0[0] = {value}; }}'
-# What g++ takes and NVRTC does not.
+# Code that g++ compiles and NVRTC refuses.
 FOR_CPUS = "#ifndef FUSER_SIMT\n#error not for GPUs\n#endif\n"
 Programs = list[tuple[str, tuple[str, ...]]]
 

@@ -116,13 +116,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment outside of the tree that has the wheel; torch is this one's."""
+    """Returns the Python of a fresh environment with the wheel installed; it uses our torch."""
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=HANG_S
     )
     packages = next(folder.glob("lib/python3*/site-packages"))
-    # What pip does with a wheel that has no scripts.
+    # Installs the wheel as pip does: it has no scripts, so unpacking is enough.
     zipfile.ZipFile(wheel).extractall(packages)
     outer = {path for path in sys.path if Path(path, "torch").is_dir()}
     (packages / "outer.pth").write_text("\n".join(sorted(outer)))

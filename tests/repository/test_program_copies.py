@@ -210,7 +210,7 @@ def test_programs_that_a_rank_did_not_end_are_left_out(
         world.run(run_both)
     monkeypatch.undo()
     (runs,) = watch.worlds.values()
-    # What has no mesh is noted once, wherever it ran.
+    # A program without a mesh is noted once, on whichever rank it ran first.
     assert {rank: len(some) for rank, some in runs.items()} == {0: 1, 1: 1}
     assert not wrong_of(watch)
     assert {rank: len(some) for rank, some in runs.items()} == {0: 1, 1: 0}

@@ -1,4 +1,4 @@
-"""What a session selects, imports and watches: marks and options of `conftest.py`."""
+"""Tests of `conftest.py`: which tests a session selects, what it imports and watches."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="there is no Chromium (Debian: apt-get install chromium)"
 )
 WIDTHS = (1280, 390)
-# What readers search -> the page that must be among the results.
+# Search text -> the page that must be among the results.
 SEARCHED = {
     "linear": "reference/operations/",
     "sdpfa_fwd": "reference/operations/",

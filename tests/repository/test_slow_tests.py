@@ -40,7 +40,7 @@ def test_rows_name_tests_that_exist(name: str) -> None:
         (74.3, []),
         (74.2, ["tests/test_a.py::test_x"]),
         (5.0, ["tests/test_a.py::test_x", "tests/test_b.py::test_x"]),
-        # What takes little stays, one function of each file, whatever the budget.
+        # The fastest function of each file stays if it is short, whatever the budget.
         (0.0, ["tests/test_a.py::TestZ::test_z", "tests/test_a.py::test_x", "tests/test_b.py"]),
     ],
 )

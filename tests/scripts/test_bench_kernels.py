@@ -85,7 +85,7 @@ def test_minimal_bytes(name: str, dtype: torch.dtype, nbytes: int) -> None:
     assert PATTERNS[name].nbytes(1024, 512, dtype) == nbytes
 
 
-# What one kernel computes, and what takes two: sums over rows of what goes along them.
+# Patterns of one kernel, and patterns of two: gradients that are also summed over the rows.
 ONE = """softmax softmax_backward log_softmax log_softmax_backward log_sum_exp cross_entropy
     cross_entropy_and_gradient cross_entropy_backward layer_norm layer_norm_kept rms_norm
     rms_norm_kept residual_layer_norm residual_rms_norm layer_norm_backward row_sum row_var_mean
@@ -353,5 +353,5 @@ def _take_and_die(path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["only", "dtypes", "peers"])
 def test_unknown_names_are_refused(option: str) -> None:
-    with pytest.raises(SystemExit, match="'sofmax' is none of"):
+    with pytest.raises(SystemExit, match="'sofmax': expected one of"):
         bench.bench_kernels(arguments(**{option: "sofmax"}))

@@ -1,5 +1,8 @@
-"""What `benchmarks/results` has on record beside the bars of `tests/findings.md`: what is behind is
-known by name, and what a benchmark finds behind ends it with an error."""
+"""Checks the results recorded in `benchmarks/results` against the bars in `tests/findings.md`.
+
+Every cell below its bar is listed by name here. A benchmark that finds such a cell ends with an
+error.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ def test_a_benchmark_that_finds_a_cell_behind_its_bar_ends_with_an_error(
     monkeypatch.setitem(bench.BENCHES, name, run)
     monkeypatch.setattr(sys, "argv", ["bench.py", name, "--cpu"])
     if finding == "G1":
-        with pytest.raises(SystemExit, match="1 cells are slower or less right"):
+        with pytest.raises(SystemExit, match="1 cells are slower or less exact"):
             bench.main()
     else:
         assert bench.main() == 1

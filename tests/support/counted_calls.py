@@ -1,7 +1,8 @@
-"""What a call does, counted: a bound on a count holds on a busy machine, one on seconds may not.
+"""Counts the Python functions that a call runs, for tests that bound the cost of a call.
 
-Python functions are counted. What C code repeats is not, such as looks through a list: the rows of
-`scripts/bench.py compile` and `lowering` are seconds of the processor, which see that, too.
+A bound on a count holds on a busy machine; a bound on seconds may not. Loops inside of C code, such
+as a search in a list, are not counted; the rows of `scripts/bench.py compile` and `lowering`
+measure seconds of the processor, which include them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from tests.support.program_copies import Watcher
 def calls_of(run: Callable[[], object]) -> Counter[str]:
     """Returns how often `run` called each Python function, by its `name_of`, in this thread.
 
-    The collector of garbage waits meanwhile: when it comes depends on what ran before, and it calls
-    the finalizers of that. What the watcher of all tests' programs looks at is not counted.
+    Garbage collection is off meanwhile, because it could run finalizers of other tests' objects.
+    Calls made by `program_copies.Watcher`, which may watch the test, are not counted.
     """
     found: Counter[tuple[str, CodeType]] = Counter()
     depth = 0

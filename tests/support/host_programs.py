@@ -75,7 +75,9 @@ def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrCon
 
 
 def assert_clean(program: HostIrContainer, inputs: Sequence[torch.Tensor | float]) -> None:
-    """Whatever is lowered has no races, and its ranks meet, each part where it belongs."""
+    """Checks that the analyses find no fault in a program: no race, deadlock or wrong
+    placement.
+    """
     values = {**Binder(program.values).bind(inputs), NUMBER_OF_STREAMS: 4}
     found = findings(program, values)
     assert not found, report(program, found)
@@ -87,7 +89,7 @@ def expected(case: Case) -> list[torch.Tensor]:
 
 
 def check(program: HostIrContainer, case: Case, *, atol: float = 1e-5) -> None:
-    """Runs on simulated ranks and compares every output with torch float64."""
+    """Runs a program on simulated ranks and compares every output with torch's in float64."""
     by_rank = run_simulated(program, case.inputs(), ranks=case.ranks)
     visible = [o for o in program.outputs if not program.values.is_hidden(o)]
     for i, (out, want) in enumerate(zip(visible, expected(case), strict=True)):

@@ -21,8 +21,8 @@ PROGRAMS = ROOT / "tests" / "support" / "rank_programs"
 MPIRUN = shutil.which(
     "mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 )
-# What hangs is killed, and fails. A job ends because of a failure, not because a deadline
-# (FUSER_TIMEOUT_S) has passed: that one is far beyond HANG_S, where no program says otherwise.
+# FUSER_TIMEOUT_S of a job, unless its program sets another: far more than HANG_S, after which a
+# hanging job is killed and its test fails. So jobs end by the failure under test, not by a timeout.
 DEADLINE_S = "1000"
 
 needs_mpi = pytest.mark.skipif(

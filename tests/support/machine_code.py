@@ -1,11 +1,12 @@
-"""What the tests' kernels become on a GPU: NVRTC compiles them for sm_90a, several in one program.
+"""Compiles the tests' kernels for GPUs of sm_90a with NVRTC, several kernels in one program.
 
-A program of one kernel spends much of its time on what all kernels share. Each kernel has an entry
-in the disk cache of its own, so that only new kernels are compiled. Short and long texts are mixed,
-so that threads end together.
+A program of one kernel spends most of its time on code that all kernels share. Each kernel has an
+entry of its own in the disk cache, so only new kernels are compiled. Long and short kernels are
+mixed, so that all threads finish at about the same time.
 
-Kernels of one thread per block are the CPU's plain loops, which no GPU runs: for them a program is
-not optimised. Loops that g++ turns into vectors, unrolled, would take NVRTC up to a minute each.
+Kernels with one thread per block are plain loops for the CPU, which no GPU runs; programs of them
+are compiled without optimization. NVRTC would take up to a minute for each loop that g++ vectorizes
+and unrolls.
 """
 
 from __future__ import annotations

@@ -61,20 +61,20 @@ SHAPES: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class OpCall:
-    """How an op is called on operands, and what torch gives for them; None: what shape and dtype
-    the results have is all that is known.
+    """How to call an op on operands, and the torch function to compare with.
 
-    `shapes` are those of the operands; by default one operand of each rank of the sample class.
+    Without a torch function (None), only shape and dtype of the results are checked. `shapes` are
+    the shapes of the operands; by default one operand of each rank of the sample class.
     """
 
     build: Callable[..., Any]
     torch: Callable[..., Any]
     shapes: Sequence[tuple[Shape, ...]] | None = None
     is_random: bool = False
-    # What the call appends beside its own nodes.
+    # Classes of other nodes that the call may add to the fusion.
     beside: tuple[type[TensorOp], ...] = ()
-    # How far each result may be off where a library's kernel rounds on the way, to so many units of
-    # the operands' dtype; None: as far as any result of its dtype.
+    # The error allowed for each result, in units of the operands' dtype, where a library's kernel
+    # rounds intermediate values; None: the error allowed for any result of its dtype.
     off: Callable[..., tuple[Tensor, ...]] | None = None
 
 

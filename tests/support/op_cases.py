@@ -220,7 +220,7 @@ CASES: tuple[OpCase, ...] = (
         if row.name in PUBLIC and row.name not in _OWN
         for dtype in _dtypes(row)
     ),
-    # What programs do not draw.
+    # Cases that the generator of random programs never makes.
     *(_case(REFERENCES["frac"], d) for d in INTS),
     _case(REFERENCES["erfcinv"], D.Int),
     *_composite_cases(),

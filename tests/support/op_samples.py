@@ -1,4 +1,4 @@
-"""What testers may draw for an op: the values, dtypes and ranks for which it has a meaning."""
+"""The values, dtypes and ranks that random tests may use for each op."""
 
 from __future__ import annotations
 

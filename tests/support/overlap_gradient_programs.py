@@ -137,8 +137,9 @@ def means_batches(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def beside_others(fd: FusionDefinition, d: int) -> tuple[list[TensorView], tuple[TensorView, ...]]:
-    """What is gathered is read by a linear, a layer norm, a residual sum and a sum of rows, and is
-    an output."""
+    """A gathered tensor with five readers: linear, layer norm, residual sum, row sum, and an
+    output.
+    """
     x, w = inputs_of(fd, d, 2, 2, dtype=DataType.Float)
     rows = placed(fd.ops.set(x), d)
     y = placed(fd.ops.linear(rows, w), d, 1)

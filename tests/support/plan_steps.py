@@ -1,8 +1,8 @@
-"""What the plan of a program must hold, counted from the program itself, and plans as text.
+"""Derives the steps of a recorded plan from its host program, to check plans; prints plans.
 
-`faults` unrolls a program for the values of one run: the ops that a rank carries out, in order, and
-the steps that each of them needs. A step that a plan has twice, lacks, or has in another place is
-told. Nothing of this is taken from the recorder.
+`faults` unrolls a program for the values of one run: the ops that a rank executes, in order, and
+the steps that each of them needs. It reports steps that a plan has twice, lacks, or has in another
+place. Nothing of this uses the code that records plans.
 """
 
 # pyright: reportPrivateUsage=false

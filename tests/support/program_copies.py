@@ -1,22 +1,23 @@
-"""The programs that tests make executable are made, and run, again from their own text.
+"""Rebuilds the programs that tests make from their own text, runs the copies and compares.
 
-`repr(fd)` is a Python program. What it makes is an equal fusion of equal text, and a cache of
-definitions grows by one for the fusion and by none for its copy. What the copy computes from the
-inputs of a rank's first run, and writes into them, is equal in every bit, and so are its strides.
+`repr(fd)` is a Python program. Running it must make an equal fusion with equal text; a cache of
+definitions grows by one for the fusion and by none for its copy. From the inputs of a rank's first
+run, the copy must compute the same bits with the same strides, also in inputs that are updated.
 
     pytest --from-text        runs the tests marked `from_text` alone, and does this for each
     pytest --from-text=all    runs all tests that are selected, and does this for each
     pytest                    nothing is watched
 
-A test is only watched: what ran, on which inputs, ranks and options. The copies run after it, on
-simulated ranks of their own. `from_text(runs=False)` marks tests whose results are others in each
-run: copies of their programs are made and not run, as for tests on a GPU, where torch's generators
-and sums of atomics are others in each call. `from_text(watched=False)` marks tests that plant such
-faults. The closing lines count what was left out.
+During a test, only its programs, inputs, ranks and options are noted. The copies run after it, on
+simulated ranks of their own. `from_text(runs=False)` marks tests whose results differ from run to
+run: copies of their programs are made but not run. The same holds for tests on a GPU, because
+torch's generators and atomic sums give other results in each call. `from_text(watched=False)` marks
+tests that plant faults which this check would report. The last lines of the session count what was
+left out.
 
-What a host program records for later runs, its plan, is compared in the same sessions with what
-the program needs on that rank (`tests/support/plan_steps.py`): a step that is there twice, or is
-not there, fails the test.
+In the same sessions, the plan that a host program records for later runs is compared with what the
+program needs on that rank (`tests/support/plan_steps.py`): a step that is there twice, or is
+missing, fails the test.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from hostir.runtime.plan import Plan
 
 CHOICES = ("marked", "all")
-# What of the environment decides about results.
+# Environment variables that may change results.
 _OPTIONS = ("FUSER_ENABLE", "NVFUSER_ENABLE", "FUSER_DISABLE", "NVFUSER_DISABLE", "FUSER_TIMEOUT_S")
 
 
@@ -74,7 +75,7 @@ class Run:
 
 
 class Watch:
-    """What one test makes and runs."""
+    """The programs that one test made, and their runs."""
 
     def __init__(self, *, has_runs: bool) -> None:
         self.has_runs = has_runs

@@ -1,6 +1,6 @@
-"""A driver of GPUs whose memory is files of the host: it watches the order of its calls.
+"""A stand-in for the CUDA driver, whose GPU memory is files of the host; it logs its calls.
 
-What processes map of each other is really mapped, and streams do at once what they are given.
+Memory that processes map from each other is really mapped. Work given to streams is done at once.
 """
 
 from __future__ import annotations

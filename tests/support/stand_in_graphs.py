@@ -68,7 +68,7 @@ class CpuGraph:
     def __init__(self, maker: CpuGraphs, actions: Sequence[Callable[[Slots], object]]) -> None:
         self._maker, self._actions = maker, actions
         self.nodes: list[_Node] = []
-        # What was replaced of the words of the capture.
+        # Argument words of launches, where they differ from those of the capture.
         self.words: dict[_Node, list[int]] = {}
         self.twins: list[CpuGraph] = []
         self.slots: Slots = []

@@ -55,7 +55,7 @@ Step = dict[ParallelType, int]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What runs at once: one op, or the ops of one kernel, whose fusion it has."""
+    """The ops that run together: one op, or all ops of one kernel, with the kernel's fusion."""
 
     exprs: tuple[TensorOp, ...]
     inputs: tuple[TensorView, ...]

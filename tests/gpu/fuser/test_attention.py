@@ -75,7 +75,9 @@ def test_bias_and_mask(dtype: DataType) -> None:
 @pytest.mark.parametrize("size", [5, 16, 56, 130])
 @pytest.mark.parametrize("dtype", [D.Half, D.BFloat16, D.Float], ids=str)
 def test_rows_without_scores(dtype: DataType, size: int) -> None:
-    """What is added leaves some queries without a key, and all queries of a batch."""
+    """Masks and biases of -inf that hide all keys from some queries, and from a whole batch
+    entry.
+    """
     sizes = (3, 2, size, size, 32, 32)
     *operands, _ = given_for(sizes, dtype)
     wide = [t.double() for t in operands]

@@ -69,8 +69,10 @@ def program_of(given: Sequence[torch.Tensor], names: Sequence[str], dtype: DataT
 @pytest.mark.parametrize("shape", [(64, 128, 96), (7, 48, 16), (5, 33, 9), (0, 16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [D.BFloat16, D.Half, D.Float])
 def test_scaled_products(shape: tuple[int, int, int], dtype: DataType, on_host: bool) -> None:
-    """What torch's kernel takes and what it does not: each form beside float64. Numbers of one
-    element without axes lie on the GPU or, as CPU scalars, on the host."""
+    """Compares each form with float64, whether or not torch's kernel supports it.
+
+    Scales of one element without axes lie on the GPU or, as CPU scalars, on the host.
+    """
     m, _, n = shape
     a, b = factors(*shape)
     bias = draw(n, dtype=torch.bfloat16)

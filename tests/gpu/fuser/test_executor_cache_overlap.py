@@ -25,7 +25,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, comm: Communicator
 ) -> Iterator[torch.device]:
-    """This rank's GPU, described so that overlap pays, by one transport."""
+    """This rank's GPU, with a cost model for which overlap pays, for each of two transports."""
     PROGRAMS.clear()
 
     def find(name: str, device: torch.device | None = None) -> Machine:
@@ -33,7 +33,7 @@ def device(
         return SLOW
 
     monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", find)
-    # Whatever can run in steps does, by the first transport that there is.
+    # Take the first candidate with overlap, if there is one, whatever its cost.
     monkeypatch.setattr(overlap_search, "pick", lambda found, *_: found[min(1, len(found) - 1)])
     if not request.param:
         monkeypatch.setattr(Communicator, "have_access", lambda *_: False)

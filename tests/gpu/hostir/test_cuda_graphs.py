@@ -240,7 +240,9 @@ def test_a_caller_who_captures_gets_the_steps() -> None:
 
 @pytest.mark.gpu
 def test_the_graphs_of_a_caller_keep_their_memory() -> None:
-    """Whatever runs later where they were captured, and whichever is launched first."""
+    """A caller's graphs give right results after later runs on their stream, in any launch
+    order.
+    """
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         y = fd.ops.tanh(fd.ops.linear(x, w))

@@ -69,7 +69,7 @@ def test_runs_that_are_not_waited_for(name: str, comm: Communicator, device: tor
 
 
 def test_memory_that_is_new_to_peers(comm: Communicator, device: torch.device) -> None:
-    """What a capture allocates is more than peers have mapped so far."""
+    """A capture allocates memory that peers have not mapped yet."""
     case = Case("gather", comm, device)
     inputs = case.inputs(0)
     case.evaluator.run(inputs)

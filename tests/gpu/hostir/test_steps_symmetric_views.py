@@ -33,7 +33,9 @@ def test_every_rank_sees_all_shards(units: int, comm: Communicator, device: torc
 
 
 def test_ranks_out_of_step(comm: Communicator, device: torch.device) -> None:
-    """What is shown was written before, and is not overwritten while a slower rank reads it."""
+    """A view has the values written before, and they stay until the slowest rank has read
+    them.
+    """
     program, chance = program_of(comm.size(), ROWS), random.Random(comm.rank())
     evaluator, x = HostIrEvaluator(program), program.inputs[0]
     wholes = [

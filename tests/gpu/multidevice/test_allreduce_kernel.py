@@ -48,7 +48,7 @@ def world(comm: Communicator) -> tuple[int, ...]:
 
 
 def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank has, which every rank can make."""
+    """Returns a rank's operand, which every rank can compute from seed and rank."""
     generator = torch.Generator("cuda").manual_seed(1000 * seed + rank)
     whole = torch.randint(-7, 8, (count,), generator=generator, device="cuda")
     if not dtype.is_floating_point:
@@ -58,7 +58,7 @@ def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def reduced(inps: list[torch.Tensor], op: RedOp) -> torch.Tensor:
-    """The reduction in float64, or of the integers."""
+    """Returns the reduction, computed in float64 or, for integers, in their own dtype."""
     dtype = inps[0].dtype
     wide = [x.double() if dtype.is_floating_point else x for x in inps]
     total = wide[0]
@@ -291,8 +291,8 @@ def test_a_rank_that_does_not_come_is_named(
     peers.allreduce(x, x, op="SUM", team=world).synchronize()
     comm.barrier()
     if me == last:
-        # What the others have entered counts here, too: later errors would take it for a loss.
-        # Their second call does not begin.
+        # Count the call without starting it, so that later errors do not report it as lost. The
+        # others' second call below never starts.
         comm._control.ledger.enter(Calls("cuda", tuple(world)))
     else:
         monkeypatch.setenv("FUSER_TIMEOUT_S", "2")

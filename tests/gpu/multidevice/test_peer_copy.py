@@ -51,7 +51,7 @@ def test_a_ring_under_random_delays(comm: Communicator, device: torch.device) ->
                 torch.cuda._sleep(chance.randrange(2_000_000))
             work.wait()
             mine.fill_(-1)
-            # What the peers have not waited for is used by one stream at a time.
+            # Only one stream at a time may use memory that peers may still access.
             wrong += (found != 1000 * source + k).sum()
             for other in streams:
                 other.wait_stream(torch.cuda.current_stream())

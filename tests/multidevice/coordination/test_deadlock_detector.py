@@ -1,4 +1,4 @@
-"""What ranks of a host can tell about each other: positions, deadlocks, processes."""
+"""Tests of the wait-for graph of a host's ranks: deadlocks and ended processes are found."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_two_ranks_that_wait_for_each_other_both_hear_it() -> None:
     # The second has raised and waits no more; the first still learns of it.
     second.clear()
     assert first.watch("call A3", [Need(1, A, 4)], entered[0]) == found
-    # What they wait for next is no part of it.
+    # That deadlock is reported once: later waits are not part of it.
     assert first.watch("call A4", [Need(1, A, 5)], {A: 5, B: 3}) is None
 
 
@@ -56,7 +56,7 @@ def test_a_circle_of_three() -> None:
 
 
 def test_a_rank_that_has_come_is_not_waited_for_in_vain() -> None:
-    """The first has not noticed yet that the second came to A, and is in B now."""
+    """The first rank has not yet seen that the second entered A and is in B now: no deadlock."""
     first, second = make(2)
     for _ in range(2):
         assert first.watch("A", [Need(1, A, 1)], {A: 1}) is None
@@ -64,7 +64,7 @@ def test_a_rank_that_has_come_is_not_waited_for_in_vain() -> None:
 
 
 def test_ranks_in_the_end_of_the_job_hold_nobody_up() -> None:
-    """They wait for announcements, and what they have entered before stays entered."""
+    """Ranks that wait for the end of the job still count for the calls they entered before."""
     ranks = make(4)
     team = Calls("A", (0, 1, 2, 3))
     for _ in range(2):
@@ -91,7 +91,7 @@ def child() -> subprocess.Popen[bytes]:
 
 
 def with_process(child: subprocess.Popen[bytes]) -> WaitForGraph:
-    """The wait-for graph, seen from rank 0; rank 1 is the child."""
+    """Rank 0's view of a wait-for graph in which rank 1 is a child process."""
     first, second = make(2)
     second._line(1)[0] = child.pid
     first.connect()

@@ -1,4 +1,4 @@
-"""What the communicator makes of each launcher's environment; a process without a launcher."""
+"""The communicator finds rank and size in each launcher's environment, and runs without one."""
 
 from __future__ import annotations
 

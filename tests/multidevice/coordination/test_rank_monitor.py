@@ -1,4 +1,4 @@
-"""The process that says which rank a signal has killed, beside jobs of MPICH's launcher."""
+"""The monitor process reports which rank a signal killed, under MPICH's launcher too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WAITED = {"collective": ALLREDUCE, "first run": ".+"}
 
 
 def run_monitored(size: int, program: str, *args: str) -> Job:
-    """Runs a job, and waits until the last of its processes, the monitor among them, has gone."""
+    """Runs a job and waits until all of its processes, including the monitor, have ended."""
     mark = f"RANK_MONITOR_TEST={uuid.uuid4()}"
     job = run_job("mpirun", size, program, *args, **dict([mark.split("=")]))
     wait_until_gone(mark)
@@ -152,7 +152,7 @@ def test_monitor_when_mpirun_is_interrupted_says_nothing_and_ends(
 
 
 def marked(mark: str) -> list[str]:
-    """Returns the command lines of the processes that have this in their environment."""
+    """Returns the command lines of the processes that have this text in their environment."""
     found: list[str] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -172,7 +172,9 @@ def wait_until_gone(mark: str) -> None:
 
 # ---------------------------------------------------------------- the parts, without a launcher
 class Jobs:
-    """Processes that stand for ranks and their launcher, of which tests end some in an order."""
+    """Child processes that stand in for ranks and their launcher; tests end them in some
+    order.
+    """
 
     def __init__(self, size: int) -> None:
         self.memory = mmap.mmap(-1, deadlock_detector.nbytes_of(size) + LINE_NBYTES)
@@ -187,7 +189,9 @@ class Jobs:
             self.events.register(fd, select.EPOLLIN)
 
     def end(self, number: int, by: int = 0) -> None:
-        """Ends a process, by a signal or as programs end; the last two are proxy and launcher."""
+        """Ends a process by a signal, or normally; the last two are the proxy and the
+        launcher.
+        """
         process = self.processes[number]
         if by:
             process.send_signal(by)
@@ -196,7 +200,7 @@ class Jobs:
         process.wait()
 
     def ends(self) -> list[tuple[int, int]]:
-        """Returns rank and signal of those that the monitor tells."""
+        """Returns the ranks and signals that the monitor reports."""
         size = len(self.graphs)
         watched = {fd: rank for rank, fd in enumerate(self.fds[:size])}
         page = MonitoredPage(self.memory, size)
@@ -220,7 +224,9 @@ def jobs() -> Iterator[Jobs]:
 
 
 def knows_signals() -> bool:
-    """Whether this system tells how a process has ended that its parent has waited for."""
+    """Returns whether the system still tells how a process ended after its parent waited for
+    it.
+    """
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     fd = os.pidfd_open(process.pid)
     process.kill()

@@ -1,4 +1,6 @@
-"""Ranks agree before they run: a sample of `scripts/disagree.py`, and the words themselves."""
+"""Ranks agree on each call before they run it: call tokens, and some runs of
+`scripts/disagree.py`.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def test_numbers_of_a_known_class_are_compared() -> None:
 
 
 def test_without_a_page_the_words_travel_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As across hosts."""
+    """Without shared memory, as between hosts, call tokens are exchanged in messages."""
     monkeypatch.setattr(SimulatedControl, "page", lambda *_: None)
 
     def act(rank: int) -> list[str]:
@@ -156,7 +158,7 @@ def test_a_wait_for_a_rank_that_has_left_names_the_users_line() -> None:
 
 # ------------------------------------------------------------------ what a difference is called
 def definition(*ops: str) -> FusionDefinition:
-    """Shards of two ranks, unary ops on them, and the whole of the result."""
+    """A program on two ranks: unary ops on shards, then an allgather of the result."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         x.set_device_mesh(DeviceMesh([0, 1]))
@@ -205,7 +207,9 @@ def test_definitions_that_differ_are_shown_by_their_first_differing_op(
 
 
 def test_an_op_that_one_rank_has_is_shown_where_annotations_follow_it() -> None:
-    """Annotations after the ops give other numbers to the axes of all ops before them."""
+    """Annotations after the ops change the axis numbers of all ops; the error still finds the
+    op.
+    """
 
     def act(rank: int) -> list[str]:
         with FusionDefinition() as fd:
@@ -228,7 +232,7 @@ def test_an_op_that_one_rank_has_is_shown_where_annotations_follow_it() -> None:
 def test_calls_that_are_swapped_or_left_out_name_the_call_and_both_definitions(
     calls: tuple[str, str],
 ) -> None:
-    """Both definitions have run; then the ranks call them in different orders."""
+    """After both definitions have run, the ranks call them in different orders."""
 
     def act(rank: int) -> list[str]:
         made = {"a": (definition("exp"), 2), "b": (definition("neg", "exp"), 5)}
@@ -291,7 +295,7 @@ def test_extents_of_a_replicated_input_that_differ_are_no_shards() -> None:
 
 # ------------------------------------------------------------------ inputs that lie otherwise
 def gathers(axis: int, *, with_relu: bool) -> FusionDefinition:
-    """An allgather of an input, or of a result, that is cut along an axis."""
+    """An allgather of an input or of a result, which is cut along an axis."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1])
         y = fd.ops.relu(x) if with_relu else x
@@ -305,7 +309,7 @@ def gathers(axis: int, *, with_relu: bool) -> FusionDefinition:
 
 
 def flipped(rank: int) -> torch.Tensor:
-    """A shard whose rows lie one behind the other on rank 0, and whose columns on rank 1."""
+    """Returns a shard that is row-major on rank 0 and column-major on rank 1."""
     whole = torch.arange(32.0).view(4, 8)
     return whole.t().contiguous().t() if rank else whole
 
@@ -391,7 +395,9 @@ def test_a_forked_process_is_no_rank() -> None:
 
 
 class _AtOnce:
-    """A control whose waits end at once, in a timeout where nothing has come."""
+    """A control channel whose waits return at once, or raise a timeout if nothing has
+    arrived.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""An error on one rank reaches all ranks before anything is launched, and the job goes on."""
+"""An invalid input on one rank is an error on all ranks before any launch; later calls work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Inputs = list[object]
 
 
 def row_parallel(scale: float = 1.0, ranks: int = 2) -> FusionDefinition:
-    """x [t, k] and w [n, k], both cut on k: one allreduce."""
+    """A program with one allreduce: a linear of x [t, k] and w [n, k], both cut along k."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         w = fd.define_tensor([-1, -1], contiguity=True)
@@ -38,7 +38,7 @@ def row_parallel(scale: float = 1.0, ranks: int = 2) -> FusionDefinition:
 
 
 def gathered() -> FusionDefinition:
-    """x [i0, i1] cut on rows, its copy whole: one allgather."""
+    """A program with one allgather: x [i0, i1] is cut by rows, its copy is replicated."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         y = fd.ops.set(x)
@@ -55,13 +55,13 @@ def good_inputs() -> Inputs:
 
 
 def works() -> bool:
-    """Whether the next correct program runs and is right."""
+    """Returns whether the next valid call runs and gives the right result."""
     (out,) = row_parallel().execute(good_inputs())
     return torch.equal(out, torch.full((3, 5), 4.0 * 2))
 
 
 def interrupted(inputs: Inputs) -> Iterator[object]:
-    """Inputs whose iterator fails half-way, as a user's generator may."""
+    """Yields one input and then raises, as an iterator of a user may."""
     yield inputs[0]
     raise KeyError("planted")
 
@@ -123,7 +123,7 @@ def check_bad_input_on_every_rank() -> None:
 
 
 def check_steady_state() -> None:
-    """The error comes after runs that were right."""
+    """A wrong input after calls that succeeded."""
     rank = Communicator.instance().rank()
     fd = row_parallel()
     for _ in range(3):
@@ -145,7 +145,7 @@ def check_program_mismatch() -> None:
 
 
 def check_other_ops() -> None:
-    """One op is another: the error shows the line of each rank's own."""
+    """One op differs between the ranks: the error shows the line of each rank's op."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         if Communicator.instance().rank() == 0:
@@ -184,7 +184,9 @@ def check_mesh_and_extents() -> None:
 
 
 def check_extents() -> None:
-    """Rows that differ, new and in the steady state, at a reduction and at a gathering."""
+    """The ranks pass different numbers of rows, in first and later calls, before each
+    collective.
+    """
     rank = Communicator.instance().rank()
     fd = row_parallel()
     for _ in range(2):
@@ -204,7 +206,7 @@ def check_extents() -> None:
 
 
 def check_numbers() -> None:
-    """A floating-point input belongs to all ranks; its value may change from call to call."""
+    """All ranks must pass the same floating-point input; it may change from call to call."""
     rank = Communicator.instance().rank()
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
@@ -225,7 +227,7 @@ def check_numbers() -> None:
 
 
 def check_local_layouts() -> None:
-    """A shard that lies otherwise in the memory of one rank is no disagreement."""
+    """Shards may have different strides on different ranks."""
     rank = Communicator.instance().rank()
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=False)
@@ -293,7 +295,7 @@ def test_under_mpirun(name: str, comm: Communicator) -> None:
 def test_a_run_that_fails_on_one_rank_is_one_error_on_each(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """The calls behind it are paired with those of the same place, not with later ones."""
+    """After one failed run, each call is paired with the same call of the other ranks."""
     size, rank, run = comm.size(), comm.rank(), Plan.run
     fd, weights = row_parallel(ranks=size), torch.ones(5, 4)
 

@@ -1,6 +1,6 @@
-"""Errors in the middle of calls on some ranks: the next call is right, and pairs with theirs.
+"""Tests that a call which fails on some ranks leaves all ranks able to make the next call.
 
-What handlers of signals raise may come anywhere: here at chosen places.
+Signal handlers may raise anywhere; these tests raise at chosen places.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.peer_graph_cases import CASES, ROWS, K, N, numbers
 
 
 class Interrupt(Exception):
-    """What a handler of a signal raises."""
+    """The exception that a signal handler raises in these tests."""
 
 
 def outcome(call: Callable[[], object]) -> str:
@@ -39,7 +39,7 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def parted(comm: Communicator) -> list[str]:
-    """Returns the transfers of which some ranks have sent more than others have received."""
+    """Returns the transfers whose numbers of sends and receives differ between two ranks."""
     entered = comm._control.ledger.entered
     mine = {k: n for k, n in entered.items() if k.ends}
     told = comm.exchange(json.dumps(rows_of(mine)).encode())
@@ -68,8 +68,10 @@ LIBRARIES = {
 def test_runs_that_fail_again_and_again(
     who: str, is_posted: bool, name: str, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More often than there is room for what nobody answers; `is_posted`: the communication has
-    been started when the error comes."""
+    """More runs fail than there are slots for transfers without a partner.
+
+    With `is_posted`, the communication has already been started when the error is raised.
+    """
     backend, method, case, options = LIBRARIES[name]
     rank, d = comm.rank(), comm.size()
     start, fails = getattr(backend, method), [False]
@@ -112,7 +114,7 @@ def test_runs_that_fail_again_and_again(
 def test_a_deadlock_that_a_rank_hears_of_late(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What others have ended in a call counts before the ranks compare, not after."""
+    """Calls that other ranks have given up are counted before the ranks compare, not after."""
     call, rank, last, run = values(comm), comm.rank(), comm.size() - 1, Plan.run
     control = comm._control
     sends, receives = (Calls(kind, control.world, (last, 0)) for kind in (SEND, RECV))
@@ -134,7 +136,10 @@ def test_a_deadlock_that_a_rank_hears_of_late(
 
 # ------------------------------------------------------------------ outside of runs
 def values(comm: Communicator) -> Callable[[int], float]:
-    """Returns what calls a program that adds up what each rank gives: number n gives 4 n each."""
+    """Returns a function that runs a program and checks that all ranks ran the same call.
+
+    Call number n adds 4 n of each rank.
+    """
     fd, weights = row_parallel(ranks=comm.size()), torch.ones(5, 4)
 
     def call(value: int) -> float:
@@ -149,7 +154,7 @@ def values(comm: Communicator) -> Callable[[int], float]:
 
 
 class Interrupted:
-    """Raises at the beginning of waits for what is named, while there are `times` left."""
+    """Makes the next `times` waits raise whose description contains a text."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, comm: Communicator) -> None:
         self.what, self.times = "", 0
@@ -173,7 +178,9 @@ class Interrupted:
 def test_a_wait_for_the_others_that_is_interrupted(
     times: int, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each interrupted call is one that the others have, too."""
+    """One rank's wait for the others is interrupted in several calls: these calls fail on all
+    ranks.
+    """
     monkeypatch.setattr("multidevice.coordination.control_channel._SPINS", 0)
     call, interrupted = values(comm), Interrupted(monkeypatch, comm)
     is_mine = comm.rank() == comm.size() - 1
@@ -190,7 +197,7 @@ def test_a_wait_for_the_others_that_is_interrupted(
 def test_an_interrupted_wait_after_a_failed_run(
     times: int, comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are still in the run that failed when this rank gives up its next calls."""
+    """A rank gives up further calls while the others are still in the run in which it failed."""
     monkeypatch.setattr("multidevice.coordination.control_channel._SPINS", 0)
     call, interrupted = values(comm), Interrupted(monkeypatch, comm)
     is_mine, run, fails = comm.rank() == comm.size() - 1, Plan.run, [comm.rank()]
@@ -241,7 +248,9 @@ def test_an_exchange_of_signatures_that_is_interrupted(
 
 # ------------------------------------------------------------------ the pieces
 def test_letters_of_a_failed_run_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All simulated ranks fail, one of them after its send."""
+    """All simulated ranks fail, one of them after its send: no later call receives that
+    message.
+    """
     run, failing = Plan.run, set[int]()
 
     def fails(plan: Plan, given: Sequence[Any]) -> list[torch.Tensor]:
@@ -274,7 +283,7 @@ def test_letters_of_a_failed_run_are_nobodys(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_halves_of_transfers_are_counted_together() -> None:
-    """Only after a failed call; runs silently; what lies outside of the team is left alone."""
+    """Sends and receives are compared only after a failed call, and only within the team."""
 
     sends, receives = (Calls(kind, (0, 1), (0, 1)) for kind in (SEND, RECV))
     nccl, outside = Calls("nccl", (0, 1)), Calls(SEND, (0, 1, 2), (1, 2))
@@ -308,7 +317,7 @@ def test_halves_of_transfers_are_counted_together() -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_votes_begin_anew_with_each_page(comm: Communicator) -> None:
-    """Zeros of a new page are no votes of a rank that is far ahead."""
+    """Zeros in a new mailbox are not taken for votes of a rank that is far ahead."""
     team = tuple(range(comm.size()))
     peers: Any = comm.peers_for("cpu")
     peers.connect(team)

@@ -1,6 +1,4 @@
-"""Real jobs under mpirun and torchrun: collectives, and the end of a job in which one rank
-misbehaves.
-"""
+"""Jobs under mpirun and torchrun: collectives, and the end of a job in which one rank fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole sharded programs: simulated ranks, mpirun, torchrun (gloo)."""
+"""Sharded MLPs on simulated ranks, under mpirun, and under torchrun with gloo."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_all_collectives_and_agreed_errors(comm: Communicator) -> None:
 
 @pytest.mark.mpi
 def test_dropped_work_keeps_its_buffers(comm: Communicator) -> None:
-    """A collective whose Work and tensors are dropped must not write to freed memory."""
+    """A collective whose Work and tensors have been dropped does not write to freed memory."""
     backend = comm.backend_for("cpu")
     world = tuple(range(comm.size()))
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""shard_tensor against brute-force indexing, and its inverse."""
+"""`shard_tensor` and its inverse, compared with indexing element by element."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensor(rank: int) -> TensorView:
 @pytest.mark.parametrize("shape", [(2, 3), (1, 2), (2, 1, 2)])
 @pytest.mark.parametrize("axes", list(itertools.product(range(2), repeat=2)))
 def test_blocks_by_brute_force(shape: tuple[int, ...], axes: tuple[int, int]) -> None:
-    """mesh_y cuts axis axes[0], then mesh_x cuts what is left of axis axes[1]."""
+    """mesh_y cuts axis axes[0]; then mesh_x cuts each block along axis axes[1]."""
     m = mesh(*shape)
     tv = tensor(2)
     tv.set_device_mesh(m)
@@ -128,7 +128,7 @@ def test_shard_tensor_uses_this_rank() -> None:
 def test_a_shard_of_its_own_memory_leaves_the_whole_tensor_alone(
     axis: int | None, copy: bool
 ) -> None:
-    """An input that the program updates: a shard may be a view of the whole tensor."""
+    """A shard may be a view of the whole tensor, which an update in place must not change."""
     whole = torch.randn(4, 6)
     before = whole.clone()
 
@@ -162,7 +162,7 @@ def test_a_copied_shard_of_an_expanded_tensor_is_one_element() -> None:
 
 
 def lies_as(dims: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
-    """Returns a tensor of these dims whose axes lie in memory in this order, outermost first."""
+    """Returns a tensor of this shape whose axes have this order in memory, outermost first."""
     flat = torch.randn([dims[p] for p in order])
     return flat.permute(sorted(range(len(dims)), key=order.__getitem__))
 

@@ -1,4 +1,4 @@
-"""DeviceMesh: shape, text, teams, and cutting a tensor by the rank's place in the mesh."""
+"""DeviceMesh: its shape, text and teams, and the shard of each rank by its mesh coordinates."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_shard_tensor_uses_this_rank() -> None:
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (4, 1, 1), (2, 1, 3), (1, 4)])
 def test_coordinates_and_teams_are_those_of_the_array(shape: tuple[int, ...]) -> None:
-    """Against the indices of the array of ranks, which are in no order."""
+    """Compares with the indices of an array of ranks in random order."""
     ranks = torch.randperm(3 * math.prod(shape), generator=torch.Generator().manual_seed(1))
     grid = ranks[: math.prod(shape)].reshape(shape)
     mesh = DeviceMesh(grid)

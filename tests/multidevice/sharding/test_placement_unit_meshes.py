@@ -1,4 +1,4 @@
-"""Meshes, and dimensions of meshes, of one device: what works on two works there."""
+"""Meshes, and mesh dimensions, of one device behave like those of several."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def cut(tv: TensorView, mesh: DeviceMesh, axis: int, order: tuple[int, ...] = ()) -> None:
-    """Cuts an axis by all dimensions of the mesh, and name its parts in the allocation domain.
+    """Cuts an axis by all dimensions of the mesh and lists the parts in the allocation domain.
 
-    `order` has the logical axes as memory has them, outermost first.
+    `order` has the logical axes in their order in memory, outermost first.
     """
     places = {k: [tv.axis(k)] for k in range(tv.ndim)}
     tv.set_device_mesh(mesh)

@@ -1,4 +1,4 @@
-"""Sharding propagation: what reaches which tensor, from where, and through reshapes."""
+"""Propagation of cuts: which tensors get them, from which others, and through which reshapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from tests.support.rank_by_rank import X, Y, mesh, run, shard_axis
 
 
 def loops(tv: TensorView) -> str:
-    """Returns the loop axes as `x2 S S rx2`: device letter and count, S: serial, r: reduction."""
+    """Returns the loop axes as text such as `x2 S S rx2`.
+
+    `x2` is an axis over 2 devices, `S` is serial, and `r` marks reductions.
+    """
     letters = {X: "x", Y: "y"}
     return " ".join(
         ("r" if a.is_reduction() else "")
@@ -52,7 +55,9 @@ def test_column_parallel_linear() -> None:
 
 
 def test_the_weight_comes_before_the_input() -> None:
-    """Both want mesh_x on different axes of the result: the weight's wins."""
+    """Input and weight both propagate mesh_x, to different axes of the result: the weight's
+    wins.
+    """
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"x": [4, 8], "w": [6, 8]})
@@ -114,7 +119,7 @@ def test_unannotated_inputs_are_replicated_and_factories_follow_their_consumer()
 
 
 def test_a_users_result_keeps_its_placement_but_not_its_reduction() -> None:
-    """Setting only a mesh on a row-parallel result still sums over devices."""
+    """A row-parallel result for which only a mesh was set is still summed over devices."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"x": [4, 8], "w": [6, 8]})
@@ -128,7 +133,9 @@ def test_a_users_result_keeps_its_placement_but_not_its_reduction() -> None:
 
 
 def test_a_reduce_scatter_result_hands_its_reduction_to_the_operand() -> None:
-    """out [x2(M), N, rx2(K)]: the operand is cut along K, so that the product is local."""
+    """out is [x2(M), N, rx2(K)]: the operand is cut along K, so that each rank's product is
+    local.
+    """
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"x": [4, 8], "w": [6, 8]})
@@ -245,7 +252,7 @@ def _factorings(size: int) -> list[tuple[int, ...]]:
 
 
 def _blocks(shape: Sequence[int], axis: int, count: int) -> list[int]:
-    """Returns, per flat element, the device that holds it."""
+    """Returns the device that holds each element of the flattened tensor."""
     index = torch.arange(math.prod(shape)).view(*shape)
     held = torch.zeros_like(index)
     for device, block in enumerate(index.chunk(count, axis)):
@@ -255,8 +262,10 @@ def _blocks(shape: Sequence[int], axis: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize(("size", "count"), [(6, 2), (6, 3), (8, 2), (12, 2), (12, 3)])
 def test_reshapes_keep_exactly_the_cuts_that_need_no_data(size: int, count: int) -> None:
-    """Brute force over all reshapes: what propagates holds the same elements on every device, and
-    what could propagate does."""
+    """Compares all reshapes with a listing of the elements on each device.
+
+    A cut is propagated if and only if each device then holds the same elements before and after.
+    """
     kept = 0
     for shape, new in itertools.product(_factorings(size), repeat=2):
         for axis in range(len(shape)):
@@ -294,7 +303,9 @@ def test_reshapes_keep_exactly_the_cuts_that_need_no_data(size: int, count: int)
 def test_backward_through_views(
     build: Callable[[TensorView], TensorView], shape: list[int]
 ) -> None:
-    """The result alone is annotated; its producers follow where they can, and values stay right."""
+    """Only the result is annotated; its producers get cuts where they can, and values stay
+    right.
+    """
     fusion = Fusion()
     with FusionGuard(fusion):
         x = models.inputs({"x": shape})["x"]

@@ -1,4 +1,4 @@
-"""Reshapes of tensors whose cuts they do not keep: these gather, as other ops do."""
+"""Reshapes that cannot keep the cuts of their operand gather it, as other ops do."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ X, Y = ParallelType.mesh_x, ParallelType.mesh_y
 
 @dataclass(frozen=True)
 class Case:
-    """A reshape, its mesh, the cuts of operand and result as {axis: types}, the outermost first,
-    and the collectives of the program, which are the same where the extents are symbolic."""
+    """A reshape on a mesh, its cuts, and the collectives that the program must have.
+
+    Cuts are {axis: device types}, the outermost first. Symbolic extents must give the same
+    collectives.
+    """
 
     shape: tuple[int, ...]
     new: tuple[int, ...]
@@ -116,7 +119,7 @@ def test_a_reshape_gathers_on_a_square_under_mpirun(name: str, comm: Communicato
 
 # ------------------------------------------------------------------ sizes that are quotients
 def split_into_heads(heads: str, devices: int) -> None:
-    """Features cut over devices become heads of 4 and features again, for several sizes."""
+    """Features cut over devices are reshaped to heads of 4 and back, for several sizes."""
     mesh = DeviceMesh(range(devices))
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)

@@ -1,4 +1,6 @@
-"""Queries on shardings: which ops reshard, sizes, and what annotations are refused."""
+"""Queries on shardings: which ops communicate, local sizes, and which annotations are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def test_sums_over_axis_1(source: int | None, target: int | None, expected: bool
 
 
 def test_a_broadcast_may_start_sharded() -> None:
-    """Replicated [n], broadcast to [m, n], may be cut along m for free."""
+    """A replicated [n], broadcast to [m, n], can be cut along m without communication."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = tensor(6)
@@ -136,7 +138,7 @@ def test_symbolic_merges_keep_an_outer_cut() -> None:
 
 
 def test_equal_blocks_written_differently_are_equal() -> None:
-    """Splits(x, 2).outer and the outer part of an inner split by n/2 cut the same blocks."""
+    """The outer part of Splits(x, 2), and of an inner split by n/2, are equal blocks."""
     out, op = defined(lambda: ops.set(tensor(12)))
     op.inputs[0].set_device_mesh(M2)
     op.inputs[0].split(0, 6)
@@ -309,8 +311,9 @@ def test_extents_are_checked_when_bound() -> None:
 
 @pytest.mark.parametrize("shape", [[[0, 1]], [[0], [1]]])
 def test_a_mesh_dimension_of_one_device_inside_of_another_cut(shape: list[list[int]]) -> None:
-    """The reduced axis is cut by both dimensions, and the result by the same one: it keeps its
-    cut when the single device's is dropped."""
+    """A mesh dimension of one device is dropped from a reduced axis; the result keeps the other
+    cut.
+    """
     outer, inner = ParallelType.mesh_x, ParallelType.mesh_y
     if len(shape) == 2:
         outer, inner = inner, outer

@@ -1,4 +1,4 @@
-"""Stream axes: where they come from, which memory they cut, and what each step computes."""
+"""Stream axes: how tensors get them, which memory a step sees, and what each step computes."""
 
 from __future__ import annotations
 
@@ -43,14 +43,18 @@ BLOCKS: tuple[Block, ...] = ("first", "last")
 
 
 def stream(tv: TensorView, axis: int, count: int | None = None) -> None:
-    """Makes loop axis `axis` a stream, as a whole or in `count` blocks."""
+    """Makes a loop axis, as a whole or in `count` blocks, a stream axis."""
     if count is not None:
         tv.outer_split(axis, count)
     tv.axis(axis).parallelize(STREAM)
 
 
 def loops(tv: TensorView) -> str:
-    """Returns the loop axes as `s3 x2 S rS`: s stream, x device, S serial, r reduction."""
+    """Returns the loop axes as text such as `s3 x2 S rS`.
+
+    `s3` is a stream of 3 steps, `x2` an axis over 2 devices, `S` is serial, and `r` marks
+    reductions.
+    """
     letters = {X: "x", STREAM: "s"}
     return " ".join(
         ("r" if a.is_reduction() else "")
@@ -175,7 +179,7 @@ def test_two_stream_axes_of_one_tensor_are_refused() -> None:
 
 
 def test_a_stream_of_blocks_of_a_given_size_is_refused() -> None:
-    """9 indices in blocks of 4 are 4, 4, 1; in 3 blocks they are 3, 3, 3."""
+    """Blocks of 4 of 9 indices are 4, 4 and 1; a split into 3 blocks would give 3, 3 and 3."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = models.inputs({"x": [9, 6]})["x"]
@@ -187,7 +191,7 @@ def test_a_stream_of_blocks_of_a_given_size_is_refused() -> None:
 
 
 def test_a_stream_that_was_not_asked_for_ends_at_a_reshape_that_makes_other_blocks() -> None:
-    """Empty steps behind blocks of one index are no blocks of the axis that the reshape splits."""
+    """A propagated stream axis ends at a reshape whose axis has no such blocks."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"x": [2, 3, 8], "w": [2, 4, 3]})
@@ -265,7 +269,7 @@ def test_ring_column_and_sequence_parallel_linear_forward() -> None:
 
 
 def test_ring_column_parallel_weight_gradient() -> None:
-    """w' = out^T @ x, the contraction in steps: out follows."""
+    """w' = out^T @ x with the contraction in steps: out gets the same stream axis."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"out": [T, 4 * H], "x": [T, H]})
@@ -285,7 +289,7 @@ def test_ring_column_parallel_weight_gradient() -> None:
 
 
 def test_ring_row_parallel_weight_gradient() -> None:
-    """w' = x^T @ y: the stream on x's rows becomes one of the contraction."""
+    """w' = x^T @ y: the stream axis of the rows of x becomes one of the contraction."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"y": [T, H], "x": [T, 4 * H]})
@@ -302,7 +306,7 @@ def test_ring_row_parallel_weight_gradient() -> None:
 
 
 def test_ring_row_parallel_input_gradient() -> None:
-    """x' = y @ w with y cut by rows over devices and read in steps, w by columns."""
+    """x' = y @ w, with y cut by rows over devices and read in steps, and w cut by columns."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"y": [T, H], "w": [H, 4 * H]})
@@ -345,7 +349,7 @@ def test_row_parallel_linear_forward_in_chunks() -> None:
 def gathered(
     shape: list[int], cut: int, step: tuple[int, int | None], *, by: int = 2
 ) -> tuple[Fusion, torch.Tensor]:
-    """x, cut along `cut` over devices, is copied to all of them along a stream."""
+    """x, cut over devices along `cut`, is copied to all of them, one block per step."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = models.inputs({"x": shape})["x"]
@@ -555,7 +559,7 @@ def test_what_steps_slice_and_bring_reads_back_from_text() -> None:
 
 
 def test_two_loops_slice_one_tensor_each_for_itself() -> None:
-    """x is read in steps by a loop, and by another one behind a sum over the first."""
+    """Two loops read x in steps; the second one depends on a sum that the first one computes."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = models.inputs({"x": [6, 4]})["x"]

@@ -1,4 +1,4 @@
-"""Stream axes, plain and merged, along which an operand is expanded: one element, with stride 0."""
+"""Stream axes along which an operand is expanded: it has one element there, with stride 0."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ linear = torch.nn.functional.linear
 
 @dataclass(frozen=True)
 class Case:
-    """`shapes` of the operands: those axes are negative along which one is expanded.
+    """A program of which some operands are expanded along stream axes.
 
-    `axes` of the result are merged, and on stream; where all of them are one element, there are no
-    steps. On a mesh the result is cut over two ranks, along `cut`.
+    Negative extents in `shapes` are expanded axes. The result's `axes` are merged and made a
+    stream; if all of them have one element, there are no steps. On a mesh, the result is cut over
+    two ranks along `cut`.
     """
 
     define: Callable[..., TensorView]
@@ -122,7 +123,7 @@ def definition(case: Case, *, is_symbolic: bool) -> FusionDefinition:
             tv.set_device_mesh(multidevice.DeviceMesh([0, 1]))
         out.outer_split(case.cut, 2)
         out.axis(case.cut).parallelize(X)
-    # What the devices leave of an axis stands behind their part.
+    # The split for the devices puts the device axis first, and the rest of the axis behind it.
     merge_on_stream(out, [a + (case.cut is not None and case.cut <= a) for a in case.axes])
     return fd
 

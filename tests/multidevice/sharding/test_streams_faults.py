@@ -1,4 +1,4 @@
-"""Programs over streams that random programs have found wrong, each made small."""
+"""Regression tests: programs with streams that random tests found wrong, made small."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ Meaning = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`define` returns inputs and result, whose shards are as annotated; `ranks` is the mesh
-    (none: one device)."""
+    """A program, its torch meaning, and the ranks of its mesh, if any.
+
+    `define` returns annotated inputs and the result.
+    """
 
     define: Callable[[FusionDefinition], tuple[list[TensorView], TensorView]]
     meaning: Meaning
@@ -166,8 +168,10 @@ def reshaped_inside_of_devices_blocks(
 def sum_of_repeated_rows(
     rows: int, count: int, *, ranks: Sequence[int] = (), is_rotated: bool = False
 ) -> Case:
-    """The kernel of a step sums rows that none of its operands and results has: how many they are
-    in a shorter or an empty block, only the step's number says."""
+    """A kernel in a loop sums rows of a constant tensor, whose number depends on the step alone.
+
+    No operand or result has the extent of the block, which is shorter or empty in the last steps.
+    """
 
     def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
         x = fd.define_tensor([rows, 5], contiguity=True)
@@ -293,7 +297,9 @@ def test_no_elements_in_steps_through_a_reshape(count: int | None) -> None:
 
 
 def test_rows_that_a_pad_made_longer_are_joined_in_steps() -> None:
-    """The proof that blocks of the result are blocks of rows needs `8 (n + 4)` as a product."""
+    """Blocks of the reshaped tensor are blocks of padded rows, whose symbolic length is n +
+    4.
+    """
     with FusionDefinition() as fd:
         x = fd.define_tensor([16, -1], contiguity=True)
         padded = fd.ops.pad(x, [0, 4])
@@ -307,7 +313,7 @@ def test_rows_that_a_pad_made_longer_are_joined_in_steps() -> None:
 
 
 def test_a_slice_of_what_steps_wrote_leaves_the_devices_axis_whole() -> None:
-    """Bounds of slices are global: the check before the run looks at a rank's part of the axis."""
+    """Bounds of slices are global, but the check before a run sees a rank's part of the axis."""
     whole = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0))
 
     def body() -> None:
@@ -348,7 +354,9 @@ def test_one_kernel_reads_a_tensor_in_steps_and_as_a_whole(
 
 
 def test_steps_around_devices_are_gathered_and_used_in_one_loop() -> None:
-    """Rows [steps, devices, rest] on both sides of an implied gather: no copy of the whole."""
+    """Rows cut by [steps, devices] are gathered step by step, without a copy of the whole
+    tensor.
+    """
     whole, weight = torch.randn(16, 12), torch.randn(8, 12)
 
     def body() -> None:
@@ -377,7 +385,7 @@ def test_steps_around_devices_are_gathered_and_used_in_one_loop() -> None:
 def test_one_contracted_element_of_one_operand_meets_none_in_an_empty_block(
     op: str, known: str, late: Sequence[str]
 ) -> None:
-    """That there is one, the other operand does not know: its blocks are one element and none."""
+    """Only one operand is known to have one contracted element; the other has an empty block."""
     sizes = {"x": [-1, -1], "w": [-1, -1]}
     at = {"x": 1, "w": 1 if op == "linear" else 0}
     sizes[known][at[known]] = 1
@@ -394,7 +402,9 @@ def test_one_contracted_element_of_one_operand_meets_none_in_an_empty_block(
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_both_parts_of_a_reshaped_axis_divide_it(is_read: bool) -> None:
-    """256 rows of n / 32 from 8 n elements: a block of rows is one of elements."""
+    """8 n elements are reshaped to 256 rows of n / 32: a block of rows is a block of
+    elements.
+    """
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8], contiguity=True)
         n = fd.ops.size(x, 0)
@@ -408,7 +418,7 @@ def test_both_parts_of_a_reshaped_axis_divide_it(is_read: bool) -> None:
         (got,) = fd.execute([t], _enable_options=("late_stream(all)",))
         want = t.relu().reshape(256, rows // 32)
         assert torch.equal(got, -want if is_read else want)
-    # What comes first as a whole is copied step by step.
+    # A tensor that was computed before the loop would be copied in each step.
     assert "= Set(" not in str(fd.fec.host_program())
 
 
@@ -427,7 +437,7 @@ def test_a_reshape_whose_blocks_nobody_proves_is_computed_first(parts: int) -> N
 
 
 def test_cuts_behind_a_reshape_that_only_others_prove() -> None:
-    """That mesh_x divides the flat axis is known from mesh_y inside of it: they go together."""
+    """That mesh_x divides the flat axis follows from the cut by mesh_y inside of it."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         eighths = fd.ops.div(fd.ops.size(x, 0), 8)
@@ -453,7 +463,7 @@ def test_cuts_behind_a_reshape_that_only_others_prove() -> None:
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_an_axis_that_a_reshape_made_is_a_stream(is_read: bool) -> None:
-    """The reshape's own split was taken for the user's, who was told to make another."""
+    """The split that a reshape makes was once taken for a split by the user, and refused."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([24], contiguity=True)
         y = fd.ops.reshape(x, [6, 4])
@@ -466,7 +476,9 @@ def test_an_axis_that_a_reshape_made_is_a_stream(is_read: bool) -> None:
 
 
 def test_a_gather_for_all_steps_lays_out_what_steps_gather_further() -> None:
-    """Two mesh dimensions on one axis: one is gathered as a whole, the other in steps of it."""
+    """An axis is cut by two mesh dimensions: one is gathered before the loop, the other in
+    steps.
+    """
     generator = torch.Generator().manual_seed(0)
     x1 = torch.randn(4, 16, 1, generator=generator).expand(4, 16, 8)
     weights = [torch.randn(8, 8, generator=generator) for _ in range(2)]

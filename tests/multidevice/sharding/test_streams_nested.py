@@ -1,7 +1,8 @@
-"""Streams inside of and around devices' blocks of one axis: every device gets what is its own.
+"""Stream axes inside of and around the device blocks of one axis; each device gets its elements.
 
-A nest is written outermost cut first: "S2~x x2" is two steps, numbered from the device's place
-along mesh_x on, each of two blocks along mesh_x; "S" alone is all that is left of the axis.
+A test writes a nest of cuts outermost first. "S2~x x2" means two steps, numbered from the device's
+place along mesh_x on, each cut into two blocks along mesh_x. "S" alone makes the rest of the axis a
+stream.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def annotate(tv: TensorView, nest: str) -> None:
 
 
 def shard(whole: torch.Tensor, nest: str, me: Coordinates) -> torch.Tensor:
-    """Returns what a device has of axis 0: of each step its block."""
+    """Returns a device's elements of axis 0: its block of each step."""
     counts = [(word[0], int(word[1:].split("~")[0])) for word in nest.split() if word[1:]]
     while counts and counts[-1][0] == "S":
         counts.pop()
@@ -94,7 +95,7 @@ def test_nests(mesh: Mesh, of_input: str, between: str, of_result: str, late: tu
         y = fd.ops.neg(t)
         fd.add_output(y)
     for tv, nest in ((x, of_input), (t, between), (y, of_result)):
-        # What is between takes its mesh, and the way to it, from the others where it has no nest.
+        # Without annotations, the tensor in the middle gets its mesh from the other two.
         if nest or tv is not t:
             tv.set_device_mesh(device_mesh(mesh))
         annotate(tv, nest)
@@ -108,7 +109,7 @@ def test_nests(mesh: Mesh, of_input: str, between: str, of_result: str, late: tu
 
 
 def test_a_ragged_stream_inside_of_devices_and_shared_rotated_steps() -> None:
-    """Through reshapes of a symbolic extent: what the devices shared came together as a whole."""
+    """A chain of reshapes with a symbolic extent between two nests of cuts."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1], contiguity=True)
         n = fd.ops.size(x, 0)
@@ -132,7 +133,7 @@ def test_a_ragged_stream_inside_of_devices_and_shared_rotated_steps() -> None:
 
 @pytest.mark.parametrize("late", [(), ("late_stream(all)",)], ids=["in time", "late"])
 def test_views_of_devices_blocks_inside_of_steps(late: tuple[str]) -> None:
-    """The check before the run took a view of one step's block for one of all steps."""
+    """The check before a run took a view of one step's block for a view of all steps."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([24], contiguity=True)
         t = fd.ops.relu(x)
@@ -153,7 +154,9 @@ def test_views_of_devices_blocks_inside_of_steps(late: tuple[str]) -> None:
 
 @pytest.mark.parametrize("nest", ["S2 x2", "x2 S2"])
 def test_a_nest_behind_the_inner_part_of_a_reshape(nest: str) -> None:
-    """The reshape has no such steps; without them, what lies inside was an inner split."""
+    """A reshape that cannot have the steps of its result keeps the device cuts inside of
+    them.
+    """
     with FusionDefinition() as fd:
         x = fd.define_tensor([3, 32], contiguity=True)
         heads = fd.ops.reshape(fd.ops.relu(x), [3, 4, 8])

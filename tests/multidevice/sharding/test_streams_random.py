@@ -1,5 +1,7 @@
-"""Random programs with random stream axes, with and without meshes: run step by step, each step on
-its own blocks, they equal the program that is computed at once."""
+"""Random programs with random stream axes, with and without meshes, executed step by step.
+
+Each step sees only its own blocks. The results must equal those of the program without steps.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ REFUSALS = (
 
 
 class Maker(programs._Maker):  # pyright: ignore[reportPrivateUsage]
-    """Builds one random program with streams; sizes are ragged where no mesh divides them."""
+    """Builds one random program with streams; extents need not be divisible where no mesh cuts
+    them.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -87,7 +91,9 @@ class Maker(programs._Maker):  # pyright: ignore[reportPrivateUsage]
 def check(
     seed: int, units: Callable[[Fusion], list[step_by_step.Unit]] = step_by_step.ops_of
 ) -> str:
-    """Runs a random program; return why it was refused, "" if it ran, "-" without steps."""
+    """Runs a random program; returns why it was refused, "" if it ran, or "-" if it has no
+    steps.
+    """
     print("seed", seed)
     maker = Maker(seed)
     maker.build(steps=maker.rng.randint(2, 9))
@@ -117,8 +123,9 @@ def test_random_programs_in_steps(
 
 # ------------------------------------------------------------------ as the compiler runs them
 def compiled(seed: int) -> str:
-    """Runs a random program as `execute` does, on simulated ranks, with every stream held back as
-    far as the program's waits allow."""
+    """Runs a random program with `execute` on simulated ranks, with each stream as late as
+    allowed.
+    """
     print("seed", seed)
     maker = Maker(seed)
     maker.build(steps=maker.rng.randint(2, 9))

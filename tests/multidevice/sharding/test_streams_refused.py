@@ -1,4 +1,4 @@
-"""Stream axes that users ask for and that ops have no steps for: what errors say."""
+"""Error messages for stream axes that an op cannot be computed along."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = "a block of the result is not made from blocks of the operands"
 
 
 def refusal(build: Callable[[TensorView], object], shape: list[int], axis: int, count: int) -> str:
-    """Returns what is said of a result of which `axis` is a stream of `count` blocks."""
+    """Returns the error for a result whose `axis` is a stream of `count` blocks."""
     fusion = Fusion()
     with FusionGuard(fusion):
         out = models.tensor(build(models.inputs({"x": shape})["x"]))
@@ -63,7 +63,7 @@ def test_blocks_of_a_reshape_that_its_operand_does_not_have_are_refused(
 
 
 def test_results_that_share_steps_are_named() -> None:
-    """An annotated mean keeps what it has been given: no stream."""
+    """The op has a second result, whose annotation by the user has no stream axis."""
 
     def variance(x: TensorView) -> TensorView:
         mean, squares, _ = ops.welford(x, [1])

@@ -1,4 +1,4 @@
-"""Streams on axes of extent 1, threads that share a mesh, and other small refusals of programs."""
+"""Stream axes of extent 1, threads that share a mesh, and other programs that are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_streams_on_different_axes_of_which_one_is_a_unit() -> None:
 
 
 class _Channel(Channel):
-    """A channel of a rank whose calls take a while; it notes what it refuses."""
+    """A rank's channel with slow calls, which records the errors that it raises."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns

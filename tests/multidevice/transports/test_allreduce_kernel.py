@@ -1,7 +1,8 @@
-"""Who carries out small allreduces: teams of processes on the CPU, and the order of launches.
+"""Which transport executes small allreduces, and the order of kernel launches.
 
-`mpirun -np N python -m pytest --with-mpi tests/multidevice/transports/test_allreduce_kernel.py`;
-the order needs no ranks. On the CPU a launch returns when the allreduce is done.
+mpirun -np N python -m pytest --with-mpi tests/multidevice/transports/test_allreduce_kernel.py
+
+Tests of the launch order need no ranks. On the CPU a launch returns when the allreduce is done.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ needs_ranks = pytest.mark.mpi(min_size=2)
 
 
 class Addresses(SharedMemory):
-    """Shared memory, of which the kernels need addresses."""
+    """Shared memory that gives addresses to kernels, instead of tensors."""
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:  # type: ignore[override]
         return super().mapped(name, peer).data_ptr()
 
 
 class AtOnce:
-    """The order of launches that are over when they return."""
+    """A launch order for kernels that have finished when their launch returns."""
 
     def before(self, stream: int) -> bool:
         return False
@@ -157,7 +158,9 @@ def test_a_rank_that_does_not_come_is_named(
     found: list[str] = []
 
     def watch() -> None:
-        """As the thread that watches a job; then as one that reads the report."""
+        """Waits for a failure report, as the thread that watches a job does, and marks it as
+        read.
+        """
         while not (text := kernels.failure()):
             time.sleep(0.01)
         found.append(text)
@@ -188,7 +191,7 @@ def test_a_rank_that_does_not_come_is_named(
 # ------------------------------------------------------------ the order of launches
 @dataclass
 class Driver:
-    """A driver that writes down what it is asked to do."""
+    """A stand-in for the driver that records its calls."""
 
     captures: dict[int, int] = field(default_factory=dict[int, int])
     log: list[str] = field(default_factory=list[str])
@@ -226,7 +229,7 @@ class Driver:
 
 
 def launch(order: LaunchOrder, driver: Driver, stream: int, node: int = 0) -> list[str]:
-    """Returns what a launch asks of the driver; in a capture it becomes a node."""
+    """Returns the driver calls around a launch; during a capture the launch becomes a node."""
     driver.log.clear()
     is_captured = order.before(stream)
     driver.log.append("launch")

@@ -1,4 +1,4 @@
-"""Polling of a gloo work: a slice that runs out is no failure, even when the work ends then."""
+"""Polling of gloo works: a poll whose short timeout runs out is not a failed collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multidevice.transports import gloo
 
 
 class FakeWork:
-    """A work whose successive waits end as told: True, or with an error of this text."""
+    """A work whose successive waits end as given: True, or an error with this text."""
 
     def __init__(self, waits: Sequence[bool | str], *, completed: bool) -> None:
         self._waits = list(waits)

@@ -1,8 +1,7 @@
-"""The NCCL backend without a GPU: its raw calls go to a stand-in that reads CPU memory at the
-addresses.
+"""The NCCL backend without a GPU: a stand-in executes its raw calls on CPU memory.
 
-The stand-in moves the data through simulated ranks, so addresses, counts, dtype numbers, roots and
-groups are all checked against the same brute force as the real backends.
+The stand-in moves the data through simulated ranks. So addresses, counts, dtype numbers, roots and
+groups are checked against the same plain implementation as the real backends.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def memory(address: int, count: int, dtype: int) -> torch.Tensor:
 
 
 class StandIn:
-    """A binding and its communicator in one object, on top of a simulated rank."""
+    """A stand-in for the NCCL library and a communicator of it, on top of a simulated rank."""
 
     name = "stand-in"
 
@@ -122,7 +121,7 @@ class StandIn:
 
 
 class StandInBackend(nccl.NcclBackend):
-    """The NCCL backend with the calls that need CUDA cut off."""
+    """The NCCL backend without the calls that need CUDA."""
 
     def __init__(self, control: Any, *, has_alltoall: bool, on_cpu: bool = True) -> None:
         self.sim = SimulatedBackend(control)
@@ -157,7 +156,7 @@ class StandInBackend(nccl.NcclBackend):
             return enqueue
 
         def group_end() -> None:
-            """Matches the copies to itself here, and sends the others."""
+            """Pairs a rank's copies to itself, and sends the others."""
             own = {kind: t for kind, t, peer in copies if peer == self.rank}
             if own:
                 own["recv"].copy_(own["send"])
@@ -215,7 +214,7 @@ def test_two_ranks_on_one_gpu_are_named_where_no_host_can_help(
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
-    """Puts rank i on the GPU that the i-th letter names."""
+    """Places rank i on the GPU named by the i-th letter."""
     monkeypatch.setattr(
         nccl, "_device_name", lambda device: f"GPU-{gpus[Communicator.instance().rank()]}"
     )
@@ -269,7 +268,7 @@ def test_teams_whose_ranks_have_a_gpu_each_keep_nccl_beside_teams_that_share_one
                 assert out.tolist() == [float(rank) for rank in team]
                 backend.allreduce(out, out.clone(), op="SUM", team=team).wait()
                 assert out.tolist() == [float(len(team) * rank) for rank in team]
-            # What an error has parted meets anew, on all members.
+            # As after an error: all members of a team set up their communicator again.
             for key in [k for k in comm._control.ledger.entered if k.kind == "nccl"]:
                 comm._control.lose(key)
         return {team for team, staging in backend._shared.items() if staging is None}
@@ -285,7 +284,7 @@ def test_teams_whose_ranks_have_a_gpu_each_keep_nccl_beside_teams_that_share_one
 def test_programs_run_on_ranks_that_share_a_gpu(
     no_cuda: None, monkeypatch: pytest.MonkeyPatch, gpus: str
 ) -> None:
-    """Whole programs, first run and replay, with and without stream loops."""
+    """Whole programs, in first runs and replays, with and without stream loops."""
     on_gpus(monkeypatch, gpus)
     for name, case in PROGRAMS.items():
         if case.ranks != len(gpus):
@@ -323,7 +322,7 @@ def test_the_handle_0_is_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_replayed_program_posts_by_addresses(
     no_cuda: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """What a plan repeats was checked when it was made; the counting of calls goes on."""
+    """A replay does not check buffers again, but still counts its calls."""
     case = CASES[name]
     program = build(case)
     is_steady = threading.Event()
@@ -428,7 +427,7 @@ def test_a_failed_post_of_a_replay_is_explained(no_cuda: None) -> None:
         backend.where = "model.py:7"
         post = backend.bind(ALLREDUCE, out, x, team=(0, 1), reduce="SUM")
         assert post is not None
-        # What is staged, or shares memory, has to be looked at.
+        # Calls that are staged, or whose buffers overlap, cannot be posted by address.
         assert backend.bind(ALLREDUCE, out, x, team=(0, 1), reduce="MAX") is None
         assert backend.bind(ALL_TO_ALL, x, x, team=(0, 1)) is None
         post(out.data_ptr(), x.data_ptr(), 0).wait()
@@ -451,7 +450,9 @@ def test_a_failed_post_of_a_replay_is_explained(no_cuda: None) -> None:
 
 
 def test_graphs_go_before_communicators(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL frees no communicator that a captured graph holds, and waits for it without an end."""
+    """Captured graphs are destroyed first: NCCL waits forever to free a communicator they
+    hold.
+    """
     monkeypatch.setattr("multidevice.transports.nccl._ABORT_LIMIT_S", 0.1)
 
     class Graphs:

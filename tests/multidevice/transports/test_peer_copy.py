@@ -1,4 +1,6 @@
-"""Peer copies among CPU ranks: jobs of their own, and the page and the memory that ranks share."""
+"""Peer copies between CPU ranks: jobs of their own, and the mailbox and memory that ranks
+share.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_all_collectives_of_this_job(comm: Communicator) -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_more_transfers_under_way_than_the_page_has_room_for(comm: Communicator) -> None:
-    """The sender waits for room, and everything arrives where it belongs, waited for in reverse."""
+    """The sender waits for a free slot, and all transfers arrive, waited for in reverse
+    order.
+    """
     peers, me, n = comm.peers_for(CPU), comm.rank(), comm.size()
     world = tuple(range(n))
     to, source = (me + 1) % n, (me - 1) % n
@@ -98,7 +102,7 @@ def test_more_transfers_under_way_than_the_page_has_room_for(comm: Communicator)
 
 @pytest.mark.mpi(min_size=2)
 def test_memory_of_peers_is_sent_without_a_copy(comm: Communicator) -> None:
-    """What is written into it before the receiver copies arrives."""
+    """The receiver gets what the sender wrote after its send but before the receiver copies."""
     peers, me = comm.peers_for(CPU), comm.rank()
     world = tuple(range(comm.size()))
     mine = peers.empty(64).zero_()
@@ -143,7 +147,9 @@ def test_what_a_failed_run_has_sent_is_not_received_by_the_next(comm: Communicat
 def test_a_capture_ends_where_any_rank_of_the_program_gave_it_up(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks tell it to all that run the program; who waits may wait within a part of them."""
+    """A rank that gives up a capture tells all ranks of the program, whichever team they wait
+    in.
+    """
     monkeypatch.setattr(peer_copy_cuda, "IpcMemory", lambda *about: SharedMemory())
     monkeypatch.setattr(peer_copy_cuda.CudaPeerBackend, "_connected", lambda self, page: None)
     peers, world = peer_copy_cuda.CudaPeerBackend(comm._control, CPU), tuple(range(comm.size()))

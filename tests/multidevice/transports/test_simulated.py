@@ -1,6 +1,4 @@
-"""Simulated ranks: collectives against brute force, deterministic order, deadlock reports,
-errors.
-"""
+"""Simulated ranks: collectives against plain torch, deterministic order, deadlocks, errors."""
 
 from __future__ import annotations
 
@@ -203,7 +201,7 @@ def test_grad_mode_is_the_callers() -> None:
 
 
 def test_half_precision_sums_are_rounded_once() -> None:
-    """256 + 1 + 1 in bfloat16: each step would round 257 to 256; the true sum 258 is a bfloat16."""
+    """256 + 1 + 1 is 258 in bfloat16; rounding after each addition would give 256."""
 
     def total() -> float:
         rank = Communicator.instance().rank()

@@ -1,4 +1,4 @@
-"""Threads of a rank call programs at once: all ranks refuse these calls, and no others.
+"""Two threads of a rank call programs at once: all ranks refuse these calls, and no others.
 
 mpirun -np 2 python tests/support/rank_programs/concurrent_threads.py
 """
@@ -30,7 +30,7 @@ def wait(done: Callable[[], object]) -> None:
 
 
 def call(inputs: Any) -> str:
-    """What becomes of a call with one row of ones on each rank."""
+    """Calls the program with one row of ones on each rank; returns "right", or how it failed."""
     try:
         (out,) = fd.execute(inputs)
     except UnsupportedError as error:
@@ -42,7 +42,9 @@ ROW = [torch.ones(1, 8)]
 
 
 def at_once(first: str, second: str, inputs: Any = ROW) -> dict[str, str]:
-    """Two threads of these names in calls: the first holds its own open for the second."""
+    """Makes calls in two threads of these names; the first call stays open until the second is
+    made.
+    """
     found: dict[str, str] = {}
 
     def act(name: str, mine: Any) -> None:

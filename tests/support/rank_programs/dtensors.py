@@ -96,13 +96,13 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def check_result(got: DTensor, want: torch.Tensor, mesh: TorchMesh, placed: Sequence[Any]) -> None:
-    """A DTensor of this mesh and these placements, whose shards are those of `want`."""
+    """Checks that a DTensor has this mesh, these placements, and the shards of `want`."""
     assert type(got) is DTensor and not got.requires_grad
     # A dimension of one device cuts nothing, whatever it is called.
     pairs = zip(got.placements, placed, mesh.mesh.shape, strict=True)
     assert got.device_mesh == mesh and all(a == b for a, b, n in pairs if n > 1)
     assert got.shape == want.shape and got.device.type == mesh.device_type
-    # What torch itself makes of the shards, and each shard by itself.
+    # The whole tensor, assembled by torch, and this rank's shard.
     torch.testing.assert_close(got.full_tensor().cpu(), want, rtol=1e-10, atol=1e-10)
     mine = distribute(want.to(mesh.device_type), mesh, placed).to_local()
     torch.testing.assert_close(got.to_local(), mine, rtol=1e-10, atol=1e-10)
@@ -245,7 +245,9 @@ def reordered(t: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def _check_orders_of_updates(mesh: TorchMesh, local: torch.Tensor) -> None:
-    """What is written into a copy would be lost."""
+    """An input updated in place must have the declared order of axes: a copy would lose the
+    update.
+    """
     fd = _negation(mesh, 0, (2, 1, 0), updates=True)
     x = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
     words = rf"input 0, T0.*strides {local.stride()}, but declares .*in place.*stride_order"
@@ -301,7 +303,7 @@ def check_refusals(device: str) -> None:
     ragged = torch.ones(d + 1, 4, dtype=torch.float64)
     given = [rows(ragged), whole]
     _refused(_add(mesh, [Shard(0)]), given, DTensorError, rf"size {d + 1} along axis 0")
-    # What is wrong on one rank is an error of all.
+    # A wrong input on one rank is an error on all ranks.
     given = [rows(), partial if here.rank() == 1 else whole]
     kind = UnsupportedError if here.rank() == 1 else PeerError
     _refused(_add(mesh, [Shard(0)]), given, kind, r"input 1, T1.*Partial")

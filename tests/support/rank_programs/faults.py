@@ -26,7 +26,7 @@ from multidevice.job.communicator import Communicator
 
 
 def bad_rank(kind: str) -> None:
-    """What the last rank does instead of the second collective."""
+    """Fails in the given way; the last rank calls this instead of the second collective."""
     if kind == "exception":
         raise ValueError("planted failure")
     if kind == "collected":
@@ -55,7 +55,7 @@ def bad_rank(kind: str) -> None:
     if kind == "raise_exit":
         raise SystemExit(0)
     if kind in ("os_exit", "kill"):
-        # What is printed just before such an end may be lost.
+        # Written to a file, because text printed just before such an end may be lost.
         maps = Path("/proc/self/maps").read_text()
         Path(sys.argv[2]).write_text(" ".join(set(re.findall(r"/dev/shm/mpich\w+", maps))))
         if kind == "os_exit":

@@ -1,4 +1,4 @@
-"""Communication layout: copies and memory orders around collectives, and finalized domains."""
+"""Copies and memory orders around collectives, and the final allocation domains."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def order(tv: TensorView) -> list[int]:
 
 
 def copies(done: Run) -> int:
-    """Returns the number of local copies: sets that do not communicate."""
+    """Returns the number of `Set` ops that copy locally, without communication."""
     return sum(isinstance(op, LoadStoreOp) for op in done.fusion.exprs)
 
 
 def gathered(axis: int, *, contiguous: bool = True, is_input: bool = True) -> Run:
-    """y = set(x) with x [6, 4] cut along `axis`, y replicated."""
+    """A program y = set(x), with x [6, 4] cut along `axis` and y replicated."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = define_tensor([-1, -1], contiguous, models.DataType.Double)
@@ -89,7 +89,7 @@ def test_a_declared_memory_order_is_kept_by_a_copy_behind() -> None:
 
 @pytest.mark.parametrize(("axis", "expected"), [(0, 0), (1, 1)])
 def test_reduce_scatter_of_a_linear_scatters_the_outermost_axis(axis: int, expected: int) -> None:
-    """torch writes the partial product row-major: another axis needs a copy."""
+    """torch writes the partial product row-major, so scattering another axis needs a copy."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"x": [-1, 8], "w": [6, 8]})
@@ -131,7 +131,9 @@ def test_every_reduction_kind(kind: str, scatter: bool) -> None:
 
 
 def test_two_dimensions_are_gathered_one_after_the_other() -> None:
-    """2-D cut to replicated is two allgathers, over the rows and then the columns of the mesh."""
+    """A tensor cut along both mesh dimensions is gathered by two allgathers: rows, then
+    columns.
+    """
     m = mesh(2, 2)
     fusion = Fusion()
     with FusionGuard(fusion):
@@ -166,7 +168,7 @@ def test_a_contraction_cut_twice_is_summed_over_mesh_x_then_mesh_y() -> None:
 
 
 def test_consumers_share_a_gathered_copy() -> None:
-    """Sequence-parallel x feeds q, k and v: one allgather."""
+    """The sequence-parallel x is read by q, k and v, and gathered once."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"x": [-1, 8], "q": [4, 8], "k": [4, 8], "v": [4, 8]})

@@ -1,4 +1,4 @@
-"""A communication sends dense memory in the declared order: a kernel packs any other view."""
+"""Collectives send dense memory in the declared order; a kernel packs views that are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def cut(tv: TensorView, axis: int | None) -> None:
 
 
 def run_on_two(define: object, given: list[torch.Tensor], want: torch.Tensor) -> str:
-    """Runs on two simulated ranks; compares every shard exactly; returns the program's text.
+    """Runs a program on two simulated ranks, compares each shard exactly, returns the program's
+    text.
 
     `define(fd)` returns the inputs and the output, with their cuts.
     """
@@ -105,7 +106,7 @@ def test_other_views_that_are_sent(what: str) -> None:
 
     text = run_on_two(define, [whole], want.contiguous())
     assert "Allgather" in text
-    # What is dense already is sent as it is.
+    # A tensor that is dense already is sent without a copy.
     assert ("LaunchKernel" in text) == (what not in ("squeeze", "broadcast"))
 
 
@@ -114,9 +115,9 @@ def test_other_views_that_are_sent(what: str) -> None:
 def test_heads_of_a_column_parallel_linear_are_gathered(
     order: list[int], target: int | None
 ) -> None:
-    """Attention with sequence cuts: linear, reshape to heads, permute, another axis cut.
+    """Attention cut along the sequence: linear, reshape to heads, permute, cut of another axis.
 
-    Heads, sequence, batch in this order were sent in the order of the linear's memory.
+    In the order heads, sequence, batch, the data was once sent in the memory order of the linear.
     """
     b, s, heads, width = 2, 4, 2, 3
     x_whole = torch.randint(-3, 4, (b, s, 5)).float()
@@ -143,7 +144,7 @@ def test_heads_of_a_column_parallel_linear_are_gathered(
 def test_expanded_axes_are_resharded_without_their_copies(
     source: int | None, target: int | None, computed: bool
 ) -> None:
-    """x is [4, 6 expanded]: a cut of axis 1 moves nothing, every rank holds the one element."""
+    """A cut of an expanded axis moves no data: each rank has the one element of it."""
     whole = torch.randn(4, 1).expand(4, 6)
 
     def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:
@@ -163,8 +164,10 @@ def test_expanded_axes_are_resharded_without_their_copies(
 def test_a_contraction_over_expanded_axes_that_are_cut(
     op: str, cuts: tuple[int | None, int | None]
 ) -> None:
-    """The product of two expanded axes sums over them, so that cutting one makes partial sums; it
-    was taken for a product over an axis of size 1, and torch refused the shards."""
+    """The product of two expanded axes sums over all their elements, so a cut makes partial sums.
+
+    It was once taken for a product over an axis of size 1, and torch refused the shards.
+    """
     left = torch.randint(-4, 5, (2, 1)).float().expand(2, 6)
     right = torch.randint(-4, 5, (1, 4)).float().expand(6, 4)
     if op == "linear":
@@ -188,7 +191,9 @@ def test_a_contraction_over_expanded_axes_that_are_cut(
 
 @pytest.mark.parametrize("op", ["max", "sum"])
 def test_a_partial_reduction_of_an_expanded_tensor(op: str) -> None:
-    """No scheduler took the reduction of a shard, whose result the device axis broadcast."""
+    """No scheduler accepted the reduction of a shard of a tensor broadcast along the device
+    axis.
+    """
     whole = torch.randint(-9, 10, (1, 4, 8)).float().expand(12, 4, 8)
 
     def define(fd: FusionDefinition) -> tuple[list[TensorView], TensorView]:

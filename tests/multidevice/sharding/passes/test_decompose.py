@@ -1,4 +1,4 @@
-"""Sharded programs: what is communicated, and that all ranks together equal torch."""
+"""The collectives of sharded programs; the results of all ranks together equal torch's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_replicated_bias_of_a_column_parallel_linear_is_sliced() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 2, 2)])
 def test_sequence_parallel_mlp(shape: tuple[int, ...]) -> None:
-    """x and out cut along the sequence: allgather before, reduce-scatter after."""
+    """x and out are cut along the sequence: an allgather before, a reduce-scatter after."""
     model = models.mlp()
     t, m = model.tensors, mesh(*shape)
     count = m.size_of(X)
@@ -138,7 +138,7 @@ def math_of(fusion: Fusion) -> list[str]:
 
 
 def linear_fusion(dtype: DataType, *, axis: int, bias: bool) -> Fusion:
-    """out = linear(x [-1, 8], w [6, 8], b [6]), x and w cut along `axis`."""
+    """A program out = linear(x [-1, 8], w [6, 8], b [6]) with x and w cut along `axis`."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t = models.inputs({"x": [-1, 8], "w": [6, 8]} | ({"b": [6]} if bias else {}), dtype)

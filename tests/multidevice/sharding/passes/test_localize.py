@@ -1,4 +1,4 @@
-"""Local fusions: the op on shards is the shard of the op; text of what changes."""
+"""Local fusions compute on shards the shard of the result; only some constants change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.rank_by_rank import X, Y, mesh, shard_axis
 
 
 def softmax_merge(x: TensorView) -> TensorView:
-    """[b, heads, s, d] -> softmax -> [b, s, heads * d]."""
+    """A program: softmax of [b, heads, s, d], permuted and reshaped to [b, s, heads * d]."""
     y = ops.permute(models.softmax(x), [0, 2, 1, 3])
     return ops.reshape(y, [y.size(0), y.size(1), 24])
 
@@ -119,7 +119,7 @@ def test_text_of_a_local_reshape() -> None:
 
 
 def test_sizes_among_the_operands_are_local_too() -> None:
-    """torch would clamp or ignore them; a kernel takes them at their word."""
+    """Size operands of slice, expand and full become local sizes: kernels do not clamp them."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x = models.inputs({"x": [8, 6]})["x"]

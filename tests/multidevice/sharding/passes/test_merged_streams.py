@@ -1,5 +1,8 @@
-"""Blocks of merged axes by brute force: the steps have the elements of the blocks, in order, and
-what is refused has a block that is no box."""
+"""Blocks of merged axes, compared with a listing of all their elements.
+
+The steps have the elements of the blocks, in order. A program is refused only if one of its blocks
+is not a box.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Element = tuple[int, ...]
 
 
 def blocks_of(sizes: tuple[int, ...], n: int) -> list[list[Element]]:
-    """Returns the elements of each block, those without any left out."""
+    """Returns the elements of each block; empty blocks are left out."""
     every = list(itertools.product(*map(range, sizes)))
     length = math.ceil(len(every) / n)
     return [every[k : k + length] for k in range(0, len(every), length)]
@@ -34,7 +37,7 @@ def is_box(block: list[Element]) -> bool:
 
 
 def steps_of(tv: TensorView, sizes: tuple[int, ...]) -> Iterator[list[Element]]:
-    """Yields the elements of each step that has some."""
+    """Yields the elements of each step that is not empty."""
     counts: dict[int, int] = {}
     for number, cut in stream_cuts(tv):
         assert isinstance(cut.count, int)

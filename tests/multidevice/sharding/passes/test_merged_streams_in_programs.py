@@ -1,4 +1,6 @@
-"""Stream axes that merge others, through `fd.execute`: a step is an element of each of them."""
+"""Stream axes that are merges of axes, in whole programs: a step has one element of each
+axis.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 def merge(tv: TensorView, *axes: int) -> int:
-    """Merges loop axes, outermost first; return where the merged axis is."""
+    """Merges loop axes, listed outermost first; returns the position of the merged axis."""
     handles = [tv.axis(a) for a in axes]
     at = axes[0]
     for handle in handles[1:]:
@@ -38,7 +40,7 @@ def merge(tv: TensorView, *axes: int) -> int:
 
 
 def stream(tv: TensorView, *axes: int, split: int | None = None) -> TensorView:
-    """Puts the merge of axes on stream, or `split` blocks of it."""
+    """Makes the merge of axes, or `split` blocks of it, a stream axis."""
     at = merge(tv, *axes)
     if split is not None:
         tv.outer_split(at, split)
@@ -48,7 +50,7 @@ def stream(tv: TensorView, *axes: int, split: int | None = None) -> TensorView:
 
 @dataclass(frozen=True)
 class Case:
-    """`define` takes the operands, of symbolic extents but for those that `constant` names."""
+    """A program with symbolic extents, or constant ones if `constant`, and its torch meaning."""
 
     define: Callable[..., TensorView | list[TensorView]]
     meaning: Callable[..., Any]
@@ -264,7 +266,9 @@ CASES = {
 
 
 def sizes(case: Case) -> list[list[list[int]]]:
-    """Returns the shapes to run on: as they are, others, and with extents of 1 and 0."""
+    """Returns the shapes to run on: the given ones, larger ones, and ones with extents of 1
+    and 0.
+    """
     if case.constant:
         return [[list(s) for s in case.shapes]]
     first = case.shapes[0]
@@ -305,8 +309,9 @@ def test_merged_streams(name: str) -> None:
 
 @pytest.mark.parametrize("order", ["pm", "mp", "mn", "nmp", "pmn"])
 def test_slices_of_one_operand_are_those_of_their_own_loop(order: str) -> None:
-    """Of an operand that lacks the other axis, steps over rows and steps over merged axes have
-    slices that look alike."""
+    """Two loops slice an operand that lacks the other axis; equal-looking slices are not
+    shared.
+    """
     made: dict[str, Callable[[Any, TensorView, TensorView], TensorView]] = {
         "p": lambda o, x, b: stream(o.add(x, b), 0),
         "m": lambda o, x, b: stream(o.mul(x, b), 0, 1),
@@ -359,7 +364,7 @@ def test_a_step_has_one_part_of_its_number_for_each_merged_axis() -> None:
 
 
 def test_the_order_of_a_merge_makes_another_program() -> None:
-    """Programs are found by their definition: what follows from loop axes alone counts as well."""
+    """The cache of programs distinguishes definitions that differ in their loop axes alone."""
     texts: list[str] = []
     for axes in ((0, 1), (1, 0)):
         fd = definition(Case(lambda o, x, a=axes: stream(o.set(x), *a), lambda x: x, X3))
@@ -472,9 +477,12 @@ def shard(t: torch.Tensor, axis: int | None, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class OnMesh:
-    """`cuts`: which axis of each input, and last of the result, is cut over two ranks; `merged` are
-    the logical axes that are merged, the last one in `blocks` if any. `moves`: what is communicated
-    in steps."""
+    """A program on two ranks.
+
+    `cuts` lists the axis along which each input, and last the result, is cut. `merged` lists the
+    logical axes that are merged, the last one in `blocks` if given. `moves` lists the
+    communications in the loop.
+    """
 
     define: Callable[..., TensorView]
     meaning: Callable[..., torch.Tensor]
@@ -548,7 +556,7 @@ def test_merged_streams_on_a_mesh(name: str, is_symbolic: bool, late: tuple[str]
             tv.outer_split(axis, 2)
             tv.axis(axis).parallelize(X)
     cut = case.cuts[-1]
-    # What the devices leave of an axis stands behind their part.
+    # The split for the devices puts the device axis first, and the rest of the axis behind it.
     merged = [a + (cut is not None and cut <= a) for a in case.merged]
     if case.blocks is not None:
         y.outer_split(merged[-1], case.blocks)
@@ -570,7 +578,7 @@ def test_merged_streams_on_a_mesh(name: str, is_symbolic: bool, late: tuple[str]
     loops = [op for op in program.ops if isinstance(op, ForLoop)]
     inside = [op for loop in loops for op in walk(loop.body) if isinstance(op, Communication)]
     assert [op.type for op in inside] == list(case.moves)
-    # What is sent is dense, wherever the merged axes lie.
+    # The tensors that are sent are dense, whichever axes are merged.
     assert all(is_contiguous(tv) for op in inside for tv in (op.inp, op.out))
 
 

@@ -1,4 +1,6 @@
-"""Cuts of the axes that an op sums over: never taken for cuts of its result in silence."""
+"""A cut of an axis that is summed makes partial sums, and is never taken for a cut of the
+result.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Reductions in steps: every step has a part, be it of a shorter block or of none, and their sum
-comes after the loop."""
+"""Reductions in the steps of a loop: partial sums of each block, added after the loop.
+
+Blocks may be shorter than others, or empty.
+"""
 
 from __future__ import annotations
 

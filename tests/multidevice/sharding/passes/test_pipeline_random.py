@@ -1,4 +1,6 @@
-"""Random programs under random annotations: all ranks together equal the unsharded program."""
+"""Random programs with random annotations: the results of all ranks equal the unsharded
+program's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""In-place updates of sharded inputs: communication into a buffer, old values for all others."""
+"""In-place updates of sharded inputs: received into a buffer first, so that readers see old
+values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from fuser import FusionDefinition, ParallelType, multidevice
 from fuser.support.errors import FuserError
 
 CUTS = (None, 0, 1)
-# What is written into y: how it is defined, and torch's meaning.
+# The value written into y: how the program defines it, and the same in torch.
 Row = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], torch.Tensor]]
 ROWS: dict[str, Row] = {
     "add": (lambda ops, x, y: ops.add(x, y), lambda x, y: x + y),
@@ -38,7 +40,7 @@ def part(x: torch.Tensor, axis: int | None, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("both", [False, True])
 def test_updates_of_shards(name: str, both: bool) -> None:
-    """y is updated, from x and y placed in every way; x too, or what it would be is returned."""
+    """Updates y from x and y with every pair of cuts; with `both`, x is updated too."""
     define, meaning = ROWS[name]
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randint(-3, 4, (4, 4), generator=generator).float() for _ in range(2))

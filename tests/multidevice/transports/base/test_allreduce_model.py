@@ -1,7 +1,7 @@
-"""The allreduce over mapped memory: its kernel on the CPU, with threads as ranks, and its texts.
+"""Tests of the allreduce kernel over mapped memory: it runs on the CPU with threads as ranks.
 
-A launch of a rank waits for those of the others, so that ranks run side by side. What only GPUs can
-show is in `tests/gpu/multidevice/test_allreduce_kernel.py`.
+A rank's launch waits for the launches of the others, so the ranks run side by side. Tests that need
+GPUs are in `tests/gpu/multidevice/test_allreduce_kernel.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def reductions(dtype: torch.dtype) -> list[RedOp]:
 
 
 class Team:
-    """Ranks as threads; each has an area and a report."""
+    """Ranks as threads; each has shared memory (an area) and a failure report."""
 
     def __init__(self, size: int, *, limit_ns: int = LIMIT_NS) -> None:
         self.size, self.limit_ns = size, limit_ns
@@ -105,7 +105,7 @@ class Team:
             thread.join()
 
     def epochs(self) -> set[int]:
-        """The counters of all blocks of all ranks."""
+        """Returns the kernel counters of all blocks of all ranks."""
         found = [area[: 4 * MAX_BLOCKS].view(torch.int32).tolist() for area in self.areas]
         return set(itertools.chain(*found))
 
@@ -113,7 +113,7 @@ class Team:
 def check(
     team: Team, dtype: torch.dtype, op: RedOp, count: int, shape: Shape | None = None
 ) -> None:
-    """One allreduce of fresh data: right, the same bits on all ranks, and nothing else written."""
+    """Runs one allreduce on fresh data: right, equal bits on all ranks, and no other write."""
     salt = random.randrange(1 << 20)
     inps = [collectives.values(r, count, dtype, salt) for r in range(team.size)]
     kept = [x.clone() for x in inps]
@@ -168,7 +168,7 @@ def test_eight_ranks(seeded: int) -> None:
     [(1 << 16, Way.PACKETS), (1 << 18, Way.ONE_SHOT), (1 << 21, Way.TWO_SHOTS)],
 )
 def test_the_shapes_that_are_chosen(seeded: int, nbytes: int, way: Way) -> None:
-    """Integers have no value that may stand for "not here"."""
+    """Integers use flags, because none of their values can mean "not here yet"."""
     in_words = {Way.TWO_SHOTS: Way.TWO_OF_WORDS}.get(way, Way.ONE_OF_WORDS)
     team = Team(4)
     for dtype, expected in ((torch.int32, way), (torch.bfloat16, in_words)):
@@ -180,7 +180,7 @@ def test_the_shapes_that_are_chosen(seeded: int, nbytes: int, way: Way) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_kernels_that_follow_one_another(seeded: int, size: int) -> None:
-    """Ranks may be a kernel apart: no data of one is taken for another's, whatever the shapes."""
+    """Ranks may be one kernel apart; data of one kernel is never taken for another's."""
     team, chance = Team(size), random.Random(seeded)
     plan: list[tuple[int, Shape]] = []
     for _ in range(200):
@@ -240,7 +240,7 @@ def test_nan_is_kept(dtype: torch.dtype, op: RedOp) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("way", [Way.ONE_OF_WORDS, Way.TWO_OF_WORDS])
 def test_no_bits_of_a_float_are_taken_for_what_has_not_come(way: Way, dtype: torch.dtype) -> None:
-    """All ones, which are sent as another NaN, and all zeros; the ranks have the same bits."""
+    """Any float can be sent, also the NaN whose bits mark missing data; ranks get equal bits."""
     team = Team(3)
     for bits in (-1, 0, 0x0000FFFF, -65536):
         inps = [torch.full((70,), bits, dtype=torch.int32).view(dtype) for _ in range(3)]
@@ -264,7 +264,7 @@ def test_an_int32_sum_wraps_around() -> None:
 
 @pytest.mark.parametrize("way", Way)
 def test_who_does_not_come_is_reported(way: Way) -> None:
-    """Also the kernels that follow end, at once."""
+    """An absent rank is reported, and kernels launched afterwards end at once."""
     team = Team(3, limit_ns=5 * 10**8)
     inps = [torch.ones(100) for _ in range(3)]
     outs = [torch.zeros(100) for _ in range(3)]
@@ -278,7 +278,7 @@ def test_who_does_not_come_is_reported(way: Way) -> None:
 
 
 def test_what_the_areas_have_room_for() -> None:
-    """Every message that a team takes fits, by brute force over sizes near the borders."""
+    """Every message that a team accepts fits; all sizes near the limits are tried."""
     for size in range(2, allreduce_model.MAX_RANKS + 1):
         layout = Layout.of(size)
         assert layout.flags_at >= 4 * (3 * MAX_BLOCKS + 1)
@@ -311,7 +311,9 @@ def test_what_the_areas_have_room_for() -> None:
 
 
 def test_all_kernels_compile_for_the_gpu() -> None:
-    """Every dtype, reduction and way of two ranks, and of more what has the most of everything."""
+    """All dtypes, reductions and algorithms for two ranks, and the largest ones for more
+    ranks.
+    """
     sources = [
         allreduce_source(2, dtype, op, way)
         for dtype in DTYPES
@@ -329,7 +331,7 @@ LAST, FIRST = 0xFFFFFFFD, 2
 
 
 def set_epoch(team: Team, epoch: int) -> None:
-    """Lets the next kernel be the one after this epoch."""
+    """Sets the counter of kernels, so that the next kernel has the number after this one."""
     for area in team.areas:
         area[: 4 * MAX_BLOCKS].view(torch.int32).fill_(epoch - (epoch >> 31 << 32))
 
@@ -337,7 +339,7 @@ def set_epoch(team: Team, epoch: int) -> None:
 @pytest.mark.parametrize("way", WITH_FLAGS)
 @pytest.mark.parametrize("epoch", [(1 << 31) + 5, LAST - 2, LAST - 1, LAST])
 def test_what_was_never_written_has_not_come(epoch: int, way: Way) -> None:
-    """Neither after billions of kernels nor when their numbers begin anew."""
+    """Memory that was never written counts as missing, also after billions of kernels."""
     team = Team(2, limit_ns=10**8)
     set_epoch(team, epoch)
     inps, outs = ([make(100) for _ in range(2)] for make in (torch.ones, torch.zeros))
@@ -348,7 +350,9 @@ def test_what_was_never_written_has_not_come(epoch: int, way: Way) -> None:
 
 @pytest.mark.parametrize("way", Way)
 def test_the_numbers_of_kernels_begin_anew(seeded: int, way: Way) -> None:
-    """And what kernels of the same numbers have left is not taken for the data of new ones."""
+    """After the kernel counter wraps around, old data with equal numbers is not taken for new
+    data.
+    """
     del seeded
     team = Team(3)
     set_epoch(team, LAST - 4)

@@ -1,4 +1,4 @@
-"""The table of collectives: each row in programs, on simulated ranks and in jobs of processes."""
+"""Tests of each row in the table of collectives: in programs, on simulated ranks and in jobs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ alone = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs of it
 
 
 def program_of(row: Collective, members: int, *, surplus: int = 0) -> HostIrContainer:
-    """Returns a program of one collective, on tensors that every member has as they are; the result
-    has `surplus` elements too many."""
+    """Returns a program of one collective on replicated tensors.
+
+    The result has `surplus` elements too many.
+    """
     mesh, program = DeviceMesh(range(members)), HostIrContainer()
     team = TeamOf(mesh, (ParallelType.mesh_x,))
     with program:

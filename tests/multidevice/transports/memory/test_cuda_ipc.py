@@ -1,5 +1,8 @@
-"""Memory that GPUs' processes map from each other: nothing is freed while it is mapped, and nothing
-is unmapped or freed while the device may use it. On a driver that only watches."""
+"""GPU memory that processes map from each other, on a stand-in for the driver.
+
+No memory is freed while another process maps it, and none is unmapped or freed while the device may
+use it.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +191,7 @@ def test_no_memory_is_an_error_with_numbers(
         mine.allocate(4 * MB)
     del x
     gc.collect()
-    # What nobody holds goes first.
+    # Memory that nobody holds is given back before a new allocation fails.
     monkeypatch.setattr(cuda_ipc, "_NO_MEMORY_S", 20.0)
     assert mine.allocate(4 * MB).numel() == 4 * MB
     assert driver.log[-3:] == ["idle", "free", "allocate"]

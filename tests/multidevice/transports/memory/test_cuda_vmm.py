@@ -1,5 +1,7 @@
-"""Shards of GPUs mapped side by side, on a driver whose memory is files of the host: what is seen,
-and in which order memory is mapped, unmapped and given back."""
+"""Shards of several GPUs mapped side by side, on a stand-in for the driver.
+
+The tests check what is seen, and in which order memory is mapped, unmapped and given back.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def place_of(shards: GpuShards, tensor: torch.Tensor, rank: int = 0) -> MemoryLo
 
 
 def test_a_row_copies_nothing(driver: Driver) -> None:
-    """What a member writes later shows in memory that was mapped before, in the order of ranks."""
+    """A write by one rank is seen through a mapping made earlier; ranks are in the given
+    order.
+    """
     ranks = [shards_on(driver) for _ in range(3)]
     parts = [s.empty(2 * UNIT, 0).fill_(k) for k, s in enumerate(ranks, 1)]
     places = [place_of(ranks[k], parts[k], k) for k in (2, 0, 1)]
@@ -90,7 +94,7 @@ def test_other_memory_has_no_place(driver: Driver) -> None:
 
 
 def meeting(shards: GpuShards, tensor: torch.Tensor, others: list[Any]) -> torch.Tensor:
-    """Returns what this rank, 0, finds with others that tell this."""
+    """Returns the view that rank 0 gets if the other ranks send this information."""
 
     def exchange(mine: bytes, team: object) -> list[bytes]:
         first = json.loads(mine)

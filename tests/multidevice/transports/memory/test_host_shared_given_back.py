@@ -1,4 +1,4 @@
-"""Memory that peers map goes when the programs that used it have gone, on each rank by itself."""
+"""Memory that peers map is given back when the programs that used it have been dropped."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_somebody_holds_stays_and_the_rest_goes() -> None:
 
 
 def test_nothing_goes_while_no_program_has_gone() -> None:
-    """What a program uses in each run is taken from the system once."""
+    """Memory that a program uses in each run is taken from the system once."""
     memory, places = SharedMemory(), set[object]()
     for _ in range(5):
         place = memory.name_of(memory.empty(1 << 20))
@@ -87,7 +87,9 @@ def test_nothing_goes_while_no_program_has_gone() -> None:
 def test_a_file_under_the_number_of_another_is_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A piece is closed, and the next one gets the same number from the system."""
+    """A file is closed and the system gives its number to the next one; a reader must map
+    anew.
+    """
     monkeypatch.setattr(host_shared, "_CHUNK_NBYTES", 1 << 16)
     memory, reader = SharedMemory(), SharedMemory()
     values: list[float] = []
@@ -107,7 +109,7 @@ def test_a_file_under_the_number_of_another_is_told_apart(
 
 
 def test_a_steady_run_takes_no_memory_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent lies in the arena: in memory that peers can map, always in the same place."""
+    """Tensors to send lie in the arena, which peers can map, at the same place in each run."""
     made = list[int]()
     before = SimulatedPeers.empty
 
