@@ -1,1 +1,1 @@
-"""Tests that need a CUDA device, by package; everything in this folder has the mark `gpu`."""
+"""Tests that need a CUDA device, by package; all tests in this folder have the mark `gpu`."""

@@ -1,1 +1,3 @@
-"""Tests of the repository itself: pages, packages, imports, and the tests' own fixtures."""
+"""Tests of the repository itself: documents, packages, imports, and the fixtures of the
+tests.
+"""

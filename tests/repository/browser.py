@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol without further packages.
+"""Drives a headless Chromium over its DevTools protocol, without further packages.
 
 Chromium reads commands from file descriptor 3 and writes answers and events to descriptor 4, as
 JSON texts that end in a zero byte (`--remote-debugging-pipe`).
@@ -32,7 +32,7 @@ _SETTLED = "new Promise(done => requestAnimationFrame(() => requestAnimationFram
 
 
 class Tab:
-    """One tab of a browser: loads pages, evaluates JavaScript in them, counts their requests."""
+    """A browser tab: it loads pages, evaluates JavaScript in them, and counts their requests."""
 
     def __init__(self, process: subprocess.Popen[bytes], commands: int, answers: int) -> None:
         self.requests: list[str] = []
@@ -49,7 +49,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
-        """Sends a command and returns its result; events that come before it are noted."""
+        """Sends a command and returns its result; notes the events that arrive before it."""
         self._number += 1
         message: dict[str, object] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -61,14 +61,14 @@ class Tab:
         return answer["result"]
 
     def load(self, url: str) -> None:
-        """Loads a page, and waits until its scripts and pictures are loaded and it is drawn."""
+        """Loads a page and waits until it is drawn, with all scripts and pictures."""
         self.call("Page.navigate", url=url)
         while self._receive().get("method") != "Page.loadEventFired":
             pass
         self.evaluate(_SETTLED)
 
     def evaluate(self, expression: str) -> Any:
-        """Returns the value of a JavaScript expression; a promise is awaited."""
+        """Returns the value of a JavaScript expression, and awaits promises."""
         found = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -76,7 +76,7 @@ class Tab:
         return found["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Returns the value of an expression as soon as it is true."""
+        """Waits until an expression is true, and returns its value."""
         end = time.monotonic() + HANG_S
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < end, f"never true: {expression}"
@@ -84,7 +84,7 @@ class Tab:
         return value
 
     def resize(self, width: int, height: int = 900) -> None:
-        """Gives the window a size in CSS pixels."""
+        """Sets the window's size in CSS pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -94,7 +94,7 @@ class Tab:
         )
 
     def prefer(self, scheme: str) -> None:
-        """Prefers a colour scheme, `light` or `dark`, as a setting of the system does."""
+        """Makes the system prefer a colour scheme, `light` or `dark`."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
@@ -116,7 +116,7 @@ class Tab:
 
 @contextmanager
 def open_tab(folder: Path) -> Iterator[Tab]:
-    """Starts Chromium with a profile in a folder, yields a tab of it, and ends it."""
+    """Starts Chromium with a profile in a folder, yields a tab, and ends it."""
     assert CHROMIUM is not None
     from_test, commands = os.pipe()
     answers, to_test = os.pipe()

@@ -1,17 +1,20 @@
-"""The code blocks of the pages for users, and how tests run them.
+"""The code blocks of the documents, and how tests run them.
 
-The language of a block says what happens to it. `python` and `bash` are run; `cpp`, and `text` in
-the steps of CONTRIBUTING.md, are edits. A second word says why a block is not run (`NOT_RUN`).
+A block's language decides how it is tested. `python` and `bash` blocks are run. `cpp` blocks, and
+`text` blocks in the steps of CONTRIBUTING.md, are edits. A second word after the language says why
+a block is not run (`NOT_RUN`).
 
-The tutorials and the how-to guides are *walked*: one folder per page, all blocks in
-order, as a reader does it.
+Tutorials and how-to guides are *walked*: all blocks of a page are performed in order in one folder,
+as a reader would.
 
 - A `python` block after "Save this as `NAME.py`" becomes that file.
-- A `diff` block changes the first file that the paragraph before it names, into the last one.
-- A `text` block has to be among what the blocks before it printed or wrote, line by line or, where
-  the page wraps lines, as a whole. A second word says why nothing on the page prints it.
+- A `diff` block changes the first file named in the paragraph before it into the last one.
+- The lines of a `text` block must be in the output, or in the files, of the blocks before it. Where
+  the page wraps lines, the block is compared as a whole. A second word after `text` says why
+      nothing
+  on the page prints it.
 
-The other pages are run section by section, and their `text` blocks are not compared.
+On other pages each section is run by itself, and `text` blocks are not compared.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: where it begins, its language, why it is not run, its text."""
+    """A code block: its page and line, its language, its text, and why it is not run, if so."""
 
     page: str
     section: str
@@ -89,21 +92,22 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def first_program() -> str:
-    """Returns the program that README's commands call first.py."""
+    """Returns the program that the README calls first.py."""
     return next(b.text for b in blocks("README.md") if b.section == "A first program")
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder what a reader has: the tree, and the first program."""
+    """Gives a folder what a reader has: the source tree and the first program."""
     for name in ("examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "first.py").write_text(first_program())
 
 
 def walk(page: str, folder: Path) -> str:
-    """Does what a page says, in a folder; returns what its blocks print.
+    """Performs the blocks of a page in a folder; returns what they print.
 
-    Raises AssertionError where a command fails, and where a shown text was not printed.
+    Raises:
+        AssertionError: a command failed, or the text of a block was not printed.
     """
     make_folder(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -127,7 +131,7 @@ def walk(page: str, folder: Path) -> str:
 
 
 def _missing(shown: str, printed: str) -> list[str]:
-    """Returns the lines of a text that were not printed; none where it was printed in one piece."""
+    """Returns the lines of a text that were not printed; none if it was printed as a whole."""
     if " ".join(shown.split()) in " ".join(printed.split()):
         return []
     lines = {" ".join(line.split()) for line in printed.splitlines()}
@@ -135,7 +139,7 @@ def _missing(shown: str, printed: str) -> list[str]:
 
 
 def _change(block: Block, folder: Path) -> None:
-    """Applies a diff whose parts, between lines `...`, have no numbers of lines."""
+    """Applies a diff whose hunks are separated by `...` and have no line numbers."""
     files = re.findall(r"`(\w+\.py)`", block.before)
     text = (folder / files[0]).read_text()
     for part in re.split(r"^\.\.\.$\n", block.text, flags=re.MULTILINE):
@@ -148,7 +152,7 @@ def _change(block: Block, folder: Path) -> None:
 
 
 def run_python(block: Block, names: dict[str, Any]) -> str:
-    """Runs a program in a namespace; returns what it prints."""
+    """Runs a program in a namespace; returns its output."""
     printed = io.StringIO()
     # As far down as in the page, for the lines of errors.
     code = compile("\n" * block.line + block.text, block.page, "exec")
@@ -158,7 +162,7 @@ def run_python(block: Block, names: dict[str, Any]) -> str:
 
 
 def run_commands(block: Block, folder: Path) -> Iterator[tuple[str, str]]:
-    """Runs commands one after the other in a folder; yields each with what it prints."""
+    """Runs commands in order in a folder; yields each command with its output."""
     for line in block.text.replace("\\\n", "").splitlines():
         code, printed = _run_line(line, folder)
         expected = re.search(r"# exit code (\d)", line)
@@ -168,7 +172,7 @@ def run_commands(block: Block, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _run_line(line: str, folder: Path) -> tuple[int, str]:
-    """Runs one command; `python -m hostir` runs here, which saves the start of an interpreter."""
+    """Runs one command; `python -m hostir` runs in this process, which is faster."""
     command = re.sub(r"(?<!\S)(\.venv/bin/)?python(?= )", sys.executable, line)
     command = re.sub(r"(?<!\S)(\.venv/bin/)?mpirun(?= )", str(MPIRUN), command)
     start = f"{sys.executable} -m hostir "

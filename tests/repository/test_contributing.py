@@ -101,7 +101,7 @@ def section(title: str) -> str:
 
 
 def insert(file: Path, anchor: str, text: str) -> None:
-    """Puts text behind the only line that has the anchor, as far to the right."""
+    """Inserts text after the only line with the anchor, at the same indentation."""
     lines = file.read_text().split("\n")
     (at,) = [i for i, line in enumerate(lines) if anchor in line]
     indent = re.match(r" *", lines[at])
@@ -112,7 +112,7 @@ def insert(file: Path, anchor: str, text: str) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what git has of the packages, tests, scripts and docs."""
+    """Copies the tracked files of packages, tests, scripts and docs."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("fuser", "multidevice", "hostir", "tests", "tools", "scripts", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -136,7 +136,7 @@ def run(tree: Path, *command: str, settings: Mapping[str, str] | None = None) ->
 
 
 def perform(tree: Path, title: str) -> str:
-    """Does the steps of a section; returns what its last command prints."""
+    """Performs the steps of a section; returns the output of its last command."""
     text = section(title)
     edits, files, (commands,) = _EDIT.findall(text), _FILE.findall(text), _COMMANDS.findall(text)
     assert len(edits) + len(files) + 1 == text.count("```") / 2, "each block is a step"

@@ -1,4 +1,4 @@
-"""Every code block of the pages for users runs, or says why it does not."""
+"""Every code block of the documents runs, or says why it does not."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ SHOWN = (
 
 
 def _assert_shown(page: str, section: str, printed: str, folder: Path) -> None:
-    """Asserts that the programs of a section have printed each line of its text blocks."""
+    """Asserts that the programs of a section printed each line of its text blocks."""
     lines = [line.strip() for line in _lines(printed, folder)]
     for block in _ALL:
         if (block.page, block.section, block.language) != (page, section, "text"):
@@ -204,7 +204,7 @@ def test_a_block_says_what_it_is(block: Block) -> None:
 
 
 def test_blocks_that_are_not_run_are_few() -> None:
-    """And are the ones that the pages name: a word behind a language is no way out."""
+    """Lists all blocks that are not run, so that nobody skips a block by adding a word."""
     found = [
         (b.page, b.text.split("\n")[0].split("#")[0].strip())
         for b in _ALL

@@ -1,4 +1,4 @@
-"""The examples of the README run as they stand."""
+"""The examples of the README run unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_streamed_linear(ranks: int, capsys: pytest.CaptureFixture[str]) -> None
 def test_traced_linear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And its timeline is drawn."""
+    """Runs the example, and draws its timeline."""
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
     monkeypatch.setattr(sys, "argv", ["traced_linear.py", str(trace), "--device", "cpu"])
     with simulate(2) as world:
@@ -57,13 +57,13 @@ def test_traced_linear(
 
 
 def listing() -> list[str]:
-    """Returns the README's listing of this program, without its comments."""
+    """Returns the README's listing of a program, without comments."""
     (block,) = re.findall(r"```text\n(  T3\[istream.*?)```", README.read_text(), re.DOTALL)
     return [re.split(r"(?<=\S)  +", line)[0] for line in block.splitlines()]
 
 
 def statements(text: str) -> list[str]:
-    """Returns the ops of a program, each in one line with the indentation that it has."""
+    """Returns the ops of a program, one line each, with their indentation."""
     found: list[str] = []
     for line in text.partition(" :\n")[2].partition("\n}")[0].splitlines():
         opened = sum(found[-1].count(o) - found[-1].count(c) for o, c in PAIRS) if found else 0
@@ -78,7 +78,9 @@ PAIRS = ("()", "{}", "[]")
 
 
 def pattern(line: str) -> str:
-    """Returns what matches the statement that the README shows: types, sizes and backends aside."""
+    """Returns a regular expression for a statement of the README, for any types, sizes and
+    backend.
+    """
 
     def tensor(found: re.Match[str]) -> str:
         axes = r"[^\]]*" if found[2] is None else re.escape(found[2]).replace(r"\.\.\.", r"[^\]]*")

@@ -1,4 +1,6 @@
-"""The example with Lightning Thunder: it runs where Thunder is installed, and says so where not."""
+"""The Lightning Thunder example runs if Thunder is installed, and otherwise says that it is
+not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "thunder_gpt_block.py"
 
 
 def test_a_gpt_block() -> None:
-    """In a process of its own: it gives modules other names."""
+    """Runs in a process of its own, because the example renames modules."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=HANG_S, check=False
     )

@@ -1,4 +1,6 @@
-"""Each fault that a trial found is held by a test, or by a benchmark that names its threshold."""
+"""Each fault listed in tests/findings.md is guarded by a test, or by a benchmark with a
+threshold.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,16 @@ _MARK = re.compile(r'mark\.finding\(\s*"([^"]+)"')
 
 
 def _rows() -> dict[str, str]:
-    """Returns what holds each fault of `findings.md`, by the fault's id."""
+    """Returns the test or benchmark that guards each fault of `findings.md`, by the fault's
+    id.
+    """
     lines = (ROOT / "tests" / "findings.md").read_text().splitlines()
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
     return {row[0]: row[2] for row in cells[2:]}
 
 
 def _marked() -> set[str]:
-    """Returns the ids that tests are marked with."""
+    """Returns the fault ids in the marks of tests."""
     files = (ROOT / "tests").rglob("test_*.py")
     return {name for file in files for name in _MARK.findall(file.read_text())}
 

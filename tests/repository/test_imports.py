@@ -1,4 +1,4 @@
-"""The import direction, and imports without CUDA and without MPI."""
+"""The allowed directions of imports, and imports without CUDA and without MPI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Checks the contracts of .importlinter on the packages of a folder."""
+    """Checks the contracts of .importlinter on the packages in a folder."""
     return subprocess.run(
         [
             *(sys.executable, "-c"),
@@ -162,7 +162,7 @@ assert multidevice.__name__ == "multidevice" and multidevice.__spec__.name == "m
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 def test_a_public_module_is_the_one_that_its_alias_names(alias: str) -> None:
-    """First imported by either name, and as an attribute of `fuser`; type checkers have a stub."""
+    """A module is the same under its public name and its alias, whichever is imported first."""
     program = f"""
 import importlib, importlib.util, sys
 import fuser

@@ -1,5 +1,7 @@
-"""The kernels of all test processes are compiled for sm_90a at the end, each once, and a refused
-one is named."""
+"""After the tests, the kernels of all test processes are compiled for sm_90a, each once.
+
+A kernel that NVRTC refuses is named.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def kernels(count: int, first: int = 0) -> dict[str, str]:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch, kernel_cache_dir: Path) -> Programs:
-    """The texts that NVRTC gets, with their options."""
+    """Records the texts that NVRTC gets, with their options."""
     given: Programs = []
     original = cuda_kernel._compile
 
@@ -66,7 +68,9 @@ def test_a_refused_kernel_is_named_and_comes_again(programs: Programs) -> None:
 
 
 def test_plain_loops_are_not_optimised(programs: Programs) -> None:
-    """No GPU runs them, and what g++ unrolls in vectors takes NVRTC most of a minute."""
+    """Loops for the CPU are compiled without optimization, which would take up to a minute
+    each.
+    """
     plain = KERNEL.replace("void", "void __launch_bounds__(1)")
     compile_for_hopper({plain.format(name="plain", value=1): "plain"} | kernels(2))
     assert {text.count("T0[0]"): options for text, options in programs} == {

@@ -1,4 +1,4 @@
-"""Inputs that tests move lie as they did: shown without a GPU, on torch's meta device."""
+"""Moved inputs keep their strides and offsets; tested without a GPU on torch's meta device."""
 
 from __future__ import annotations
 

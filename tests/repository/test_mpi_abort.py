@@ -98,7 +98,7 @@ CASES = {
 def run_two_ranks(
     folder: Path, sources: dict[str, str], *options: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the two-rank session that `sources` describes."""
+    """Runs a pytest session of two ranks on these source files."""
     filled = {place: sources.get(place, "pass") for place in PLACES}
     (folder / "test_it.py").write_text(TEST_FILE.format(**filled))
     (folder / "conftest.py").write_text(CONFTEST_FILE.format(**filled))

@@ -1,4 +1,6 @@
-"""The distribution: packages are all listed, data files travel, extras say what they should."""
+"""The distribution: it lists all packages, includes data files, and declares the right
+extras.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def project() -> dict[str, Any]:
 
 
 def source_files() -> list[Path]:
-    """Every file of the packages that belongs to the distribution, relative to the repository."""
+    """Returns the packages' files that belong to the distribution, relative to the
+    repository.
+    """
     return sorted(
         path.relative_to(REPOSITORY)
         for root in ROOTS
@@ -62,7 +66,7 @@ def test_name_license_and_dependencies(project: dict[str, Any]) -> None:
 
 
 def test_mpi_pytest_is_no_dependency(project: dict[str, Any]) -> None:
-    """mpi-pytest and pytest-mpi share an import name; only one may be installed."""
+    """mpi-pytest and pytest-mpi have the same import name, so only one may be installed."""
     extras = project["project"]["optional-dependencies"]
     assert not [
         item for items in extras.values() for item in items if item.startswith("mpi-pytest")
@@ -97,7 +101,7 @@ ABOUT = ("pyproject.toml", "README.md", "LICENSE")
 
 @pytest.mark.finding("F24")
 def test_sdist_holds_what_a_reader_needs(tmp_path: Path) -> None:
-    """Docs, examples, scripts, benchmarks and tests, beside the packages."""
+    """The sdist has docs, examples, scripts, benchmarks and tests besides the packages."""
     folders = (*ROOTS, "docs", "examples", "scripts", "benchmarks", "tests", "tools")
     pages = ("CONTRIBUTING.md", *ABOUT)
     made = build("sdist", tmp_path, (*pages, "MANIFEST.in"), folders)
@@ -169,7 +173,9 @@ print(run(), *{m.__file__ for m in (fuser, hostir)}, sep="\\n")
 
 
 def test_the_installed_wheel_runs_a_kernel(installed: Path, tmp_path: Path) -> None:
-    """With barriers, so that the engine, too, is compiled from what the wheel holds."""
+    """The kernel has barriers, so that the CPU runtime is compiled from files of the wheel,
+    too.
+    """
     out = run_outside(installed, installed, "-c", PROGRAM, FUSER_CACHE_DIR=str(tmp_path))
     ran, *files = out.split()
     assert ran == "True" and len(files) == 2
@@ -194,7 +200,7 @@ with FusionDefinition() as fd:
 
 
 def test_type_checkers_know_the_ops(installed: Path) -> None:
-    """In the installed wheel, of which they infer nothing that is not declared."""
+    """Type checkers get the ops' types from declarations in the installed wheel."""
     pytest.importorskip("pyright", reason="the group lint")
     program = installed.parents[1] / "typed.py"
     program.write_text(TYPED)

@@ -1,4 +1,4 @@
-"""docs/reference/api.md names everything that the packages export."""
+"""docs/reference/api.md lists everything that the packages export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/command-line.md names every command and option of `python -m hostir`."""
+"""docs/reference/command-line.md lists every command and option of `python -m hostir`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The page of differences from nvFuser: its names raise, and each of its differences is one."""
+"""The page of differences from nvFuser: names said to raise do raise, and differences are
+real.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ OBJECTS = {"a tensor": "tv", "a scalar": "scalar", "fuser.schedule": "fd.sched"}
 
 
 def table(title: str) -> list[list[str]]:
-    """Returns the rows of the table of a section."""
+    """Returns the rows of the table in a section."""
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
     return [re.split(r"(?<!\\) \| ", row) for row in rows[1:] if not row.startswith("---")]
@@ -70,7 +72,7 @@ def ran() -> FusionDefinition:
 
 
 def sharded(*, first: bool) -> FusionDefinition:
-    """A program that is annotated before, or after, its ops."""
+    """Returns a program that is annotated before its ops, or after them."""
     mesh = multidevice.DeviceMesh([0, 1])
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
@@ -96,7 +98,9 @@ def cuts(fd: FusionDefinition) -> list[int]:
 
 
 def placed(*, reshaped: bool = False, summed: bool = False) -> FusionDefinition:
-    """A program of [2, 6], cut along axis 1; with `summed`, only the sum over axis 0 is cut."""
+    """Returns a program on [2, 6], cut along axis 1, or with a cut sum over axis 0 if
+    `summed`.
+    """
     mesh, cut = [0, 1], [fuser.Replicate() if summed else fuser.Shard(1)]
     with FusionDefinition() as fd:
         x = fd.define_tensor([2, -1], contiguity=True, mesh=mesh, placements=cut)
@@ -115,7 +119,9 @@ def is_scalar_of(value: object) -> DataType:
 
 
 def takes_whole_floats() -> bool:
-    """Whether 2.0 is an extent, 2.5 is none, and a cast of 2.5 to Int is one."""
+    """Returns whether 2.0 is accepted as an extent, 2.5 is refused, and 2.5 cast to Int is
+    accepted.
+    """
     found: list[list[int]] = []
     for is_cast in (False, True):
         with FusionDefinition() as fd:

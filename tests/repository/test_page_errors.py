@@ -1,4 +1,4 @@
-"""docs/reference/errors.md names every error type once, and the errors of Python that each is."""
+"""docs/reference/errors.md lists every error type once, with its Python base classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--from-text` sees what the copies of programs do otherwise."""
+"""Tests that `--from-text` finds differences between programs and their copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def watch() -> Iterator[Watch]:
 
 
 def wrong_of(watch: Watch) -> str:
-    """Returns what differs, of copies and runs."""
+    """Returns the differences found in copies and in runs."""
     WATCHER.watch = None
     watch.settle(Counter())
     return "\n".join([*check_copies(watch, Counter()), *check_runs(watch)])
@@ -126,7 +126,7 @@ def test_steps_that_a_plan_lacks_or_has_twice_are_told(
     finish = Recorder.finish
 
     def so_often(recorder: Recorder, *args: Any) -> Plan:
-        """Returns the plan with each of its steps so many times."""
+        """Returns a plan with each of its steps repeated `times` times."""
         plan = finish(recorder, *args)
         recorder.generic[:] = [make for make in recorder.generic for _ in range(times)]
         return replace(plan, steps=tuple(step for step in plan.steps for _ in range(times)))
@@ -191,7 +191,7 @@ def test_programs_without_a_text_are_told(watch: Watch) -> None:
 def test_programs_that_a_rank_did_not_end_are_left_out(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an error on one of the ranks alone."""
+    """One rank failed in a program, so the copies are not run."""
     fd, other = sharded(across=False), by_hand()
     plain = ProgramEvaluator.run_known
 

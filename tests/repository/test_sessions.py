@@ -72,7 +72,7 @@ def test_marked(): ...
 
 
 def session(folder: Path, *options: str, **env: str) -> str:
-    """Runs pytest on a folder by the rules of the suite; returns what it prints."""
+    """Runs pytest on a folder with the suite's `conftest.py`; returns its output."""
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(folder), "-p", "tests.conftest", "-p", "no:cacheprovider"]
     done = subprocess.run(

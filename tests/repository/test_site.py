@@ -1,6 +1,6 @@
-"""The documentation site: it builds, its links and pictures are there, and a browser shows it well.
+"""The documentation site: it builds, its links and pictures exist, and a browser shows it well.
 
-The browser is Chromium, headless, at the widths of a desktop and of a phone.
+The browser is headless Chromium, at the widths of a desktop and of a phone.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3)
 
 
 def listed_pages() -> list[str]:
-    """Returns the pages of `nav` in mkdocs.yml, in order."""
+    """Returns the pages listed under `nav` in mkdocs.yml, in order."""
     _, _, nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
     return re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
 
 
 def address(page: str) -> str:
-    """Returns the address of a page in the site: `how-to/x.md` is at `how-to/x/`."""
+    """Returns a page's address in the site: `how-to/x.md` is at `how-to/x/`."""
     return re.sub(r"(^|/)index/$", r"\1", page.removesuffix(".md") + "/")
 
 
 class Resources(HTMLParser):
-    """Collects what the HTML of a page makes a browser fetch."""
+    """Collects the addresses that a browser fetches for the HTML of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -91,7 +91,9 @@ class Resources(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the site from a copy of its sources, as several tests may run at the same time."""
+    """Builds the site from a copy of its sources, because several tests may run at the same
+    time.
+    """
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "mkdocs.yml", folder)
@@ -113,7 +115,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(site: Path) -> Iterator[str]:
-    """Serves the site; gives its address."""
+    """Serves the site; yields its address."""
     handler = functools.partial(_SilentHandler, directory=str(site))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

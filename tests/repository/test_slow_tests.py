@@ -1,4 +1,4 @@
-"""The daily run leaves out what `slow.txt` names, which a script chooses by measured times."""
+"""The daily run leaves out the tests in `slow.txt`, which a script chooses by measured times."""
 
 from __future__ import annotations
 

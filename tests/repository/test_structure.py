@@ -1,7 +1,6 @@
-"""The structure of the source: rooms of a readable size, no import circle, one module per class
-name.
+"""The structure of the source: package sizes, no import cycles, one module per class name.
 
-The order of the rooms is checked by import-linter (`.importlinter`), lazy imports by ruff.
+import-linter checks the order of the packages (`.importlinter`); ruff checks for lazy imports.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def tree(module: str) -> ast.Module:
 
 
 def imports(source: ast.AST, known: Set[str]) -> Iterator[str]:
-    """Yields the modules that a source imports: at its top, in functions and for types alone."""
+    """Yields the modules that a source imports: at the top, in functions, and for types only."""
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -61,7 +60,7 @@ def importers() -> dict[str, set[str]]:
 
 
 def circles(edges: Mapping[str, Set[str]]) -> list[list[str]]:
-    """Returns the sets of modules that import one another, each sorted (Tarjan's algorithm)."""
+    """Returns the sets of modules that import each other, each sorted (Tarjan's algorithm)."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -149,7 +148,7 @@ def test_a_class_name_stands_in_one_module() -> None:
 
 
 def tables_of_host_ops(source: ast.AST) -> list[int]:
-    """Returns the lines of dict literals with two or more classes of host ops as keys."""
+    """Returns the lines of dict literals that have two or more classes of host ops as keys."""
     classes = {cls.__name__ for cls in HOST_OPS}
     return [
         node.lineno
@@ -174,7 +173,9 @@ def test_facts_of_host_ops_are_slots_of_their_classes() -> None:
 
 
 def test_a_package_says_its_question() -> None:
-    """Each room's docstring: its question, what may be imported, the files in reading order."""
+    """Each package docstring has a question, the allowed imports, and its files in reading
+    order.
+    """
     short: list[str] = []
     for module, path in modules().items():
         if path.name == "__init__.py" and "." in module:
@@ -200,7 +201,7 @@ _ALLOWED = {"fuser.ops.rows", *(f"multidevice.transports.{name}" for name in _CA
 
 
 def named_collective(node: ast.AST | None) -> Collective | None:
-    """Returns the row whose name, or the name of its method or constant, a literal is."""
+    """Returns the collective that a literal, a name or an attribute stands for, if any."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return _NAMES.get(node.value)
     if isinstance(node, ast.Name):
@@ -209,8 +210,11 @@ def named_collective(node: ast.AST | None) -> Collective | None:
 
 
 def collective_tables(source: ast.AST) -> list[tuple[int, list[str]]]:
-    """Returns line and collectives of each dict, tuple, list or sets that has two or more, and of
-    each function that compares something with two or more."""
+    """Returns the places in the code that list several collectives.
+
+    These are literals with two or more of them, and functions that compare a value with two or
+    more.
+    """
     found: dict[int, set[Collective | None]] = defaultdict(set)
     for node in ast.walk(source):
         if isinstance(node, ast.Dict):
@@ -243,7 +247,9 @@ def test_tables_of_collectives_are_found() -> None:
 
 
 def test_facts_about_collectives_stand_in_their_rows() -> None:
-    """A new collective is a row, and a line of each transport that carries it out."""
+    """A new collective needs only a row in the table, and a line in each transport that supports
+    it.
+    """
     found = {
         module: tables
         for module in modules()
@@ -271,7 +277,7 @@ READ_REGIONS = {
 
 
 def readers_of_regions(source: ast.AST, inside: str = "") -> Iterator[str]:
-    """Yields the innermost function around each use of a region."""
+    """Yields the innermost function around each use of a region of an op."""
     for node in ast.iter_child_nodes(source):
         name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else inside
         if isinstance(node, ast.Attribute) and node.attr in REGIONS:

@@ -1,1 +1,1 @@
-"""Tests of `scripts/` and `benchmarks/`, named after the script."""
+"""Tests of `scripts/` and `benchmarks/`; each file is named after the script."""

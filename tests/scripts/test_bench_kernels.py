@@ -1,4 +1,4 @@
-"""The patterns that `scripts/bench.py kernels` times, and what it does with them, without a GPU."""
+"""Tests, without a GPU, of the patterns that `scripts/bench.py kernels` times."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def named(value: object) -> str:
 
 
 def check(name: str, dtype: torch.dtype, options: list[str]) -> None:
-    """Compares with torch in float64; torch in the cell's own dtype must agree with that as
-    well."""
+    """Compares a pattern with torch in float64; so does torch's version in the cell's own
+    dtype.
+    """
     torch.manual_seed(0)
     pattern = PATTERNS[name]
     inputs = pattern.random(M, N, dtype, device="cpu")
@@ -224,8 +225,9 @@ def test_quack_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
 
 
 def test_quack_computes_what_a_pattern_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions take inputs and return results in orders of their own: a stand-in with these
-    signatures (quack-kernels 0.6.5) shows that each place is right."""
+    """Calls a stand-in for quack-kernels 0.6.5, whose functions have their own argument
+    orders.
+    """
 
     def softmax_fwd(x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x, -1)

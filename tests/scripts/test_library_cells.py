@@ -1,4 +1,4 @@
-"""The rows of `scripts/bench.py library`: one for each library op, equal to torch, on a CPU."""
+"""The rows of `scripts/bench.py library`: one per library op, with results equal to torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON_CPU = [(name, dtype) for name, row in LIBRARY.items() if row.runs_on_cpu for 
 
 @pytest.mark.finding("G36")
 def test_every_library_op_has_a_row() -> None:
-    """An op that torch carries out is timed beside torch's best call for it."""
+    """Each op that calls torch is timed against torch's best call for it."""
     missing = {cls.__name__ for cls in nodes_computed("library")}
     missing -= {row.node.__name__ for row in LIBRARY.values()}
     assert not missing, f"no row of kernel_patterns/library.py for {sorted(missing)}"

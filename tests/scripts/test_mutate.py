@@ -1,4 +1,6 @@
-"""Damaged texts and caches do no harm: a sample of what `scripts/mutate.py` does at length."""
+"""Damaged program texts and caches are refused: a small sample of what `scripts/mutate.py`
+tries.
+"""
 
 from __future__ import annotations
 

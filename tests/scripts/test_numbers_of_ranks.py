@@ -1,4 +1,4 @@
-"""Scripts under a launcher say at once which numbers of ranks they take."""
+"""Scripts under a launcher report at once if they cannot run on this number of ranks."""
 
 from __future__ import annotations
 

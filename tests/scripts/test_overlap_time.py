@@ -1,4 +1,6 @@
-"""benchmarks/overlap_time.py on CPU ranks: what it calls is right, and what it says of it."""
+"""Runs benchmarks/overlap_time.py on CPU ranks: its results are checked, and its report is
+right.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ pytestmark = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs 
 
 @pytest.fixture
 def overlap_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module."""
+    """Returns the script as a module."""
     for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
         monkeypatch.setenv(name, "1" if name.startswith("TORCH") else "0")
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
@@ -45,7 +47,7 @@ def overlap_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def rows_of(tmp_path: Path, program: Path, *args: str) -> list[dict[str, Any]]:
-    """Runs a job of two CPU ranks; returns the rows of its file."""
+    """Runs a job of two CPU ranks; returns the rows of the file that it writes."""
     file = tmp_path / "rows.jsonl"
     job = run_job("mpirun", 2, str(program), "--cpu", "--json", str(file), *args)
     assert job.code == 0, job.text

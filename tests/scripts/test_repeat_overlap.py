@@ -1,4 +1,4 @@
-"""`scripts/repeat_overlap.py` finds a form that once gives something else."""
+"""`scripts/repeat_overlap.py` reports a program that gives a different result in one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell scripts, with stand-ins for Python and mpirun that note how they are called."""
+"""The shell scripts, run with stand-ins for Python and mpirun that record their arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ exec "$@"
 
 
 def run(folder: Path, script: str, *args: str, **env: str) -> tuple[int, list[str], str]:
-    """Runs a script on a copy of the tree; returns its exit code, the calls and what it printed."""
+    """Runs a script on a copy of the tree; returns its exit code, the recorded calls and its
+    output.
+    """
     (folder / "scripts").mkdir(exist_ok=True)
     for name in ("setup.sh", "test.sh", "check.sh", "quickstart.sh"):
         shutil.copy(ROOT / "scripts" / name, folder / "scripts" / name)

@@ -1,1 +1,3 @@
-"""Shared helpers: programs with their torch meaning, stand-ins for hardware, runs on ranks."""
+"""Shared helpers of the tests: programs with their torch meaning, stand-ins for hardware,
+jobs.
+"""

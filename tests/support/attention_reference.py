@@ -1,4 +1,4 @@
-"""Attention and its gradients by brute force in float64, and definitions of it."""
+"""Attention and its gradients, computed in float64 from the definition; fusions of attention."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
@@ -35,7 +35,7 @@ def attend(
     scale: float | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output and log_sumexp of float64 operands, element by element of the definition."""
+    """Returns output and log_sumexp of float64 operands, computed from the definition."""
     query, key, value = operands
     scores = torch.einsum("...le,...se->...ls", query, key)
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -74,8 +74,10 @@ def define(
     place: Callable[[dict[str, TensorView]], None] = lambda tensors: None,
     **named: object,
 ) -> FusionDefinition:
-    """Defines output, log_sumexp, seed and offset of query, key, value; and, of a gradient that
-    follows them, their gradients."""
+    """Defines attention and, if `backward`, the gradients of query, key and value.
+
+    The outputs are output, log_sumexp, seed and offset, then the gradients.
+    """
     with FusionDefinition() as fd:
         names = ("query", "key", "value", *(("grad",) if backward else ()))
         tensors = {n: fd.define_tensor([-1] * rank, contiguity=False, dtype=dtype) for n in names}
@@ -97,8 +99,7 @@ def define(
 
 
 def check(got: Tensors, expected: Tensors, dtype: DataType) -> None:
-    """Compares output, log_sumexp and gradients; the seed and offset of a run without dropout are
-    0."""
+    """Compares output, log_sumexp and gradients; without dropout, seed and offset must be 0."""
     assert got[0].dtype == to_torch(dtype) and got[1].dtype == torch.float32
     for t, shape in zip(got[2:4], ((2,), ()), strict=True):
         assert t.dtype == torch.uint64 and t.shape == shape and not t.view(torch.int64).any()

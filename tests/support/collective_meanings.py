@@ -1,4 +1,4 @@
-"""The meaning of each collective in plain torch, from the operands of all members to their results.
+"""The meaning of each collective in plain torch: from all members' operands to their results.
 
 Reductions are sums; `root` is a position in the team. A member without a result has None.
 """
@@ -15,7 +15,7 @@ Results = list[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Meaning:
-    """`is_everywhere`: every transport carries it out, else some may refuse it."""
+    """The meaning of one collective; `is_everywhere` if no transport may refuse it."""
 
     results: Callable[[list[torch.Tensor], int], Results]
     is_everywhere: bool = True

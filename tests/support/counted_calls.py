@@ -50,6 +50,6 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Returns what `calls_of` calls a function, wherever that is defined: its module and name."""
+    """Returns the name that `calls_of` uses for a function: its module and qualified name."""
     inner = inspect.unwrap(function)
     return f"{inner.__module__}.{inner.__qualname__}"

@@ -1,4 +1,6 @@
-"""Programs whose runs graphs repeat, for the CPU's stand-in and for GPUs."""
+"""Programs whose runs are replayed by CUDA graphs, on GPUs or on the CPU's stand-in for
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ENOUGH = RUNS_BEFORE + 3
 
 @dataclass(frozen=True)
 class Case:
-    """`define` declares inputs and outputs; `make` gives new inputs; `meaning` is in float64."""
+    """A program: `define` declares inputs and outputs, `make` returns new inputs, `meaning` is
+    float64.
+    """
 
     define: Callable[[FusionDefinition], None]
     make: Callable[[torch.device], Inputs]
@@ -161,8 +165,9 @@ IN_PLACE = Case(_in_place, lambda d: _randn(d, (8, 8), (8, 8)), _in_place_meanin
 
 
 def repeat(fd: FusionDefinition, case: Case, device: torch.device, runs: int = 40) -> list[str]:
-    """Runs on old and new tensors in turns, while some results are held; returns what is
-    captured."""
+    """Runs on old and new tensors in turn and keeps some results; returns the report of
+    graphs.
+    """
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     steady = case.make(device)
     for k in range(runs):

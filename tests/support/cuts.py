@@ -1,4 +1,4 @@
-"""Cuts tensors of a definition along a mesh, and their values into shards."""
+"""Cuts tensors of a definition over a mesh, and tensor values into shards."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
@@ -21,7 +21,7 @@ def cut(tv: TensorView, axis: int, mesh: DeviceMesh, ptype: ParallelType = X) ->
 
 
 def shards(whole: torch.Tensor, like: torch.Tensor, rank: int, count: int) -> torch.Tensor:
-    """Returns the block that a rank has of a whole, of which it holds such a part."""
+    """Returns a rank's block of a whole tensor; `like` has the shape of a block."""
     for axis, (n, mine) in enumerate(zip(whole.shape, like.shape, strict=True)):
         if n != mine:
             whole = whole.narrow(axis, rank * mine, mine)

@@ -1,4 +1,4 @@
-"""A definition from its own text: what the tests of `repr` and of the caches compare."""
+"""Rebuilds definitions from their own text, and compares original and copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuser.ir.canonical_form import form_of
 
 
 def defined_by(text: str) -> FusionDefinition:
-    """Returns the definition that a text makes; it has no names but these two."""
+    """Runs the text of a definition, with only the names it needs; returns the definition."""
     names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
     exec(compile(text, "<repr>", "exec"), names)
     with FusionDefinition() as fd:
@@ -21,7 +21,7 @@ def defined_by(text: str) -> FusionDefinition:
 
 
 def again(fd: FusionDefinition) -> FusionDefinition:
-    """Returns what the text of a definition makes; it is equal, and so is its text."""
+    """Rebuilds a definition from its text, checks that both are equal, and returns the copy."""
     text = repr(fd)
     made = defined_by(text)
     assert repr(made) == text
@@ -36,7 +36,7 @@ def _difference(a: FusionDefinition, b: FusionDefinition) -> str:
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Requires equal values, in every bit, and equal strides."""
+    """Asserts that values are equal bit for bit, and have equal strides."""
     assert len(found) == len(expected), f"{len(found)} tensors, expected {len(expected)}"
     for a, b in zip(found, expected, strict=True):
         kinds = [(t.dtype, tuple(t.shape), t.stride()) for t in (a, b)]

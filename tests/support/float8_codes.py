@@ -1,4 +1,4 @@
-"""All codes of the floats of one byte, and runs of small programs on them."""
+"""All values of the one-byte float dtypes, and runs of small programs on them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHERS = {
 def run(
     build: Callable[..., Any], *inputs: Tensor, options: Sequence[str] = ("checked",)
 ) -> list[Tensor]:
-    """Defines, run as written and from its own text, and returns the results of the latter."""
+    """Runs a program, and its copy from its own text; returns the copy's results."""
     with FusionDefinition() as fd:
         made = build(*map(fd.from_pytorch, inputs))
         for tv in made if isinstance(made, list | tuple) else [made]:
@@ -54,7 +54,7 @@ def codes(dtype: DataType) -> Tensor:
 
 
 def check(out: Tensor, expected: Tensor) -> None:
-    """Compares every element as a number; NaN is NaN."""
+    """Compares every element as a number; NaN equals NaN."""
     assert out.dtype is expected.dtype and out.shape == expected.shape
     if out.dtype.is_floating_point:
         out, expected = out.double(), expected.double()

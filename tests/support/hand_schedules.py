@@ -1,4 +1,6 @@
-"""Hand-scheduled fusions for lowering tests, and running their kernels against torch in float64."""
+"""Fusions scheduled by hand, for tests of lowering; their kernels run against torch in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def new_input(
 
 
 def define(build: Build, *inputs: Sequence[int], dtype: DataType = DataType.Float) -> Fusion:
-    """Returns the fusion of `build(*inputs)`; its results are the outputs."""
+    """Returns the fusion of `build(*inputs)`, whose results become the outputs."""
     fusion = Fusion()
     with FusionGuard(fusion):
         results = build(*(new_input(fusion, s, dtype) for s in inputs))
@@ -72,7 +74,7 @@ def define(build: Build, *inputs: Sequence[int], dtype: DataType = DataType.Floa
 
 
 def parallelize(tv: TensorView, *types: ParallelType | None) -> None:
-    """Gives the loop axes their types, position by position (None: serial)."""
+    """Gives each loop axis a parallel type, by position (None: serial)."""
     for k, ptype in enumerate(types):
         if ptype is not None:
             tv.axis(k).parallelize(ptype)
@@ -96,7 +98,7 @@ def launch(
     checked: bool = True,
     compiled: CompiledKernel | None = None,
 ) -> list[torch.Tensor]:
-    """Runs a kernel on the CPU; outputs start as a pattern that no result has."""
+    """Runs a kernel on the CPU; outputs are first filled with a pattern that no result has."""
     values = dict(bind_inputs(fusion, inputs))
     outputs = []
     for tv in fusion.outputs:
@@ -155,7 +157,7 @@ def check(
     rtol: float = 2e-5,
     checked: bool = True,
 ) -> Kernel:
-    """Lowers, run in checked mode, and compare with torch in float64."""
+    """Lowers a fusion, runs its kernel in checked mode, and compares with torch in float64."""
     kernel = lower(fusion, index=index, device=device)
     LOWERED.append(kernel)
     compare(fusion, kernel, inputs, launch(fusion, kernel, inputs, checked=checked), rtol=rtol)

@@ -1,4 +1,7 @@
-"""Host programs that are built by hand, each with its meaning in torch float64."""
+"""Host programs built by hand, each with its meaning in torch float64.
+
+Labels such as HI-7 and HO-1 in names of the examples only number them.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ REPETITIONS = 4
 
 @dataclass(frozen=True)
 class Example:
-    """A program, the shapes of its global inputs (or numbers), and its meaning on float64."""
+    """A program, the shapes (or numbers) of its global inputs, and its meaning in float64."""
 
     build: Callable[[], HostIrContainer]
     inputs: tuple[tuple[int, ...] | bool | int | float, ...]
@@ -91,7 +94,7 @@ def run_here(
     device: str = "cpu",
     reference: bool = False,
 ) -> None:
-    """Runs several times on fresh data with one evaluator; compares this rank's outputs."""
+    """Runs one evaluator several times on fresh data; compares this rank's outputs."""
     evaluator = HostIrEvaluator(
         program, communicator, late_stream=late, number_of_streams=example.streams
     )
@@ -127,7 +130,7 @@ def _shard(x: torch.Tensor, declared: object, rank: int) -> torch.Tensor:
 
 
 def run_simulated(example: Example, program: HostIrContainer, **options: Any) -> None:
-    """Runs on simulated ranks; on one, without a communicator."""
+    """Runs on simulated ranks, or without a communicator if there is one rank."""
     if example.ranks == 1:
         run_here(example, program, None, **options)
         return
@@ -137,21 +140,21 @@ def run_simulated(example: Example, program: HostIrContainer, **options: Any) ->
 
 # ------------------------------------------------------------------ parts of programs
 def enter_streams(hic: HostIrContainer, count: Scalar | int) -> None:
-    """Lets the first `count` streams wait for the caller's."""
+    """Makes the first `count` streams wait for the caller's stream."""
     hic.append(GetCurrentStream(ENTRY))
     with hic.loop(count) as i:
         hic.append(SetCurrentStream(Stream(i)), Synchronize(ENTRY))
 
 
 def leave_streams(hic: HostIrContainer, count: Scalar | int) -> None:
-    """Lets the caller's stream wait for the first `count` ones."""
+    """Makes the caller's stream wait for the first `count` streams."""
     hic.append(SetCurrentStream(ENTRY))
     with hic.loop(count) as i:
         hic.append(Synchronize(Stream(i)))
 
 
 def switching(*after: Op) -> HostIrContainer:
-    """x + 1 on stream 2, where the program stays unless `after` leads back."""
+    """Computes x + 1 on stream 2; the program stays on it unless `after` switches back."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([4])
@@ -164,7 +167,7 @@ def switching(*after: Op) -> HostIrContainer:
 
 
 def unit(define: Callable[..., object], *ranks: int) -> Fusion:
-    """Returns a fusion of symbolic tensors of these ranks."""
+    """Returns a fusion of symbolic tensors with these numbers of axes."""
     fusion = Fusion()
     with FusionGuard(fusion):
         inputs = [define_tensor([-1] * n, contiguity=True) for n in ranks]
@@ -178,7 +181,7 @@ def unit(define: Callable[..., object], *ranks: int) -> Fusion:
 
 # ------------------------------------------------------------------ HI: one rank
 def single_unit() -> HostIrContainer:
-    """HI-1."""
+    """A program that posts one unit."""
     hic = HostIrContainer()
     with hic:
         x, y = hic.input([4, 8, 32]), hic.tensor([8, 32])
@@ -189,7 +192,7 @@ def single_unit() -> HostIrContainer:
 
 
 def three_units() -> HostIrContainer:
-    """HI-2: a DAG of units."""
+    """Three units, of which one reads the results of the others."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([-1, 8])
@@ -207,7 +210,7 @@ def three_units() -> HostIrContainer:
 
 
 def units_on_streams(streams: int, steps: int) -> Callable[[], HostIrContainer]:
-    """HI-7: one post of a unit per output, round robin, joined at the end."""
+    """One unit per output, posted to the streams in turn, which are joined at the end."""
 
     def build() -> HostIrContainer:
         hic = HostIrContainer()
@@ -229,7 +232,7 @@ def units_on_streams(streams: int, steps: int) -> Callable[[], HostIrContainer]:
 
 
 def counting() -> HostIrContainer:
-    """HI-10: in-place adds on one side of a branch or the other."""
+    """In-place additions in one or the other branch of a condition."""
     hic = HostIrContainer()
     with hic:
         is_twice, x = hic.scalar(DataType.Bool), hic.input([5])
@@ -244,7 +247,7 @@ def counting() -> HostIrContainer:
 
 
 def allocation_in_a_loop() -> HostIrContainer:
-    """HI-11: the last of four allocations is seen after the loop."""
+    """The last of four allocations in a loop is used after the loop."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([6])
@@ -267,7 +270,7 @@ def deallocation() -> HostIrContainer:
 
 
 def symmetric() -> HostIrContainer:
-    """HI-11: symmetric memory, and the view of all its shards."""
+    """Symmetric memory, and a view of the shards of all ranks."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([8, 64])
@@ -282,7 +285,7 @@ def symmetric() -> HostIrContainer:
 
 
 def rows_on_streams() -> HostIrContainer:
-    """A copy, row by row, with numbered streams."""
+    """A copy row by row, each on the next of the numbered streams."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([-1, 6])
@@ -299,7 +302,7 @@ def rows_on_streams() -> HostIrContainer:
 
 
 def chunks_on_streams() -> HostIrContainer:
-    """Three chunks of 7 rows: 3, 3 and 1."""
+    """A loop over 7 rows in three chunks of 3, 3 and 1."""
     hic = HostIrContainer()
     with hic:
         x, y = hic.input([7, 6]), hic.tensor([7, 6])
@@ -330,7 +333,7 @@ def _team(ranks: int) -> tuple[DeviceMesh, TeamOf]:
 
 
 def _cut(tv: TensorView, axis: int) -> TensorView:
-    """Shards an axis of a tensor with a mesh."""
+    """Cuts an axis of a tensor over a mesh."""
     assert tv.mesh is not None
     tv.outer_split(axis, tv.mesh.size)
     tv.axis(axis).parallelize(ParallelType.mesh_x)
@@ -338,7 +341,7 @@ def _cut(tv: TensorView, axis: int) -> TensorView:
 
 
 def pipelined_reduce_scatter(ranks: int) -> Callable[[], HostIrContainer]:
-    """HO-1: a scratch of as many slots as streams."""
+    """Reduce-scatters in steps, from a scratch buffer with one slot per stream."""
 
     def build() -> HostIrContainer:
         mesh, team = _team(ranks)
@@ -372,7 +375,7 @@ def pipelined_reduce_scatter(ranks: int) -> Callable[[], HostIrContainer]:
 
 
 def pipelined_allgather(ranks: int) -> Callable[[], HostIrContainer]:
-    """HO-3."""
+    """Allgathers in steps, each followed by the product that reads it."""
 
     def build() -> HostIrContainer:
         mesh, team = _team(ranks)
@@ -401,7 +404,9 @@ def pipelined_allgather(ranks: int) -> Callable[[], HostIrContainer]:
 
 
 def ring(ranks: int) -> Callable[[], HostIrContainer]:
-    """HO-4: each step sends on what the step before received, and multiplies it meanwhile."""
+    """Each step sends on the chunk received in the step before, and multiplies it
+    meanwhile.
+    """
 
     def build() -> HostIrContainer:
         mesh, _ = _team(ranks)
@@ -440,7 +445,7 @@ def ring(ranks: int) -> Callable[[], HostIrContainer]:
 
 
 def ring_of_copies(ranks: int) -> Callable[[], HostIrContainer]:
-    """HO-4 with peer copies: each step receives on the next one's stream."""
+    """The ring with peer copies: each step receives on the stream of the next step."""
 
     def build() -> HostIrContainer:
         mesh, _ = _team(ranks)
@@ -485,7 +490,7 @@ def ring_of_copies(ranks: int) -> Callable[[], HostIrContainer]:
 def copied(
     build: Callable[[int], Callable[[], HostIrContainer]],
 ) -> Callable[[int], Callable[[], HostIrContainer]]:
-    """The same program, of which peers copy what it communicates."""
+    """Returns the same program with its communications made by peer copies."""
 
     def by_copies(op: Op) -> Op:
         if hasattr(op, "backend"):
@@ -505,7 +510,7 @@ def copied(
 
 
 def permutations(ranks: int) -> Callable[[], HostIrContainer]:
-    """An allgather of steps: at step i, from the rank i further on."""
+    """An allgather in steps: step i receives from the rank i places further on."""
 
     def build() -> HostIrContainer:
         mesh, team = _team(ranks)

@@ -1,4 +1,4 @@
-"""Handwritten kernels in the form that the code generator emits, for the tests of this folder."""
+"""Handwritten kernels in the form that the code generator emits, for tests of the runtime."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def kernel(
     helpers: str = "",
     cluster: int = 1,
 ) -> KernelSource:
-    """Makes a kernel from parameters like `const float* T0, float* T1, int n` and a body."""
+    """Builds a kernel from parameters such as `const float* T0, float* T1, int n`, and a
+    body.
+    """
     params: list[KernelParam] = []
     spelled: list[str] = []
     for part in parameters.split(","):
@@ -53,7 +55,7 @@ VECTOR_ADD = kernel(
 
 
 def vector_copy(element: str, width: int, *, streaming: bool) -> KernelSource:
-    """Copies `n` elements in vectors of `width`, the tail one by one."""
+    """Copies `n` elements in vectors of `width`, and the remaining ones one by one."""
     cs = "_cs" if streaming else ""
     return kernel(
         f"vector_copy_{element.strip('_')}_{width}{cs}",
@@ -108,7 +110,9 @@ def suffix(axes: tuple[int, int, int]) -> str:
 
 
 def block_reduce_affine(axes: tuple[int, int, int]) -> KernelSource:
-    """Every thread writes its group's result; twice in a loop, as shared memory can be reused."""
+    """Every thread writes the result of its group, twice in a loop, so that shared memory is
+    reused.
+    """
     return kernel(
         f"block_reduce_affine_{suffix(axes)}",
         "const int* T0, int* T1",
@@ -128,7 +132,7 @@ def block_reduce_affine(axes: tuple[int, int, int]) -> KernelSource:
 
 
 def block_reduce_ops(type_name: str, op: str, identity: str) -> KernelSource:
-    """One row per block in y, reduced over x."""
+    """Reduces one row per block in y over the threads in x."""
     return kernel(
         f"row_{op.lower()}_{type_name}",
         f"const {type_name}* T0, {type_name}* T1, int columns",
@@ -183,7 +187,7 @@ WELFORD_ROW = kernel(
 
 
 def grid_reduce_affine(blocks: tuple[int, int, int], threads: tuple[int, int, int]) -> KernelSource:
-    """Reduces over block and thread axes; the threads of the last block write their results."""
+    """Reduces over block and thread axes; the threads of the last block write the results."""
     return kernel(
         f"grid_reduce_affine_{suffix(blocks)}_{suffix(threads)}",
         "const int* T0, int* T1, int* T2, uint64_t* packets, unsigned* begun",

@@ -1,4 +1,4 @@
-"""Programs that the tests of this folder share, with their torch meaning in float64."""
+"""Sharded programs for the host IR tests, with their torch meaning in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Case:
-    """A definition (given the number of ranks), global inputs, and how many ranks it takes."""
+    """A definition (a function of the number of ranks), its global inputs, and its number of
+    ranks.
+    """
 
     define: Callable[[], None]
     shapes: tuple[tuple[int, ...], ...]
@@ -54,12 +56,12 @@ class Case:
 
 
 def build(case: Case) -> HostIrContainer:
-    """Returns the host program of a case, through the whole compiler."""
+    """Compiles the host program of a case, through the whole compiler."""
     return build_for(case.fusion(), case.inputs())
 
 
 def build_for(user: Fusion, inputs: Sequence[torch.Tensor | float]) -> HostIrContainer:
-    """Returns the host program of a fusion for global inputs like these."""
+    """Compiles the host program of a fusion for global inputs such as these."""
     sizes = {s: int(v) for s, v in bind_inputs(user, inputs).items() if isinstance(v, int)}
     fusion, _ = concretize(user, sizes)
     fusion_passes.run_passes(fusion)
@@ -84,7 +86,7 @@ def assert_clean(program: HostIrContainer, inputs: Sequence[torch.Tensor | float
 
 
 def expected(case: Case) -> list[torch.Tensor]:
-    """Returns the outputs in float64, from torch alone."""
+    """Returns the expected outputs, computed by torch in float64."""
     return evaluate_fusion(case.fusion(), case.inputs(), dtype=torch.float64)
 
 
@@ -101,7 +103,7 @@ def check(program: HostIrContainer, case: Case, *, atol: float = 1e-5) -> None:
 
 
 def tensor(*shape: int, mesh: list[int] | None = None, cut: int | None = None) -> TensorView:
-    """Defines a contiguous input; `cut` shards that axis along mesh_x."""
+    """Defines a contiguous input; `cut` is the axis that is cut along mesh_x."""
     tv = define_tensor(list(shape), contiguity=True)
     tv.fusion.add_input(tv)
     if mesh is not None and cut is not None:
@@ -112,7 +114,7 @@ def tensor(*shape: int, mesh: list[int] | None = None, cut: int | None = None) -
 
 
 def shard(value: object, axis: int, mesh: list[int]) -> TensorView:
-    """Annotates a tensor: cut along mesh_x at `axis`."""
+    """Cuts a tensor along mesh_x at `axis`."""
     tv = cast("TensorView", value)
     tv.set_device_mesh(mesh)
     tv.outer_split(axis, len(mesh))
@@ -121,7 +123,7 @@ def shard(value: object, axis: int, mesh: list[int]) -> TensorView:
 
 
 def out(value: object, alias: TensorView | None = None) -> None:
-    """Registers an output."""
+    """Adds an output."""
     tv = cast("TensorView", value)
     tv.fusion.add_output(tv, alias)
 
@@ -135,7 +137,7 @@ def linear_relu_sum() -> None:
 
 
 def heads() -> None:
-    """A reshape and a permutation between two matmuls: views."""
+    """Two matmuls with a reshape and a permutation between them, which are views."""
     x, w = tensor(-1, 6), tensor(12, 6)
     y = ops.reshape(ops.linear(x, w), [x.size(0), 3, 4])
     q = ops.permute(y, [1, 0, 2])
@@ -151,7 +153,7 @@ def duplicates() -> None:
 
 
 def sliced_matmul() -> None:
-    """A slice that a matmul reads: a view with an offset."""
+    """A matmul that reads a slice: a view with an offset."""
     x, w = tensor(-1, 6), tensor(3, 4)
     y = ops.relu(x)
     out(y)
@@ -187,7 +189,7 @@ def slice_of_replicated() -> None:
 
 
 def data_and_tensor_parallel() -> None:
-    """A 2x2 mesh: rows of x along mesh_y, weights along mesh_x."""
+    """A 2x2 mesh: rows of x are cut along mesh_y, weights along mesh_x."""
     mesh = [[0, 1], [2, 3]]
     x, w1, w2 = tensor(-1, 6), tensor(8, 6), tensor(6, 8)
     for tv, axis, count, ptype in (
@@ -205,7 +207,9 @@ HIDDEN, HEADS = 16, 4
 
 
 def encoder_layer(ranks: int) -> Callable[[], None]:
-    """A post-LayerNorm transformer layer: heads and the feed-forward width are sharded."""
+    """A post-LayerNorm transformer layer; heads and the feed-forward width are cut over
+    devices.
+    """
 
     def define() -> None:
         mesh = list(range(ranks))

@@ -45,7 +45,7 @@ def run_job(
     *args: str,
     **env: str,
 ) -> Job:
-    """Runs a program on `size` ranks; a job that does not end is killed, and fails."""
+    """Runs a program on `size` ranks; a job that does not end is killed, and the test fails."""
     command = {
         "mpirun": [str(MPIRUN), "-np", str(size), sys.executable],
         "torchrun": [

@@ -1,4 +1,4 @@
-"""Counts the bytes that the kernels of a program are predicted to move."""
+"""Adds up the bytes that the kernels of a program are predicted to move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs scheduled kernels beside torch in float64, in each mode of the CPU."""
+"""Compares scheduled kernels with torch in float64, in each execution mode of the CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(
     broadcast_ones: bool = True,
     is_static: bool = False,
 ) -> object:
-    """Runs and compare; returns the parameters of the variant used."""
+    """Runs a kernel and compares its results; returns the parameters of the variant that ran."""
     shapes = [symbolic(t.shape) if broadcast_ones else [None] * t.dim() for t in inputs]
     if is_static:
         shapes = [list(t.shape) for t in inputs]
@@ -59,5 +59,5 @@ def check(
 
 
 def back(x: TensorView, like: torch.dtype) -> TensorView:
-    """Cast a result to the dtype of the inputs."""
+    """Casts a result to the dtype of the inputs."""
     return ops.cast(x, from_torch(like))

@@ -1,6 +1,6 @@
-"""How long tests wait for what comes at once unless it never comes.
+"""How long tests wait before they conclude that something hangs.
 
-No result depends on it: a machine may be slow, and busy with other work.
+The limits are generous, because a machine may be slow and busy. No result depends on them.
 """
 
 # Below the limit of a test (`timeout` in pyproject.toml), so that what hangs is ended and named.

@@ -1,4 +1,6 @@
-"""Lookups as programs: definitions, tables and indices to try, and runs beside torch."""
+"""Programs of table lookups: definitions, tables and indices to try, and comparison with
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Build = Callable[..., TensorView | tuple[TensorView, ...]]
 
 
 def define(build: Build, inputs: Sequence[torch.Tensor], *, strided: bool = False) -> Any:
-    """Returns a definition on symbolic tensors of any strides, or like the inputs."""
+    """Returns a definition on symbolic tensors with any strides, or with the layout of the
+    inputs.
+    """
     with FusionDefinition() as fd:
         if strided:
             tvs = [fd.define_tensor([-1] * x.ndim, contiguity=False, dtype=x.dtype) for x in inputs]

@@ -59,7 +59,7 @@ def _missing(cache: KernelCache, by_key: Mapping[str, KernelSource]) -> dict[str
 def _parts(
     by_key: Mapping[str, KernelSource],
 ) -> Iterator[tuple[dict[str, KernelSource], tuple[str, ...]]]:
-    """Yields the kernels of each program, and its options; those that take longest first."""
+    """Yields the kernels of each program and its options, the slowest to compile first."""
     longest = sorted(by_key, key=lambda key: -len(by_key[key].text))
     plain = [key for key in longest if _ONE_THREAD in by_key[key].text]
     threaded = [key for key in longest if _ONE_THREAD not in by_key[key].text]

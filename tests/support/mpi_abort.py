@@ -1,12 +1,17 @@
-"""A pytest plugin that ends the whole MPI job as soon as one rank fails, naming rank and failure.
+"""A pytest plugin that ends the whole MPI job as soon as one rank fails, and names rank and
+failure.
 
-Without it a failing rank leaves the others waiting in a collective until a timeout. The scripts
+Without it, a failing rank leaves the others waiting in a collective until a timeout. The scripts
 load it with `-p tests.support.mpi_abort`, early enough to see errors in conftest files too;
 `tests/conftest.py` loads it for runs that were started by hand. In a run of one process it does
 nothing.
 
-Covered: failing tests, fixtures and teardowns; collection, conftest, usage and internal errors; a
-session that stops early; the thread method of pytest-timeout; a process that exits on the way.
+It reacts to:
+
+- failing tests, fixtures and teardowns;
+- errors in collection, conftest files, usage and pytest itself;
+- sessions that stop early, and processes that exit in a test;
+- the thread method of pytest-timeout.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ _MPI_VARIABLES = _SIZE_VARIABLES[:2]
 
 
 def world_size() -> int:
-    """The number of ranks that the launcher started, 1 in a plain run; imports nothing of MPI."""
+    """Returns the number of ranks that the launcher started (1 without one), without
+    importing MPI.
+    """
     return max(int(os.environ.get(name, "1")) for name in _SIZE_VARIABLES)
 
 
@@ -35,7 +42,7 @@ def _mpi_world_size() -> int:
 
 
 class MpiAbort:
-    """The hooks, registered only when mpirun started more than one rank."""
+    """The pytest hooks, registered only if mpirun started more than one rank."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -53,13 +60,13 @@ class MpiAbort:
         atexit.register(self._check_finished)
 
     def tell(self, text: str) -> None:
-        """Writes `text` to the terminal, each line marked with the rank."""
+        """Writes text to the terminal with the rank in front of each line."""
         mark = f"[rank {self._comm.rank}] "
         lines = "".join(f"{mark}{line}\n" for line in text.splitlines())
         os.write(self._stderr, lines.encode(errors="replace"))
 
     def abort(self, text: str) -> NoReturn:
-        """Ends every rank of the job; `text` says why."""
+        """Ends every rank of the job; `text` gives the reason."""
         self.tell(text)
         from multidevice.coordination import shared_page
         from multidevice.job import early_abort
@@ -117,7 +124,9 @@ class MpiAbort:
 
     @pytest.hookimpl(tryfirst=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: Any, settings: Any) -> bool:
-        """Takes the place of pytest-timeout's thread, which ends its own process without a word."""
+        """Replaces the timer of pytest-timeout, which would end its own process without a
+        message.
+        """
 
         def expire() -> None:
             self.tell(f"TIMEOUT {item.nodeid}: not finished after {settings.timeout} s")
@@ -144,7 +153,7 @@ _plugin = MpiAbort() if _mpi_world_size() > 1 else None
 
 
 def register(manager: pytest.PytestPluginManager) -> None:
-    """Adds the hooks to `manager` once, however this module was loaded."""
+    """Adds the hooks to `manager` once, even if this module was loaded twice."""
     if _plugin is not None and not manager.is_registered(_plugin):
         manager.register(_plugin, "fuser-mpi-abort")
 

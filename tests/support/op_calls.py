@@ -1,7 +1,7 @@
-"""A call of each op that is not in the table of elementwise ops, and what torch says about it.
+"""Calls of each op that is not in the table of elementwise ops, and torch's results for them.
 
-The operands' dtypes, ranks and values are those of the op's sample class; what torch computes is
-written here from the ops' documentation.
+Dtypes, ranks and values of the operands are those of the op's sample class. The torch functions are
+written here from the documentation of the ops.
 """
 
 from __future__ import annotations
@@ -132,9 +132,11 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]
 
 
 def _gradients_off(q: Tensor, k: Tensor, v: Tensor, g: Tensor, unit: float) -> tuple[Tensor, ...]:
-    """Returns bounds of kernels that round weights, the output that they read, its difference from
-    what weights are multiplied by, the gradients of scores, and results: each by `unit` of itself.
-    Sums are exact beside that."""
+    """Returns error bounds for attention kernels that round intermediate values.
+
+    Rounded by up to `unit` of themselves are: weights, the output that the gradient reads, the
+    difference in the softmax gradient, gradients of scores, and results. Sums are taken as exact.
+    """
     factor = q.shape[-1] ** -0.5
     weights = torch.softmax(q @ k.mT * factor, -1)
     out, by_value = weights @ v, g @ v.mT
@@ -173,8 +175,11 @@ _HEADS: list[tuple[Shape, ...]] = [((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6))]
 
 
 def _as_case(name: str) -> OpCall:
-    """Returns the call of an elementwise op with arguments of its own: its case of integers, or the
-    first of another op than takes these."""
+    """Returns the call of an elementwise op that takes scalars too, from its row in
+    `op_cases.CASES`.
+
+    The case of integers is used if there is one.
+    """
     cases = [c for c in CASES if c.name == name]
     case = next((c for c in cases if c.dtypes[0] is D.Int), cases[0])
     function = getattr(ops, name)
@@ -189,7 +194,7 @@ _ELEMENTWISE = "addcmul clamp complex imag logical_right_shift real segment_set 
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns what a linear makes: for a batch of weights, one result for each behind another."""
+    """Returns torch's linear; for a batch of weights, one result for each, stacked."""
     if weight.ndim == 2:
         return functional.linear(x, weight, bias)
     if not len(weight):
@@ -290,7 +295,7 @@ CALLS: dict[str, OpCall] = {
 
 
 def _places(rank: int, count: int, *, backward: bool = False) -> TensorView:
-    """Returns an index of this rank: 0, 1, .. along its last axis, which is its only one."""
+    """Returns indices 0, 1, .. along the last axis; all other extents are 1."""
     places = ops.iota(count, count - 1, -1) if backward else ops.iota(count)
     return ops.reshape(places, [1] * (rank - 1) + [count])
 
@@ -300,7 +305,7 @@ def _first_rows(x: TensorView) -> tuple[list[int], list[Any]]:
 
 
 def _first_again(x: Tensor) -> Tensor:
-    """Returns x with its first two rows added to the first."""
+    """Returns x with its first two rows added to row 0."""
     return torch.cat([x[:1] + x[:1] + x[1:2], x[1:]])
 
 
@@ -353,8 +358,7 @@ CALLS |= {
 
 
 def _losses(x: TensorView) -> list[TensorView]:
-    """Returns losses of the first class everywhere, as they are and smoothed, and of the
-    probabilities that x itself would be."""
+    """Returns cross entropies: with labels 0, with label smoothing, with probabilities."""
     others = [n for i, n in enumerate(x.shape()) if i != min(x.ndim - 1, 1)]
     target = ops.full(others, 0, D.Int)
     return [
@@ -413,7 +417,7 @@ CALLS |= {
 
 
 def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-    """Returns what a scan with the dtype of its operand gives; rows may be empty."""
+    """Returns the result of a scan in the dtype of its operand; rows may be empty."""
 
     def scan(x: Tensor) -> Tensor:
         parts = [fn(x[..., :n], -1).to(x.dtype) for n in range(1, x.shape[-1] + 1)]
@@ -423,7 +427,7 @@ def _scanned(fn: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
 
 
 def _grouped(a: Tensor, b: Tensor, alpha: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-    """Returns the products of two groups, which end at 2 and at 5, times a number of each."""
+    """Returns the products of two groups, which end at 2 and at 5, each times a factor."""
     if a.ndim == b.ndim:
         return torch.stack([alpha[0] * a[:, :2] @ b[:2], alpha[1] * a[:, 2:] @ b[2:]])
     if a.ndim == 3:
@@ -461,7 +465,9 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_tiles(x: Tensor, count: int) -> Tensor:
-    """Returns so many rows of tiles, an element at a time."""
+    """Returns the scales of a matrix in the tiled order of block-scaled products, element by
+    element.
+    """
     # The least value of a dtype without 0 has no bits.
     nothing = 2.0**-127 if x.dtype is torch.float8_e8m0fnu else 0.0
     columns = -(-x.shape[1] // 4)
@@ -473,7 +479,7 @@ def _in_tiles(x: Tensor, count: int) -> Tensor:
 
 
 def _quantize(x: TensorView) -> list[TensorView]:
-    """Returns values and scales; of a matrix also the scales in tiles."""
+    """Returns quantized values and their scales; for a matrix also the scales in tiled order."""
     x = ops.cast(x, D.Float)
     found = list(ops.nv_block_quantize(x, block_size=32, dtype=D.Float8_e4m3fn))
     if x.ndim == 2:
@@ -489,7 +495,7 @@ def _quantized_tiled(x: Tensor) -> list[Tensor]:
 
 
 def _halves(m: Any) -> tuple[TensorView, TensorView]:
-    """Returns where the first and the second half of m rows begin, and their tiles."""
+    """Returns the offsets at which the two halves of m rows begin, in rows and in tiles."""
     half = ops.div(ops.add(m, 1), 2)
     return ops.cast(ops.mul(ops.iota(2), half), D.Int32), ops.iota(2, 0, 128, D.Int32)
 
@@ -563,7 +569,9 @@ CALLS |= {
 
 @dataclass(frozen=True)
 class Drawn:
-    """One call of an op: the definition, its inputs, what the op gave; sizes are outputs too."""
+    """One call of an op: the definition, its inputs, and the op's results; sizes are outputs
+    too.
+    """
 
     fusion: Fusion
     inputs: list[Tensor]
@@ -572,7 +580,7 @@ class Drawn:
 
 
 def calls_of(name: str) -> Iterator[Drawn]:
-    """Calls an op on operands of each dtype and shape of its sample class; layouts take turns."""
+    """Yields calls of an op for each dtype and shape of its sample class; layouts take turns."""
     call, sample = CALLS[name], sample_of(ROWS[name])
     low, high = sample.ranks
     shapes = call.shapes or [(s,) for s in SHAPES if low <= len(s) <= high]
@@ -594,14 +602,16 @@ def calls_of(name: str) -> Iterator[Drawn]:
 
 
 def expected_of(name: str, inputs: Sequence[Tensor], *, is_wide: bool) -> list[Any]:
-    """Returns what torch says, of floating operands in float64 where `is_wide`."""
+    """Returns torch's results; if `is_wide`, floating operands are in float64."""
     given = [widened(x) if is_wide else x for x in inputs]
     found = CALLS[name].torch(*given)
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def assert_near(mine: Tensor, want: Any, dtype: DataType, what: str) -> None:
-    """Compares with torch's result, both parts of complex numbers, as near as `dtype` is."""
+    """Compares with torch's result, within the tolerance of `dtype`; complex parts
+    separately.
+    """
     rtol, atol = TOLERANCE.get(dtype, (0, 0))
     want = torch.as_tensor(want)
     assert mine.shape == want.shape, what

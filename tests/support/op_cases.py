@@ -1,9 +1,10 @@
-"""Cases of every elementwise op: operands to try, and what torch says about them.
+"""Test cases for every elementwise op: operands to try, and torch's results.
 
 `CASES` is used by the tests of the op functions and by the tests of generated kernels. A case
-builds a fusion (`OpCase.define`), draws inputs (`OpCase.draw`) and has a reference that knows
-nothing of our op table (`OpCase.reference`, on float64 or integer tensors): that of the fuzzers
-(`tools/fuzz/table.py`), so that a new elementwise op is described once for all tests.
+builds a fusion (`OpCase.define`), draws inputs (`OpCase.draw`) and computes a reference
+(`OpCase.reference`, on float64 or integer tensors). The reference is that of the fuzzers
+(`tools/fuzz/table.py`), which is independent of our table of ops. So a new elementwise op is
+described once for all tests.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LAYOUTS = ("contiguous", "strided", "transposed", "expanded")
 def draw_operand(
     domain: str, dtype: DataType, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor:
-    """Returns a contiguous tensor of the domain."""
+    """Returns a contiguous tensor of random values from the domain."""
     (least, most), (low, high) = DOMAINS[domain].floats, DOMAINS[domain].integers
     match category(dtype):
         case "float":
@@ -72,7 +73,7 @@ def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """Returns floating values in float64, complex ones in complex128, others as they are."""
+    """Returns floating values in float64, complex ones in complex128, and others unchanged."""
     if x.is_complex():
         return x.to(torch.complex128)
     return x.double() if x.is_floating_point() else x
@@ -98,7 +99,7 @@ class OpCase:
         return "-".join(parts)
 
     def define(self, rank: int, *, contiguity: bool = False) -> Fusion:
-        """Returns a fusion of this op on symbolic inputs of the given rank."""
+        """Returns a fusion of this op on symbolic inputs with `rank` axes."""
         fusion = Fusion()
         with FusionGuard(fusion):
             inputs = [
@@ -110,13 +111,13 @@ class OpCase:
         return fusion
 
     def apply(self, inputs: list[TensorView]) -> TensorView:
-        """Appends the op to the active fusion."""
+        """Adds the op to the active fusion."""
         return getattr(ops, self.name)(*inputs, *self.scalars)
 
     def draw(
         self, shape: tuple[int, ...], seed: int, layout: str = "contiguous"
     ) -> list[torch.Tensor]:
-        """Returns input tensors."""
+        """Returns random input tensors."""
         generator = torch.Generator().manual_seed(seed)
         return [
             lay_out(draw_operand(domain, dtype, shape, generator), layout)
@@ -124,13 +125,13 @@ class OpCase:
         ]
 
     def reference(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the result in float64 (integers and Bool: exactly)."""
+        """Returns the expected result in float64, or exactly for integers and Bool."""
         return self.torch(*map(widened, inputs), *self.scalars)
 
 
 # ------------------------------------------------------------------ one node each
 def _dtypes(row: Row) -> list[DataType]:
-    """Returns the dtypes to try: of each category that the reference knows."""
+    """Returns the dtypes to try: those of each category that the reference supports."""
     found: list[DataType] = []
     if "f" in row.dtypes:
         # The number next to a float depends on its dtype; the reference has Double.
@@ -164,13 +165,13 @@ def _case(row: Row, dtype: DataType) -> OpCase:
 
 
 def _double(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Computes integers in float64 too: the op's result is floating."""
+    """Returns float64 for integers too, for ops with floating results."""
     return lambda *xs: fn(*(x if x.is_complex() else x.double() for x in xs))
 
 
 # ------------------------------------------------------------------ with arguments of their own
 def _shifted(a: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """Returns the logical shift: counts outside [0, width) give 0."""
+    """Returns the logical shift; counts outside of [0, width) give 0."""
     width = 64 if a.dtype is torch.int64 else 32
     inside = (n >= 0) & (n < width)
     shifted = REFERENCES["logical_right_shift"].fn(a.long(), torch.where(inside, n, 0), width)

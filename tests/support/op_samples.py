@@ -10,7 +10,7 @@ from fuser.support.record import record
 
 @record
 class Domain:
-    """Values of an operand: the ends of floats, and the inclusive ends of integers."""
+    """The range of an operand's values: limits for floats, and inclusive limits for integers."""
 
     floats: tuple[float, float]
     integers: tuple[int, int]
@@ -30,11 +30,10 @@ DOMAINS: dict[str, Domain] = {
 
 @record
 class Sample:
-    """A class of operands: the categories of dtypes and the ranks that tensors have, and a domain
-    for each operand, or one for all.
+    """A class of operands: categories of dtypes, numbers of axes, and domains.
 
-    Categories are f (floating), w (of these, Float and Double), i (integers), b (Bool) and c
-    (complex; both parts are drawn as floats are).
+    There is one domain for each operand, or one for all. Categories are f (floating), w (Float and
+    Double), i (integers), b (Bool) and c (complex; both parts are drawn like floats).
     """
 
     takes: str
@@ -67,7 +66,9 @@ SAMPLES: dict[str, Sample] = {
 
 
 def sample_of(row: OpRow) -> Sample:
-    """Returns what may be drawn for an op; an elementwise op takes what its dtype rule does."""
+    """Returns the operands that may be drawn for an op; for elementwise ops, by its dtype
+    rule.
+    """
     if row.sample:
         return SAMPLES[row.sample]
     kind, rule = PUBLIC[row.name]

@@ -1,4 +1,7 @@
-"""Layers' backward passes with pairs of a matmul and a communication, and what they mean."""
+"""Backward passes of layers with matmuls next to collectives, and their torch meaning.
+
+g stands for the gradient of a layer's output, x or y for its input, and w for its weight.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ def placed(tv: TensorView, d: int, axis: int | None = None) -> TensorView:
 def of_weight(
     op: str = "matmul", *, columns: bool = True, dtype: DataType = DataType.Float
 ) -> Build:
-    """g^T x, of rows x that are gathered and g, which each rank has all rows of: its columns, or
-    all of them."""
+    """g^T x, where the rows of x are gathered; each rank has all rows of g, in all columns or a
+    block.
+    """
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         x, g = inputs_of(fd, d, 2, 2, dtype=dtype)
@@ -50,7 +54,7 @@ def of_weight(
 
 
 def of_weight_transposed(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
-    """x^T g: what is gathered stands first."""
+    """x^T g: the gathered tensor is the first factor."""
     x, g = inputs_of(fd, d, 2, 2, dtype=DataType.Float)
     y = fd.ops.matmul(transposed(fd, placed(fd.ops.set(x), d)), g)
     cut(x, 0, d)
@@ -59,8 +63,9 @@ def of_weight_transposed(fd: FusionDefinition, d: int) -> tuple[list[TensorView]
 
 
 def of_both(fd: FusionDefinition, d: int) -> tuple[list[TensorView], tuple[TensorView, ...]]:
-    """Of a layer whose rows of gradients are gathered: g w, whose rows they are, and g^T y, which
-    sums over them."""
+    """Both gradients of a layer whose g is gathered by rows: g w, and g^T y, which sums over the
+    rows.
+    """
     g, w, y = inputs_of(fd, d, 2, 2, 2, dtype=DataType.Float)
     rows = placed(fd.ops.set(g), d)
     outs = fd.ops.matmul(rows, w), fd.ops.matmul(transposed(fd, rows), y)
@@ -73,7 +78,7 @@ def of_both(fd: FusionDefinition, d: int) -> tuple[list[TensorView], tuple[Tenso
 
 
 def of_columns(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
-    """A linear with a bias along a K that is gathered."""
+    """A linear with a bias whose contracted axis K is gathered."""
     x, w, b = inputs_of(fd, d, 2, 2, 1, dtype=DataType.Float)
     y = fd.ops.linear(placed(fd.ops.set(x), d), w, b)
     cut(x, 1, d)
@@ -83,7 +88,7 @@ def of_columns(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorVi
 
 
 def of_square(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
-    """x^T x: both operands are what is gathered."""
+    """x^T x: both factors are the gathered tensor."""
     (x,) = inputs_of(fd, d, 2, dtype=DataType.Float)
     rows = placed(fd.ops.set(x), d)
     y = placed(fd.ops.matmul(transposed(fd, rows), rows), d)
@@ -92,7 +97,9 @@ def of_square(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorVie
 
 
 def of_batches(rows: int, columns: int, axis: int, shape: Sequence[int]) -> Build:
-    """g^T x of rows that have two axes, one of which is gathered; extents are known, or -1."""
+    """g^T x of rows with two axes, one of which is gathered; extents are constant or
+    symbolic.
+    """
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         x, g = (
@@ -116,7 +123,7 @@ def of_batches(rows: int, columns: int, axis: int, shape: Sequence[int]) -> Buil
 def of_both_batched(
     fd: FusionDefinition, d: int
 ) -> tuple[list[TensorView], tuple[TensorView, ...]]:
-    """Both gradients of rows that have two axes, of unknown extents."""
+    """Both gradients of a layer whose rows have two axes of symbolic extents."""
     g, y = inputs_of(fd, d, 3, 3, dtype=DataType.Float)
     (w,) = inputs_of(fd, d, 2, dtype=DataType.Float)
     rows = placed(fd.ops.set(g), d)
@@ -160,7 +167,7 @@ def means_others(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def of_input(axis: int | None) -> Build:
-    """g w, of the columns of g and the rows of w that a rank has; the sum is cut along an axis."""
+    """g w, with g cut by columns and w by rows; the sum over ranks is cut along an axis."""
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         g, w = inputs_of(fd, d, 2, 2, dtype=DataType.Float)
@@ -173,7 +180,7 @@ def of_input(axis: int | None) -> Build:
 
 
 def of_rows(axis: int | None, op: str = "matmul") -> Build:
-    """g^T x, of the rows of both that a rank has; the sum is cut along an axis."""
+    """g^T x, with both cut by rows; the sum over ranks is cut along an axis."""
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         x, g = inputs_of(fd, d, 2, 2, dtype=DataType.Float)
@@ -191,7 +198,9 @@ def weight(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(m: int, k: int, n: int) -> dict[str, Form]:
-    """Forms of M rows, K columns and N others; every number of ranks divides M and N."""
+    """Returns the forms for M rows, K columns and N others; the number of ranks divides M and
+    N.
+    """
     xg: Sequence[tuple[int, int]] = ((m, k), (m, n))
     half = DataType.BFloat16
     return {

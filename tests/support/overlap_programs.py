@@ -1,5 +1,6 @@
-"""Programs with pairs of a matmul and a communication, what they mean, and a machine on which steps
-pay."""
+"""Programs with matmuls next to collectives, and a machine description for which overlap
+pays.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +50,7 @@ Outputs = TensorView | tuple[TensorView, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """A program for d ranks, what it means in float64, and what its steps transfer; () if it has
-    none."""
+    """A program for d ranks, its meaning in float64, and the transfers of its loop, if any."""
 
     define: Callable[[FusionDefinition, int], tuple[list[TensorView], Outputs]]
     meaning: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
@@ -71,7 +71,7 @@ def inputs_of(fd: FusionDefinition, d: int, *ranks: int, dtype: DataType) -> lis
 
 
 def gather(rows: int = 2, axis: int = 0, dtype: DataType = DataType.Float):
-    """linear(x, w): x by rows, w by columns of the result."""
+    """linear(x, w) with x cut by rows and gathered; w is cut by columns of the result."""
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         x, w = inputs_of(fd, d, rows, 2, dtype=dtype)
@@ -84,7 +84,7 @@ def gather(rows: int = 2, axis: int = 0, dtype: DataType = DataType.Float):
 
 
 def gather_for_three(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
-    """One gather, two linears and a sum of rows that read it."""
+    """One gathered tensor that two linears and a sum of rows read."""
     x, w, v = inputs_of(fd, d, 2, 2, 2, dtype=DataType.Float)
     total = fd.ops.add(fd.ops.linear(x, w), fd.ops.linear(x, v))
     y = fd.ops.add(total, fd.ops.sum(x, [1], True))
@@ -96,7 +96,9 @@ def gather_for_three(fd: FusionDefinition, d: int) -> tuple[list[TensorView], Te
 def scatter(
     axis: int | None = 0, bias: bool = False, dtype: DataType = DataType.Float
 ) -> Callable[[FusionDefinition, int], tuple[list[TensorView], TensorView]]:
-    """linear(x, w) along a K that both have cut; the result is cut along an axis, or is whole."""
+    """linear(x, w) with K cut in both operands; the result is cut along an axis, or
+    replicated.
+    """
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         tensors = inputs_of(fd, d, 2, 2, *([1] if bias else []), dtype=dtype)
@@ -112,7 +114,7 @@ def scatter(
 
 
 def batched(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
-    """A matmul whose batches are gathered."""
+    """A batched matmul whose batches are gathered."""
     a, b = inputs_of(fd, d, 3, 3, dtype=DataType.Float)
     y = fd.ops.matmul(a, b)
     cut(a, 0, d)
@@ -123,8 +125,11 @@ def batched(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]
 def of_weights(
     sends: str, axis: int, result: int | None = None
 ) -> Callable[[FusionDefinition, int], tuple[list[TensorView], TensorView]]:
-    """linear(x [m, k], w [b, n, k], bias [b, n]): x, or w, is gathered along an axis; or both are
-    cut along k, and the result is cut along an axis, or is whole."""
+    """linear(x [m, k], w [b, n, k], bias [b, n]) with a batch of weights, in several forms.
+
+    Either x or w is gathered along an axis, or both are cut along k. In the latter case, the result
+    is cut along an axis, or replicated.
+    """
 
     def build(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
         tensors = inputs_of(fd, d, 2, 3, 2, dtype=DataType.Float)
@@ -152,7 +157,7 @@ def batch_of_linears(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch
 
 
 def mlp(fd: FusionDefinition, d: int) -> tuple[list[TensorView], TensorView]:
-    """Sequence-parallel: gather, linear, tanh, linear, reduce-scatter."""
+    """A sequence-parallel MLP: allgather, linear, tanh, linear, reduce-scatter."""
     x, w, v = inputs_of(fd, d, 2, 2, 2, dtype=DataType.Float)
     y = fd.ops.linear(fd.ops.tanh(fd.ops.linear(x, w)), v)
     cut(x, 0, d)
@@ -219,8 +224,9 @@ def run(
     device: torch.device | None = None,
     seeds: Sequence[int] = (0, 0),
 ) -> HostIrContainer:
-    """Runs on this rank with the data of each seed; compare with float64, and checks the
-    streams."""
+    """Runs a program on this rank for each seed; compares with float64, and checks the
+    streams.
+    """
     fd, tensors, _ = defined(form, d)
     rank = Communicator.instance().rank()
     mine: list[torch.Tensor] = []

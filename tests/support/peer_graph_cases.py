@@ -1,4 +1,4 @@
-"""Programs with peer copies that run again and again, on ranks whose tensors lie here and there."""
+"""Programs with peer copies that run many times, on tensors at changing addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ROWS, K, N = 8, 96, 32
 
 
 def gather_linear(*, has_steps: bool) -> Callable[[int], FusionDefinition]:
-    """x [M, K], cut by rows, gathered; linear with w [N, K]. `has_steps`: shard by shard."""
+    """x [M, K], cut by rows, is gathered, shard by shard if `has_steps`; then a linear with w [N,
+    K].
+    """
 
     def define(d: int) -> FusionDefinition:
         with FusionDefinition() as fd:
@@ -38,7 +40,9 @@ def gather_linear(*, has_steps: bool) -> Callable[[int], FusionDefinition]:
 
 
 def linear_scatter(d: int) -> FusionDefinition:
-    """x [M, dK] and w [N, dK], cut along their last axes; the sum is cut by rows, in blocks."""
+    """x [M, dK] and w [N, dK] are cut along their last axes; the sum is cut by blocks of
+    rows.
+    """
     with FusionDefinition() as fd:
         x = fd.define_tensor([ROWS * d, K * d], contiguity=True)
         w = fd.define_tensor([N, K * d], contiguity=True)
@@ -65,13 +69,13 @@ CASES: dict[str, Callable[[int], FusionDefinition]] = {
 
 
 def numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Returns small integers, whose sums of products are exact in float32."""
+    """Returns small integers, so that sums of products are exact in float32."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, tuple(shape), generator=generator).float()
 
 
 class Case:
-    """One program on the ranks of a job, and what it must return."""
+    """One program on the ranks of a job, and its expected result."""
 
     def __init__(self, name: str, comm: Communicator, device: torch.device) -> None:
         self.name, self.rank, self.size, self.device = name, comm.rank(), comm.size(), device
@@ -101,7 +105,7 @@ class Case:
         assert torch.equal(found.double().cpu().reshape(want.shape), want), f"run {seed}"
 
     def repeat(self, runs: int, sets: Sequence[list[torch.Tensor]], which: Callable[[int], int]):
-        """Runs on fresh values, in the tensors of the set that `which` tells for each run."""
+        """Runs on fresh values in sets of tensors; `which` chooses the set for each run."""
         for seed in range(1, runs + 1):
             inputs = sets[which(seed)]
             for tensor, values in zip(inputs, self.inputs(seed), strict=True):

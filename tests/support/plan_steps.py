@@ -64,7 +64,7 @@ LONGEST = 64
 
 @dataclass(frozen=True)
 class Wanted:
-    """A step of an op; of None where it prepares what the caller gets."""
+    """A step that an op needs; without an op, a step that prepares outputs for the caller."""
 
     op: Op | None
     kinds: Kinds
@@ -83,10 +83,10 @@ class Wanted:
 
 # ------------------------------------------------------------------ what a program needs
 class Unrolled:
-    """The steps that one rank's run of a program needs, in order."""
+    """The steps that a program needs in one run on one rank, in order."""
 
     def __init__(self, plan: Plan, values: Values, rank: int) -> None:
-        """`values` has those of all symbols."""
+        """Unrolls the program of a plan; `values` has the values of all symbols."""
         self._program = plan.program
         self._storage = Storage.of(plan.program)
         self._values, self._rank = values, rank
@@ -109,7 +109,7 @@ class Unrolled:
         self.copies = self._outputs()
 
     def _outputs(self) -> set[TensorView]:
-        """Adds the steps behind the ops; returns the outputs that the caller gets a copy of."""
+        """Adds the steps after the ops; returns the outputs of which the caller gets a copy."""
         copies = set[TensorView]()
         into = {a.out: a.into for a in self._program.aliases if a.out not in self._program.inputs}
         hidden = {a.out for a in self._program.aliases if a.hidden}
@@ -218,7 +218,9 @@ class Unrolled:
 
     # -------------------------------------------------------------- communications
     def _starts(self, number: int, *kinds: str) -> Kinds:
-        """Notes a start; where the program switches streams its place is marked, too."""
+        """Adds the start of a communication, and marks its place if the program switches
+        streams.
+        """
         self._started.add(number)
         mark = " + Action" if self._storage.switches_streams else ""
         return tuple(kind + mark for kind in kinds)
@@ -279,15 +281,15 @@ NEEDS: dict[type[Op], Callable[[Unrolled, Any], Kinds]] = {
 
 # ------------------------------------------------------------------ comparison
 def values_of(evaluator: ProgramEvaluator, inputs: Sequence[Any]) -> tuple[Values, int]:
-    """Returns the values of a run's symbols, and the rank."""
+    """Returns the symbols' values in a run, and the rank."""
     bound = evaluator.binder._inputs.values(inputs)
     return {**bound, **evaluator.binder.own}, evaluator.ranks.rank
 
 
 def faults(plan: Plan, values: Values, rank: int) -> list[str]:
-    """Returns how a plan differs from what its program needs on a rank: [] where it does not.
+    """Returns the differences between a plan and what its program needs on a rank: [] if none.
 
-    `values` has the values of all symbols in the run that recorded it.
+    `values` has the values of all symbols in the run that recorded the plan.
     """
     needed = Unrolled(plan, values, rank)
     steps, lines = list(plan.steps), plan.describe()
@@ -309,7 +311,7 @@ def faults(plan: Plan, values: Values, rank: int) -> list[str]:
 
 
 def _buffer_faults(plan: Plan, needed: Unrolled, released: Sequence[Step]) -> list[str]:
-    """Each buffer that no step makes lasts, or lies in the arena, or is let go of by a step."""
+    """Compares how many buffers end in the run, and how many outlive it, with the program."""
     in_steps = {s.slot for step, _ in plan.steps for s in _parts(step) if isinstance(s, Make)}
     in_arena = {block.slot for block in plan.blocks} - in_steps
     let_go = {s.slot for step in released for s in _parts(step) if isinstance(s, Release)}
@@ -337,8 +339,7 @@ def _parts(step: Step) -> Iterator[Step]:
 def watched_plans(
     note: Callable[[ProgramEvaluator, Plan, Sequence[Any]], None],
 ) -> Generator[None]:
-    """Calls `note` with each plan that an evaluator has newly recorded, and the inputs it has run
-    on."""
+    """Calls `note` with each newly recorded plan, its evaluator, and the inputs of that run."""
     run = ProgramEvaluator._run
     told = weakref.WeakSet[Any]()
 
@@ -356,7 +357,9 @@ def watched_plans(
 
 
 def as_product_code(function: Any) -> Any:
-    """Returns a function whose frames count as the product's own: messages name users' lines."""
+    """Returns the function as if it belonged to our packages, so that errors name a test's
+    line.
+    """
     names = {**function.__globals__, "__name__": "fuser.watched_by_tests"}
     return FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
@@ -365,13 +368,15 @@ def as_product_code(function: Any) -> Any:
 
 # ------------------------------------------------------------------ text
 def text_of(plan: Plan) -> str:
-    """Returns the steps of a plan as lines; those that repeat stand once, with their number."""
+    """Returns the steps of a plan as lines of text; repeated lines are written once with a
+    count.
+    """
     buffers = f"{len(plan.made)} buffer(s) outlive a run, {len(plan.blocks)} in the arena"
     return "\n".join([buffers, *compressed(plan.describe())])
 
 
 def compressed(lines: Sequence[str]) -> list[str]:
-    """Returns lines in which a part that follows itself stands once: `3 x`, or in brackets."""
+    """Returns lines in which a repeated part is written once: `3 x`, or in brackets."""
     made: list[str] = []
     at = 0
     while at < len(lines):
@@ -394,7 +399,9 @@ def compressed(lines: Sequence[str]) -> list[str]:
 
 
 def _repeats(lines: Sequence[str], at: int, period: int) -> tuple[int, int, int]:
-    """Returns how many lines are saved by a bracket around so many, their number, and how often."""
+    """Returns how many lines a bracket around `period` lines saves, then -period, and the
+    count.
+    """
     part, times = lines[at : at + period], 1
     while lines[at + times * period : at + (times + 1) * period] == part:
         times += 1
@@ -403,7 +410,7 @@ def _repeats(lines: Sequence[str], at: int, period: int) -> tuple[int, int, int]
 
 
 def by_rank(texts: dict[int, list[str]]) -> str:
-    """Returns the texts of the plans of all ranks, in their order; equal ones stand once."""
+    """Returns the texts of the plans of all ranks, in order; equal texts are written once."""
     ordered = sorted(texts.items(), key=lambda item: (item[1], item[0]))
     groups = [(t, [r for r, _ in some]) for t, some in groupby(ordered, key=lambda item: item[1])]
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""Small programs with times that are computed by hand, and their prediction."""
+"""Small programs whose predicted times are computed by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def seconds(program: HostIrContainer, machine: Machine = PLAIN) -> float:
 
 
 def row(tv: TensorView, *, sharded: bool = True) -> TensorView:
-    """Lets the devices have the first axis."""
+    """Cuts the first axis over the devices."""
     if sharded:
         tv.axis(0).parallelize(X)
     return tv
@@ -88,8 +88,10 @@ def linear_program(
 
 
 def gather(d: int, *, kernel: str = "") -> HostIrContainer:
-    """An allgather of 1000 bytes per rank on Stream 1; `kernel` on Stream 0, ready before or
-    after it, moves 2000 bytes."""
+    """A program: an allgather on Stream 1, and a kernel on Stream 0, which may overlap.
+
+    The allgather moves 1000 bytes per rank; the kernel, before or after it, moves 2000 bytes.
+    """
     mesh = DeviceMesh(range(d))
     hic = HostIrContainer()
     with hic:

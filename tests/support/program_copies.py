@@ -52,8 +52,10 @@ _OPTIONS = ("FUSER_ENABLE", "NVFUSER_ENABLE", "FUSER_DISABLE", "NVFUSER_DISABLE"
 # ------------------------------------------------------------------ what a test did
 @dataclass
 class Seen:
-    """A fusion as it was when it became executable, its text (or why it has none), and what makes
-    something that runs of an equal one."""
+    """A fusion at the time it became executable, its text, and a function to make an equal one run.
+
+    The text may be the exception that says why there is none.
+    """
 
     fusion: Fusion
     text: str | Exception
@@ -64,7 +66,7 @@ class Seen:
 
 @dataclass
 class Run:
-    """A rank's first run of a program: what it was given, and what came of it."""
+    """A rank's first run of a program: its inputs and results."""
 
     seen: Seen
     args: tuple[Any, ...]
@@ -90,7 +92,7 @@ class Watch:
         self._lock = threading.Lock()
 
     def see_plan(self, evaluator: ProgramEvaluator, plan: Plan, inputs: Sequence[Any]) -> None:
-        """Compares a plan, which the inputs have made, with what its program needs."""
+        """Compares a recorded plan with the steps that its program needs."""
         from tests.support.plan_steps import faults, values_of
 
         try:
@@ -104,8 +106,11 @@ class Watch:
     def see(
         self, fusion: Fusion, make: Callable[[Fusion], Any], key: str, known: set[int]
     ) -> Seen | None:
-        """Notes a fusion that became executable; None for one whose copy is known, `key` being its
-        full text, where runs do not count."""
+        """Notes a fusion that became executable.
+
+        Returns None if the copy of an equal fusion was already checked and runs are not compared;
+        `key` is the full text.
+        """
         from fuser import translate_fusion
         from multidevice.sharding.queries import requested_devices
 
@@ -124,7 +129,9 @@ class Watch:
         return seen
 
     def begin(self, seen: Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
-        """Notes what a run is given; None, and why, for what cannot be given again."""
+        """Notes the arguments of a run; returns None, and counts why, if they cannot be
+        copied.
+        """
         import torch
 
         try:
@@ -136,7 +143,7 @@ class Watch:
         return Run(seen, args, kwargs, environment, torch.get_rng_state(), [])
 
     def end(self, run: Run, outputs: list[torch.Tensor], inputs: object) -> None:
-        """Notes what came of it."""
+        """Notes the results of a run."""
         run.found = _copied([outputs, inputs if run.seen.fusion.aliases else ()])
         world, rank = _place_of(run.seen)
         if isinstance(world, str):
@@ -146,8 +153,11 @@ class Watch:
             self.worlds.setdefault(world, {}).setdefault(rank, []).append(run)
 
     def settle(self, counts: Counter[str]) -> None:
-        """Leaves out programs that some of their ranks have not run, or in another order, as after
-        an error: ranks that run the copies would wait for each other. Count what is left."""
+        """Leaves out programs that not all ranks ran in the same order, for example after an error.
+
+        Otherwise the ranks that run the copies would wait for each other. Counts the runs that are
+        left.
+        """
         for baton, runs in self.worlds.items():
             for team in {run.seen.devices for some in runs.values() for run in some}:
                 members = [r for r in team if r < baton.size] if baton is not None else [0]
@@ -168,7 +178,9 @@ class _CannotCopyError(Exception):
 
 
 def _copied(value: Any, made: dict[int, torch.Tensor] | None = None) -> Any:
-    """Returns a copy that shares memory within itself as the value does, with its strides."""
+    """Returns a deep copy with equal strides, in which the same tensors share memory as
+    before.
+    """
     import torch
 
     made = {} if made is None else made
@@ -198,8 +210,10 @@ def _copied(value: Any, made: dict[int, torch.Tensor] | None = None) -> Any:
 
 
 def _place_of(seen: Seen) -> tuple[Any, int]:
-    """Returns the world of simulated ranks that runs here, None for no ranks, and the rank; a text
-    says why its programs cannot run again."""
+    """Returns the world of simulated ranks that runs here (None: no ranks), and the rank.
+
+    Instead of a world, a text says why the program cannot be run again.
+    """
     from multidevice import Communicator
 
     communicator = Communicator.instance()
@@ -213,7 +227,7 @@ def _place_of(seen: Seen) -> tuple[Any, int]:
 
 # ------------------------------------------------------------------ watching
 class Watcher:
-    """Watches what becomes executable; the product's own methods run, and nothing runs twice."""
+    """Watches fusions that become executable; the original methods still run, and run once."""
 
     def __init__(self) -> None:
         self.watch: Watch | None = None
@@ -291,7 +305,7 @@ class Watcher:
 
 
 class _FirstRuns:
-    """Stands before the methods of one executor until its ranks have run it for the first time."""
+    """Wraps the methods of an executor until each of its ranks has run it once."""
 
     def __init__(self, watcher: Watcher, seen: Seen, of: Any, names: Sequence[str]) -> None:
         from tests.support.plan_steps import as_product_code
@@ -308,7 +322,7 @@ class _FirstRuns:
             of.__dict__[name] = partial(watched, self, getattr(type(of), name))
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
-        """Notes what this rank's first run is given; None for later ones."""
+        """Notes the arguments of this rank's first run; returns None for later runs."""
         import torch.utils._python_dispatch as torch_dispatch
 
         world, rank = _place_of(self._seen)
@@ -359,13 +373,13 @@ class _FirstRuns:
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the first argument of a call, whatever it is called."""
+    """Returns the first argument of a call, positional or by name."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
 # ------------------------------------------------------------------ copies
 def check_copies(watch: Watch, counts: Counter[str]) -> list[str]:
-    """Makes the copies of what a test made executable; returns what differs."""
+    """Copies the programs of a test; returns the differences."""
     wrong: list[str] = []
     counts["programs"] += watch.programs
     for seen in watch.seen:
@@ -380,15 +394,17 @@ def check_copies(watch: Watch, counts: Counter[str]) -> list[str]:
 
 
 def check_runs(watch: Watch) -> list[str]:
-    """Runs the copies of what a test ran; returns what differs."""
+    """Runs copies of the programs that a test ran; returns the differences."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [w for baton, runs in watch.worlds.items() for w in _check_runs(baton, runs)]
 
 
 def _check_copy(seen: Seen, *, is_whole: bool) -> None:
-    """Requires of the copy: equal text, and the same entry of a cache; as a whole also what follows
-    from that: that fusion and hash are equal. The full text is then read back, too."""
+    """Checks that a copy has equal text and shares a cache entry with the original.
+
+    If `is_whole`, fusion and hash must be equal too, and the full text is parsed and printed again.
+    """
     from fuser import FusionDefinition, LruFusionCache
     from fuser.ir.text.parser import parse_fusion
     from fuser.ir.text.printer import fusion_text
@@ -417,7 +433,7 @@ def _check_copy(seen: Seen, *, is_whole: bool) -> None:
 
 
 def _check_runs(baton: Any, runs: dict[int, list[Run]]) -> list[str]:
-    """Runs the copies, on simulated ranks where the programs did; returns what differs."""
+    """Runs the copies, on simulated ranks if the programs did; returns the differences."""
     from multidevice import simulate
 
     wrong: list[str] = []
@@ -446,7 +462,9 @@ def _check_runs(baton: Any, runs: dict[int, list[Run]]) -> list[str]:
 
 
 def _check_run(run: Run) -> list[str]:
-    """Runs the copy of a program as the program ran on this rank; returns how results differ."""
+    """Runs the copy of a program with the arguments of this rank; returns differences in
+    results.
+    """
     import torch
 
     from tests.support.definition_copies import assert_same, defined_by
@@ -496,7 +514,7 @@ def _environment(options: dict[str, str]) -> Generator[None]:
 
 # ------------------------------------------------------------------ pytest
 class Plugin:
-    """The hooks around tests, and the closing lines."""
+    """The pytest hooks, and the last lines of the session."""
 
     def __init__(self, chosen: str) -> None:
         self._chosen = chosen
@@ -507,7 +525,7 @@ class Plugin:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Deselects the tests that are not marked, where the marked ones alone are chosen."""
+        """Deselects unmarked tests if only the marked ones are to run."""
         if self._chosen != "marked":
             return
         dropped = [item for item in items if item.get_closest_marker("from_text") is None]
@@ -534,8 +552,9 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None]:
-        """Checks the programs of a test: under what it had patched, and if that differs,
-        without."""
+        """Checks the programs of a test with its patches in place; if that fails, again without
+        them.
+        """
         watch, self._watcher.watch = self._watcher.watch, None
         wrong: list[str] = []
         if watch is not None:
@@ -571,7 +590,7 @@ class Plugin:
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """Adds the option that says which tests are watched."""
+    """Adds the option that chooses which tests are watched."""
     parser.addoption(
         "--from-text",
         nargs="?",

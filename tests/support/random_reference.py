@@ -1,4 +1,6 @@
-"""Random numbers in numpy, written from the definition: knows nothing of the code under test."""
+"""Random numbers in numpy, written from the definition and independent of the code under
+test.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 @lru_cache(256)
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Returns the four words of one counter: ten rounds, in Python's integers."""
+    """Returns the four words for one counter: ten rounds, in Python's integers."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -27,7 +29,7 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
 
 
 def units(count: int, seed: int, offset: int, *, is_double: bool, first: int = 0) -> list[float]:
-    """Returns the numbers in (0, 1] from element `first` on."""
+    """Returns the uniform numbers in (0, 1] from element `first` on."""
     found: list[float] = []
     key = (seed & WORD, seed >> 32 & WORD)
     lanes = 2 if is_double else 4
@@ -53,7 +55,7 @@ def numbers(
     dtype: torch.dtype,
     first: int = 0,
 ) -> torch.Tensor:
-    """Returns elements `first` to `first + count` of a tensor; a normal one in float64."""
+    """Returns elements `first` to `first + count` of a random tensor; normal ones in float64."""
     is_double = dtype is torch.float64
     real = np.float64 if is_double else np.float32
     a, b = (Fraction(float(real(x))) for x in ends)
@@ -74,13 +76,15 @@ def numbers(
 
 
 def _normal(i: int, seed: int, offset: int, *, is_double: bool) -> float:
-    """Box and Muller: of two neighbours the first is a cosine, the second a sine."""
+    """Returns normal numbers (Box-Muller): of two neighbours, one uses the cosine, one the
+    sine.
+    """
     u, v = units(2, seed, offset, is_double=is_double, first=i - i % 2)
     return math.sqrt(-2 * math.log(u)) * (math.sin if i % 2 else math.cos)(2 * math.pi * v)
 
 
 def _rounded(x: Fraction, real: type) -> float:
-    """Returns the nearest number of a type, ties to even."""
+    """Returns the nearest number of a dtype, ties to even."""
     if real is np.float64:
         return float(x)
     near = np.float32(float(x))

@@ -1,8 +1,7 @@
-"""Runs a sharded fusion for all ranks at once in this process: the semantic twin of the passes.
+"""Executes a sharded fusion for all ranks at once in this process, as a reference for the passes.
 
-Local ops run one by one, through `localize` and torch in float64; collectives are carried out by
-brute force on flat buffers, as a backend would do them, so that a wrong memory order gives wrong
-numbers.
+Local ops run one by one, through `localize` and torch in float64. Collectives are executed on flat
+buffers, as a backend would, so that a wrong memory order gives wrong numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Local = dict[TensorView, torch.Tensor]
 
 @dataclass
 class Run:
-    """A sharded fusion, its outputs put together again, and what was communicated."""
+    """A sharded fusion, its outputs assembled from all ranks, and its communications."""
 
     fusion: Fusion
     result: ShardingResult
@@ -45,12 +44,12 @@ class Run:
 
     @property
     def collectives(self) -> list[tuple[str, str]]:
-        """(type, team text) of every collective, in order."""
+        """Returns type and team of every collective, in order."""
         return [(communication_type(r), str(team_of(r))) for r in self.result.communications]
 
 
 def shard_axis(tv: TensorView, axis: int, count: int, ptype: ParallelType = X) -> None:
-    """Cuts loop axis `axis` into `count` blocks, as users write it."""
+    """Cuts a loop axis into `count` blocks, as users do."""
     tv.outer_split(axis, count)
     tv.axis(axis).parallelize(ptype)
 
@@ -69,7 +68,7 @@ def run(
     *,
     units: Callable[[Fusion], list[step_by_step.Unit]] = step_by_step.ops_of,
 ) -> Run:
-    """Shards a fusion (in place) and runs it on whole inputs, unit by unit."""
+    """Shards a fusion in place and runs it on whole inputs, unit by unit."""
     result = shard_fusion(fusion)
     values = {s: int(v) for s, v in bind_inputs(fusion, inputs).items()}
     meshes = [tv.mesh for tv in fusion.tensors() if tv.mesh is not None]
@@ -150,7 +149,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def _buffer(tv: TensorView, local: torch.Tensor) -> torch.Tensor:
-    """Returns a shard as the flat buffer that its allocation domain describes."""
+    """Returns a shard as the flat buffer described by its allocation domain."""
     assert is_contiguous(tv), tv
     return local.permute([p for p, _ in memory_order(tv)]).reshape(-1)
 
@@ -198,5 +197,5 @@ def _reduced_position(op: TensorOp) -> int:
 
 
 def mesh(*shape: int) -> DeviceMesh:
-    """Returns the mesh of this shape over ranks 0, 1, ..."""
+    """Returns a mesh of this shape over ranks 0, 1, ..."""
     return DeviceMesh(torch.arange(math.prod(shape)).reshape(shape))

@@ -1,4 +1,4 @@
-"""Programs whose calls come again, and whether the compiled runner repeats them."""
+"""Programs that are called repeatedly, to test when the compiled runner takes the calls over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add() -> FusionDefinition:
 
 
 def any_add() -> FusionDefinition:
-    """Of tensors that may lie in any way, of which 6 by 8 are asked for."""
+    """Adds two 6 by 8 tensors that may have any strides."""
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([6, 8], contiguity=False) for _ in range(2))
         fd.add_output(fd.ops.add(x, y))
@@ -44,7 +44,7 @@ def layers(ops: Any, x: Any, w: Any) -> list[Any]:
 
 
 def runs(fd: FusionDefinition) -> int:
-    """How many calls the runner has repeated."""
+    """Returns how many calls the compiled runner has made."""
     return sum(call.steady.runs for call in fd.fec._by_signature.values() if call.steady)
 
 

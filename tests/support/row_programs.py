@@ -1,4 +1,6 @@
-"""Programs on rows: softmax and norms, in the dtypes that kernels compute in."""
+"""Programs that reduce rows, such as softmax and norms, in the dtypes in which kernels
+compute.
+"""
 
 from __future__ import annotations
 

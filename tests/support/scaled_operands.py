@@ -1,4 +1,4 @@
-"""Operands of one byte with scales, and the product that they mean in float64."""
+"""Operands of one-byte floats with scales, and their product in float64."""
 
 from __future__ import annotations
 

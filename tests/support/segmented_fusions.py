@@ -1,4 +1,4 @@
-"""Fusions that are cut into segments, and checks of what the segments compute."""
+"""Fusions that the compiler cuts into segments, and checks of the results of the segments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cut(
 
 
 def without_persistent(fusion: Fusion) -> str | None:
-    """Returns the scheduler for rows that no block holds."""
+    """Returns the scheduler for rows that are too long to be kept in one block."""
     return find_scheduler(fusion, suits=lambda row: not row.name.endswith("persistent"))
 
 
@@ -51,7 +51,9 @@ def kinds(segmented: SegmentedFusion) -> list[str]:
 
 
 def check_values(fusion: Fusion, *shapes: tuple[int, ...]) -> None:
-    """The segments' own fusions, run one after another in float64, equal the whole fusion."""
+    """Checks that the segments, run one after another in float64, give the whole fusion's
+    results.
+    """
     segmented = cut(fusion)
     inputs = [torch.randn(s, dtype=torch.float64) for s in shapes]
     tensors = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]

@@ -1,7 +1,7 @@
-"""Fusions that the sharding tests share, with their torch meaning.
+"""Fusions for the sharding tests, with their torch meaning.
 
-Each builder defines a fusion of global tensors and returns its inputs by name; annotating is the
-test's business.
+Each builder defines a fusion of global tensors and returns its inputs by name. The tests add the
+annotations.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ F = torch.nn.functional
 
 @dataclass
 class Model:
-    """A fusion, its inputs and named results, and how to make inputs."""
+    """A fusion, its inputs and named results, and a way to make inputs."""
 
     fusion: Fusion
     tensors: dict[str, TensorView]
     shapes: dict[str, list[int]]
 
     def random_inputs(self, seed: int, **sizes: int) -> dict[str, torch.Tensor]:
-        """Returns float64 inputs; -1 in a shape is replaced by sizes `b`, `s` in order."""
+        """Returns float64 inputs; the sizes `b`, `s` replace each -1 in a shape, in order."""
         print("seed", seed)
         gen = torch.Generator().manual_seed(seed)
         made: dict[str, torch.Tensor] = {}
@@ -67,7 +67,7 @@ def set_mesh(mesh: DeviceMesh, *tensors: TensorView) -> None:
 
 # ------------------------------------------------------------------ MLP
 def mlp(hidden: int = 8, wide: int = 16, *, bias: bool = True) -> Model:
-    """down(gelu(up(x))) over x [b, s, hidden]."""
+    """An MLP of x [b, s, hidden]: down(gelu(up(x)))."""
     shapes = {"x": [-1, -1, hidden], "w1": [wide, hidden], "w2": [hidden, wide]}
     if bias:
         shapes |= {"b1": [wide], "b2": [hidden]}
@@ -86,14 +86,14 @@ def mlp_reference(t: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def gelu(x: TensorView) -> TensorView:
-    """x * 0.5 * (1 + erf(x / sqrt 2)), from elementwise ops."""
+    """Returns x * 0.5 * (1 + erf(x / sqrt 2)), built from elementwise ops."""
     inner = ops.erf(ops.mul(x, 1 / math.sqrt(2)))
     return ops.mul(ops.mul(x, 0.5), ops.add(inner, 1.0))
 
 
 # ------------------------------------------------------------------ encoder layer
 def encoder_layer(hidden: int = 24, heads: int = 6, wide: int = 48) -> Model:
-    """A post-LayerNorm encoder layer over x [b, s, hidden] with a mask [b, s]."""
+    """A post-LayerNorm encoder layer of x [b, s, hidden] with a mask [b, s]."""
     shapes: dict[str, list[int]] = {"x": [-1, -1, hidden], "mask": [-1, -1]}
     for name in "qkvo":
         shapes |= {f"w{name}": [hidden, hidden], f"b{name}": [hidden]}
@@ -156,7 +156,7 @@ def encoder_reference(t: dict[str, torch.Tensor], heads: int = 6) -> torch.Tenso
 
 
 def shard_encoder(model: Model, mesh: DeviceMesh) -> None:
-    """Annotates as users do: columns of qkv and up, rows of out and down, along mesh_x."""
+    """Cuts columns of qkv and up, and rows of out and down, along mesh_x, as users do."""
     count = mesh.size_of(X)
     set_mesh(mesh, *(model.tensors[n] for n in model.shapes))
     for name in ("wq", "wk", "wv", "w1", "bq", "bk", "bv", "b1"):

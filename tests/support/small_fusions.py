@@ -1,4 +1,6 @@
-"""Small fusions for the schedule tests, and running them against torch in float64."""
+"""Small fusions for the scheduler tests, and comparison of their kernels with torch in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,10 @@ def define(
     *shapes: Sequence[int | None],
     dtype: DataType | Sequence[DataType] = DataType.Float,
 ) -> Fusion:
-    """Returns the fusion of `build(*inputs)`, all of one dtype or each of its own; its results are
-    the outputs."""
+    """Returns the fusion of `build(*inputs)`, whose results become the outputs.
+
+    All inputs have one dtype, or each its own.
+    """
     fusion = Fusion()
     dtypes = [dtype] * len(shapes) if isinstance(dtype, DataType) else dtype
     with FusionGuard(fusion):
@@ -57,7 +61,7 @@ def define(
 
 
 def sizes_of(fusion: Fusion, *shapes: Sequence[int]) -> dict[Symbol, int]:
-    """Binds the symbols of the inputs' axes."""
+    """Returns the values of the symbols in the inputs' extents."""
     tensors = [v for v in fusion.inputs if isinstance(v, TensorView)]
     return {
         axis.extent: n
@@ -68,7 +72,7 @@ def sizes_of(fusion: Fusion, *shapes: Sequence[int]) -> dict[Symbol, int]:
 
 
 def scheduled(fusion: Fusion, device: DeviceInfo, *shapes: Sequence[int]) -> tuple[Fusion, object]:
-    """Returns a scheduled copy and the parameters chosen."""
+    """Returns a scheduled copy of a fusion and the chosen parameters."""
     from fuser.schedule import scheduler
 
     copy, _ = fusion.copy()
@@ -81,7 +85,7 @@ def scheduled(fusion: Fusion, device: DeviceInfo, *shapes: Sequence[int]) -> tup
 
 
 def domains(fusion: Fusion) -> dict[str, str]:
-    """Returns tensor -> loop domain, with the compute-at position where there is one."""
+    """Returns the loop domain of each tensor, with its compute-at position if it has one."""
     return {f"T{tv.number}": str(tv).split("[", 1)[1] for tv in fusion.tensors()}
 
 
@@ -100,8 +104,10 @@ def make_executor(
 def run(
     executor: FusedKernelExecutor, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Runs on inputs; outputs are allocated densely, one element along expanded axes, with a
-    pattern that no result has."""
+    """Runs a kernel on inputs and returns dense outputs.
+
+    Expanded axes have one element. Outputs are first filled with a pattern that no result has.
+    """
     fusion = executor.fusion
     outputs: list[torch.Tensor] = []
     for tv, shape in zip(fusion.outputs, shapes, strict=True):
@@ -113,7 +119,7 @@ def run(
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Returns values that every dtype can hold exactly enough: small integers or normals."""
+    """Returns small integers or normal numbers that every dtype can hold exactly enough."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()

@@ -37,7 +37,7 @@ _HANDLE = struct.Struct("<8Q")
 
 
 class _Names:
-    """Enumerations of which every name is itself."""
+    """An enumeration in which every name is its own value."""
 
     def __getattr__(self, name: str) -> str:
         return name
@@ -45,7 +45,9 @@ class _Names:
 
 @dataclass
 class _Allocation:
-    """Memory by the older calls; behind it stands how often it is mapped elsewhere."""
+    """Memory of the older allocation calls; a counter behind it holds how often it is mapped
+    elsewhere.
+    """
 
     fd: int
     begin: int
@@ -58,8 +60,11 @@ class _Allocation:
 
 @dataclass
 class Driver:
-    """`refuses`: the call that fails; `lacks`: the attribute that the GPU does not have; `is_late`:
-    the host goes on where streams wait."""
+    """A stand-in for the CUDA driver, with planted faults.
+
+    `refuses` is a call that fails; `lacks` is an attribute that the GPU does not have. With
+    `is_late`, the host continues where streams still wait.
+    """
 
     capacity: int = 1 << 40
     refuses: str = ""
@@ -250,7 +255,7 @@ def _map(fd: int, nbytes: int, at: int | None = None) -> int:
 
 
 def watch(patch: Callable[[object, str, object], None]) -> Driver:
-    """Returns the driver that takes the place of the real one, as `patch` sets attributes."""
+    """Returns a stand-in that replaces the real driver; `patch` sets the attributes."""
     made = Driver()
     raw_tensor = cuda_ipc.raw_tensor
 

@@ -1,6 +1,7 @@
-"""Graphs on the CPU, for tests: what a capture did is done again at the addresses of the capture.
+"""A stand-in for CUDA graphs on the CPU: it repeats the captured actions on the captured addresses.
 
-As on a GPU, inputs and outputs are not kept alive, and what a step allocates stays where it was.
+As on a GPU, inputs and outputs are not kept alive, and memory allocated by a step keeps its
+address.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hostir.runtime import plan, steps
 
 
 def without_owner(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor at the same address, which may be freed meanwhile."""
+    """Returns a tensor at the same address that does not keep the memory alive."""
     nbytes = spanned(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
     if tensor.device.type != "cpu" or not nbytes:
         return tensor
@@ -30,13 +31,13 @@ def without_owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recycled:
-    """Memory that is given out again as soon as nobody holds it, as torch's is on a GPU."""
+    """Memory that is reused as soon as it is released, as by torch's allocator on a GPU."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[bytearray]] = {}
 
     def empty_on(self, device: torch.device) -> Callable[..., torch.Tensor]:
-        """As `fuser.support.torch_calls.empty_on`, for the CPU."""
+        """Same as `fuser.support.torch_calls.empty_on`, for the CPU."""
         del device
         return self._make
 
@@ -118,7 +119,9 @@ class CpuGraph:
 
 
 class CpuGraphs:
-    """`GraphMaker` of fuser/runtime/captured_graphs.py; all that it captured stands in `made`."""
+    """The `GraphMaker` (fuser/runtime/captured_graphs.py) of the CPU; `made` lists its
+    graphs.
+    """
 
     stream = 0
 
@@ -155,7 +158,7 @@ class CpuGraphs:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
-    """Lets the CPU capture, and returns what will: one per stream and arena."""
+    """Enables captures on the CPU; returns the graph makers, one per stream and arena."""
     found: list[CpuGraphs] = []
 
     def make(device: torch.device) -> CpuGraphs:

@@ -1,7 +1,7 @@
-"""Runs the ops of a sharded fusion in the loops that `StreamLoops` finds, step by step.
+"""Executes a sharded fusion in the loops that `StreamLoops` finds, step by step, as a reference.
 
-Each step sees only its blocks of the tensors that are in step with it. A tensor that is allocated
-per step is forgotten when the step ends, and what no step wrote is NaN, so that a wrong loop, a
+Each step sees only its blocks of the tensors that it computes in the loop. A tensor allocated per
+step is dropped at the end of the step, and memory that no step wrote is NaN. So a wrong loop, a
 wrong allocation or a wrong block gives wrong numbers.
 """
 
@@ -67,7 +67,7 @@ Execute = Callable[[Unit, dict[int, Local], Block], None]
 
 
 def ops_of(fusion: Fusion) -> list[Unit]:
-    """Returns every op as a unit."""
+    """Returns each op as a unit of its own."""
     units: list[Unit] = []
     for op in fusion.used_exprs():
         inputs = dict.fromkeys(v for _, v in tensor_operands(op))
@@ -90,7 +90,7 @@ def segments_of(fusion: Fusion) -> list[Unit]:
 
 
 def in_order(units: list[Unit], fusion: Fusion, loops: StreamLoops) -> list[list[Unit]]:
-    """Returns the units in program order, those of one loop together; fails on cycles."""
+    """Returns the units in program order, grouped by loop; fails on cycles."""
     groups: dict[object, list[Unit]] = {}
     for unit in units:
         (loop,) = {loops.loop_of(op) for op in unit.exprs}
@@ -227,7 +227,9 @@ def _step(
 
 
 def _send(op: Reshard, step: int, values: Values, tensors: dict[int, Local]) -> None:
-    """Gives the block that every rank has computed to the device that it is for."""
+    """Copies each rank's block of this step to the rank that owns it; sums if it is a
+    reduction.
+    """
     axis = stream_axis(op.inp)
     assert axis is not None
     blocks: dict[int, torch.Tensor] = {}
@@ -252,7 +254,7 @@ def _send(op: Reshard, step: int, values: Values, tensors: dict[int, Local]) -> 
 
 
 def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Local]) -> None:
-    """Checks that blocks have no gaps in memory of the declared order: what is sent is dense."""
+    """Checks that the blocks to send are dense in the declared memory order."""
     order = [p for p, _ in memory_order(tv)]
     for rank, mine in tensors.items():
         whole, part = mine[tv], parts[rank][tv]
@@ -262,8 +264,10 @@ def _check_dense(tv: TensorView, tensors: dict[int, Local], parts: dict[int, Loc
 
 
 def needed_parts(unit: Unit) -> dict[TensorView, dict[int, ParallelType]]:
-    """Returns operand -> the axes of which the unit's steps see one block, and which part of the
-    step's number counts it."""
+    """Returns, for each operand, the axes of which a step of the unit sees one block.
+
+    Each axis has the stream type that numbers its blocks.
+    """
     found: dict[TensorView, dict[int, ParallelType]] = {}
     for op in unit.exprs:
         for index, operand in tensor_operands(op):
@@ -280,7 +284,7 @@ def needed_parts(unit: Unit) -> dict[TensorView, dict[int, ParallelType]]:
 
 
 def _bring(op: Reshard, step: int, values: Values, blocks: dict[int, Local]) -> None:
-    """Brings every rank the block of one device."""
+    """Copies the block of one device, which depends on the step, to each rank."""
     axis = stream_axis(op.out)
     assert axis is not None and op.inp.mesh is not None
     given = {rank: mine[op.inp] for rank, mine in blocks.items()}

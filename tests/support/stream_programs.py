@@ -1,4 +1,6 @@
-"""Host programs with streams, written by hand, with their torch meaning; and edits of them."""
+"""Handwritten host programs with streams and their torch meaning, and functions that edit
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ D, N_STREAMS = 4, 3
 
 @dataclass(frozen=True)
 class Program:
-    """A program of one device or of D ranks, global inputs, and what torch makes of them."""
+    """A program for one device or D ranks, its global inputs, and torch's results."""
 
     define: Callable[[HostIrContainer], None]
     shapes: tuple[tuple[int, ...], ...]
@@ -72,7 +74,7 @@ class Program:
 def outputs_of(
     case: Program, hic: HostIrContainer, late: str | int | None = None
 ) -> list[torch.Tensor]:
-    """Returns the (global) outputs of a run on simulated ranks; `late` streams are held back."""
+    """Returns the global outputs of a run on simulated ranks; `late` streams are delayed."""
     inputs = case.inputs()
 
     def body() -> list[torch.Tensor]:
@@ -105,21 +107,21 @@ def worker(i: Scalar) -> Stream:
 
 
 def head(hic: HostIrContainer, steps: int) -> None:
-    """Every worker stream waits for what came before."""
+    """Makes every worker stream wait for the earlier work."""
     hic.append(GetCurrentStream(MAIN))
     with hic.loop(steps, name="h") as i:
         hic.append(SetCurrentStream(worker(i)), Synchronize(MAIN))
 
 
 def tail(hic: HostIrContainer, i: Scalar) -> None:
-    """The stream of the program waits for a step's."""
+    """Makes the program's stream wait for the stream of a step."""
     hic.append(SetCurrentStream(MAIN), Synchronize(worker(i)))
 
 
 def select(
     hic: HostIrContainer, tv: TensorView, axis: int, index: Any, device: int | None = None
 ) -> TensorView:
-    """Appends a slice; `device` is the slice's axis that is spread over the mesh."""
+    """Adds a slice; `device` is the axis of the slice that is spread over the mesh."""
     sizes = [sc.int_value(x) or 0 for x in tv.shape()]
     out = hic.tensor([n for k, n in enumerate(sizes) if k != axis])
     if tv.mesh is not None:
@@ -154,7 +156,9 @@ def spread_over(
     axis: int | None = None,
     split: bool = False,
 ) -> TensorView:
-    """Puts a tensor on a mesh; `axis` is a device axis, or (`split`) one that the mesh splits."""
+    """Puts a tensor on a mesh; `axis` is a device axis or, with `split`, one that the mesh
+    splits.
+    """
     if mesh is not None:
         tv.set_device_mesh(mesh)
     if axis is not None and mesh is not None:
@@ -202,7 +206,7 @@ def two_sets(hic: HostIrContainer) -> None:
 
 
 def disjoint_loops(hic: HostIrContainer) -> None:
-    """Two stream loops with an op of the program's own stream between them."""
+    """Two stream loops with an op on the program's own stream between them."""
     x = hic.input([5, 8])
     t = allocated(hic, 5, 8)
     head(hic, 5)
@@ -224,7 +228,7 @@ def disjoint_loops(hic: HostIrContainer) -> None:
 
 
 def matmul_chunks(hic: HostIrContainer) -> None:
-    """Columns of the weight in 3 chunks, the last one short; joins in a loop of their own."""
+    """Columns of the weight in 3 chunks, the last one short; a second loop joins the streams."""
     a, b = hic.input([5, 6]), hic.input([6, 7])
     y = allocated(hic, 5, 7)
     hic.append(GetCurrentStream(MAIN))
@@ -239,7 +243,7 @@ def matmul_chunks(hic: HostIrContainer) -> None:
 
 
 def step_buffers(hic: HostIrContainer) -> None:
-    """Two matmuls in one loop; the buffer between them belongs to one step."""
+    """Two matmuls in one loop; the buffer between them is used within one step."""
     x, w, v = hic.input([7, 6]), hic.input([6, 5]), hic.input([5, 4])
     y = allocated(hic, 7, 4)
     hic.append(GetCurrentStream(MAIN))
@@ -258,7 +262,7 @@ def step_buffers(hic: HostIrContainer) -> None:
 
 
 def slots(hic: HostIrContainer) -> None:
-    """A buffer with as many slots as there are streams: step i uses slot i % n on stream i % n."""
+    """A buffer with one slot per stream: step i uses slot i % n on stream i % n."""
     x = hic.input([7, 8])
     t, y = allocated(hic, N_STREAMS, 8), allocated(hic, 7, 8)
     head(hic, 7)
@@ -272,7 +276,7 @@ def slots(hic: HostIrContainer) -> None:
 
 # ------------------------------------------------------------------ ranks
 def allgather_linear(hic: HostIrContainer) -> None:
-    """The stream axis outermost: an allgather and a linear layer per chunk."""
+    """An allgather and a linear per chunk; the stream axis is outermost."""
     x, w, b = hic.input([5, D, 2, 6]), hic.input([3, 6]), hic.input([3])
     for tv in (w, b):
         spread_over(tv, ring())
@@ -290,13 +294,13 @@ def allgather_linear(hic: HostIrContainer) -> None:
 
 
 def shard_outermost(hic: HostIrContainer, *weight: int) -> list[TensorView]:
-    """Returns x, a chunk on each rank, a weight, and room for all chunks and for the result."""
+    """Returns x (a chunk per rank), a weight, and buffers for all chunks and the result."""
     x, w = spread_over(hic.input([D, 2, 6]), ring(), 0), spread_over(hic.input(weight), ring())
     return [x, w, *(allocated(hic, D, 2, n, mesh=ring()) for n in (6, 3))]
 
 
 def ring_linear(hic: HostIrContainer) -> None:
-    """The shard outermost: the own chunk first, then one from each other rank, sent directly."""
+    """A linear per shard: the rank's own first, then one sent directly from each other rank."""
     x, w, t, y = shard_outermost(hic, 3, 6)
     head(hic, D)
     with hic.loop(D, name="i") as i:
@@ -319,7 +323,7 @@ def ring_linear(hic: HostIrContainer) -> None:
 
 
 def broadcast_linear(hic: HostIrContainer) -> None:
-    """The shard outermost: a broadcast per step."""
+    """A linear per shard, which its owner broadcasts in that step."""
     x, w, t, y = shard_outermost(hic, 3, 6)
     head(hic, D)
     with hic.loop(D, name="i") as i:
@@ -352,7 +356,7 @@ def matmul_allreduce(hic: HostIrContainer) -> None:
 
 
 def matmul_reduce(hic: HostIrContainer) -> None:
-    """Each step reduces one chunk to the rank that owns it."""
+    """Each step reduces one chunk of the product to the rank that owns it."""
     a, b = hic.input([D, D, 2, 6]), hic.input([D, 6, 3])
     spread_over(a, ring(), 0)
     spread_over(b, ring(), 0)
@@ -373,7 +377,7 @@ def matmul_reduce(hic: HostIrContainer) -> None:
 
 
 def reduce_scatter_pipeline(hic: HostIrContainer) -> None:
-    """A scratch slot per stream: step j multiplies into slot j % 3 and reduce-scatters from it."""
+    """Step j multiplies into slot j % 3 of a scratch buffer and reduce-scatters from it."""
     a, b = hic.input([7, D, 8, 6]), hic.input([D, 6, 3])
     spread_over(a, ring(), 1)
     spread_over(b, ring(), 0)
@@ -397,7 +401,7 @@ def reduce_scatter_pipeline(hic: HostIrContainer) -> None:
 
 
 def forwarding_ring(hic: HostIrContainer) -> None:
-    """Step j multiplies a chunk while the chunk goes on to the next rank."""
+    """Step j multiplies a chunk while the chunk is sent on to the next rank."""
     x, w, t, y = shard_outermost(hic, 6, 3)
     own = select(hic, t, 0, RANK)
     hic.append(nodes.LoadStoreOp(own, select(hic, x, 0, 0)))
@@ -474,7 +478,7 @@ Edit = Callable[[HostIrContainer], dict[Op, Sequence[Op]]]
 
 
 def edited(hic: HostIrContainer, edits: dict[Op, Sequence[Op]]) -> HostIrContainer:
-    """Returns the program with ops (anywhere) replaced by others."""
+    """Returns the program with ops, at any depth, replaced by others."""
     assert set(edits) <= set(walk(hic.ops))
     return hic.with_ops(_edited(hic.ops, edits))
 
@@ -492,7 +496,7 @@ def _edited(ops: Sequence[Op], edits: dict[Op, Sequence[Op]]) -> tuple[Op, ...]:
 
 
 def nth(hic: HostIrContainer, kind: type[Op], index: int = 0) -> Any:
-    """Returns an op of a class by its place in the text."""
+    """Returns the n-th op of a class in the program's text."""
     return [op for op in walk(hic.ops) if type(op) is kind][index]
 
 
@@ -519,7 +523,7 @@ def move(kind: type[Op], index: int, to: type[Op], place: int, *, before: bool =
 
 
 def index_of(select: int, change: Callable[[object], object]) -> Edit:
-    """Change the index of a slice."""
+    """Changes the index of a slice."""
 
     def edit(hic: HostIrContainer) -> dict[Op, Sequence[Op]]:
         op = nth(hic, HirAliasSelect, select)

@@ -1,4 +1,6 @@
-"""Attention on a GPU: torch's fused kernel, what it does not take, dropout, and CUDA graphs."""
+"""Attention on a GPU: torch's fused kernel, cases it does not support, dropout, and CUDA
+graphs.
+"""
 
 # Ops are called with what they refuse, and with options that are put together.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -99,7 +101,9 @@ def test_rows_without_scores(dtype: DataType, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [D.BFloat16, D.Float], ids=str)
 def test_dropout(dtype: DataType) -> None:
-    """Backward drops what forward dropped; a seed of torch's generator is drawn in each run."""
+    """The backward pass drops the same weights as the forward pass; each run draws a new
+    seed.
+    """
     p = 0.25
     fd = define(dtype=dtype, dropout_p=p)
     # Values that show the weights: output = weights @ I.
@@ -130,7 +134,9 @@ def test_dropout(dtype: DataType) -> None:
 
 @pytest.mark.parametrize("dtype", [D.BFloat16, D.Float], ids=str)
 def test_graphs_repeat_attention(dtype: DataType) -> None:
-    """Beside kernels: two steps alone gain nothing by a graph."""
+    """Attention with other kernels around it: two calls alone would gain nothing from a
+    graph.
+    """
     *operands, grad = given_for(SIZES["plain"], dtype)
     wide = [t.double() for t in operands]
     expected = *attend(wide, is_causal=True), *gradients(wide, grad, is_causal=True)
@@ -203,8 +209,10 @@ def larger(name: str, dtype: DataType) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [D.Half, D.BFloat16], ids=str)
 @pytest.mark.parametrize("name", LARGER)
 def test_larger_calls(name: str, dtype: DataType, is_causal: bool) -> None:
-    """Rows and heads beside one another, of operands and of the gradient, in turns: torch keeps one
-    plan of cuDNN's for gradients that lie in different ways."""
+    """Calls on operands and gradients with different strides in turn.
+
+    torch caches one cuDNN plan for gradients with different strides.
+    """
     given = larger(name, dtype)
     expected = grouped_expected(given, is_causal=is_causal)
     fd = grouped_definition(dtype, is_causal=is_causal)
@@ -249,7 +257,7 @@ def test_larger_calls_with_biases_and_masks(
 
 
 def test_a_result_stays_where_torch_puts_it() -> None:
-    """No copy behind the one kernel, which a caller's graph holds, too."""
+    """No copy follows the attention kernel, also in a graph that the caller captures."""
     given = [t.cuda() for t in larger("plain", D.BFloat16)[:3]]
     with FusionDefinition() as fd:
         read = [fd.define_tensor([-1] * 4, dtype=D.BFloat16) for _ in range(3)]
@@ -273,8 +281,10 @@ def test_a_result_stays_where_torch_puts_it() -> None:
 
 @pytest.mark.parametrize("p", [0.25, 0.1])
 def test_dropout_in_two_definitions(p: float) -> None:
-    """The gradient drops what forward dropped, by seed and offset alone: cuDNN's, of a probability
-    in sixteenths, and flash attention's."""
+    """A gradient in another definition drops the same weights, given only seed and offset.
+
+    cuDNN is used for probabilities that are multiples of 1/16, flash attention for others.
+    """
     dtype = D.BFloat16
     with FusionDefinition() as first:
         q, k, v = (first.define_tensor([-1] * 4, dtype=dtype) for _ in range(3))

@@ -1,4 +1,6 @@
-"""The option `tune` on a GPU: events, captures, and kernels that the driver refuses."""
+"""The option `tune` on a GPU: timing by events, captures, and kernels that the driver
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_nothing_is_timed_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_neighbour_with_too_many_blocks_is_left_out() -> None:
-    """Some neighbours of the choice have more than 65535 blocks along y."""
+    """Some variants near the chosen one need more than 65535 blocks along y."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1, -1, -1], dtype=DataType.BFloat16, contiguity=True)
         fd.add_output(fd.ops.stride_order(fd.ops.permute(x, [0, 2, 1, 3]), [3, 2, 1, 0]))

@@ -1,4 +1,6 @@
-"""Rows that exceed a block, as one kernel of clusters of blocks, beside torch in float64."""
+"""Rows that exceed one block, reduced by one kernel with clusters of blocks; torch in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_long_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 def test_a_row_in_registers_is_in_no_memory_of_threads() -> None:
-    """Kept as bfloat16 and, after each reduction, converted again."""
+    """The row stays in registers as bfloat16, is converted again after each reduction, and never
+    spills.
+    """
     x = torch.randn(64, 1 << 20, device="cuda").bfloat16()
     fd = check(softmax, lambda x: torch.softmax(x, -1), x)
     program = fd._executor_cache()._last().program

@@ -1,4 +1,4 @@
-"""Calls that the compiled runner repeats on GPUs, by launches and by graphs."""
+"""Calls that the compiled runner makes on GPUs, by kernel launches and by graphs."""
 
 from __future__ import annotations
 

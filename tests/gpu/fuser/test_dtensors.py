@@ -1,4 +1,4 @@
-"""DTensors of GPUs, under mpirun with `--with-mpi` on two or four of them."""
+"""DTensors on GPUs: needs mpirun with two or four GPUs, and `--with-mpi`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Floats of one byte on a GPU: its conversions for all floats, and torch's kernel for products."""
+"""One-byte floats on a GPU: conversions from all values, and torch's kernel for scaled
+products.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_all_codes_become_every_dtype(dtype: DataType) -> None:
 
 
 def program_of(given: Sequence[torch.Tensor], names: Sequence[str], dtype: DataType) -> Any:
-    """Returns the definition of a product of two factors with two scales, and more by name."""
+    """Returns the definition of a scaled product; `names` are further operands, such as a
+    bias.
+    """
     with FusionDefinition() as fd:
         mat1, mat2, scale1, scale2, *rest = map(fd.from_pytorch, given)
         more: Any = dict(zip(names, rest, strict=True))
@@ -101,7 +105,7 @@ def test_scaled_products(shape: tuple[int, int, int], dtype: DataType, on_host: 
 @pytest.mark.parametrize("dtype", [D.BFloat16, D.Half, D.Float])
 @pytest.mark.parametrize("ragged", FORMS)
 def test_products_of_scaled_groups(ragged: str, dtype: DataType) -> None:
-    """Groups that torch's kernel takes beside those that it does not, with scales of each kind."""
+    """Grouped products that torch's kernel supports, and others, with scales of each kind."""
     letters: list[dict[str, str]] = [
         {"scale1": "", "scale2": ""},
         {"scale1": "m1", "scale2": "1n"},
@@ -124,7 +128,7 @@ def test_products_of_scaled_groups(ragged: str, dtype: DataType) -> None:
 
 
 def test_torchs_kernel_is_called_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For groups of rows, as many as there are: once for each that has any."""
+    """torch's kernel is called once for each group of rows that is not empty."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs products of floats of one byte")
     plain, called = matmul_calls._native, list[int]()
@@ -144,7 +148,9 @@ def test_torchs_kernel_is_called_for_groups(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_torchs_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scales on the GPU, and with CPU scalars, whose values are brought there."""
+    """torch's kernel is called, with scales on the GPU or CPU scalars, which are copied
+    there.
+    """
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs products of floats of one byte")
     called: list[torch.dtype] = []

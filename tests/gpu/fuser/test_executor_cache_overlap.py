@@ -1,5 +1,6 @@
-"""Overlap by itself between GPUs: `mpirun -np N python -m pytest --with-mpi
-tests/gpu/fuser/test_executor_cache_overlap.py`.
+"""Automatic overlap between GPUs, compared with torch.
+
+mpirun -np N python -m pytest --with-mpi tests/gpu/fuser/test_executor_cache_overlap.py
 """
 
 from __future__ import annotations
@@ -43,6 +44,6 @@ def device(
 
 @pytest.mark.parametrize("name", ALL)
 def test_steps_equal_torch(name: str, device: torch.device, comm: Communicator) -> None:
-    """Fresh data each time, and ranks out of step."""
+    """Fresh data in each run, with ranks at different places in the program."""
     program = run(ALL[name], comm.size(), [], device=device, seeds=range(40))
     assert has_loops(program)

@@ -1,4 +1,6 @@
-"""Random numbers on a GPU: those of the CPU, torch's CUDA generator, and replays."""
+"""Random numbers on a GPU equal those of the CPU, follow torch's CUDA generator, and can be
+replayed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups as generated kernels on a GPU, beside torch in float64."""
+"""Table lookups as generated kernels on a GPU, compared with torch in float64."""
 
 from __future__ import annotations
 

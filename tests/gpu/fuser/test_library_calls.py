@@ -1,4 +1,4 @@
-"""Library ops on a GPU: equal to torch, and as few kernels as torch's own call launches."""
+"""Library ops on a GPU: equal to torch, with no more kernels than torch's own call launches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def groups(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:
-    """Returns the names of what one call does on the GPU."""
+    """Returns the names of the GPU activities of one call."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

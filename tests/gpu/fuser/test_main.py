@@ -1,4 +1,4 @@
-"""`python -m fuser` tells of GPUs without a CUDA context on any of them."""
+"""`python -m fuser` reports the GPUs without creating a CUDA context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the ops that are not elementwise, as programs on a GPU, beside torch in float64."""
+"""Ops that are not elementwise, called in programs on a GPU, compared with torch in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(drawn: Drawn, device: str) -> list[torch.Tensor]:
 
 
 def bounds_of(name: str, drawn: Drawn) -> tuple[torch.Tensor | None, ...]:
-    """Returns how far each result may be off, where the call says so."""
+    """Returns the error bound of each result, if the call gives bounds."""
     off = CALLS[name].off
     if off is None or drawn.dtype not in HALF:
         return (None,) * len(drawn.fusion.outputs)

@@ -1,4 +1,4 @@
-"""Every elementwise op as a generated kernel on a GPU: against torch in float64."""
+"""Every elementwise op as a generated kernel on a GPU, compared with torch in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.small_fusions import sizes_of
 
 @pytest.fixture(scope="module")
 def executors() -> dict[str, FusedKernelExecutor]:
-    """All kernels, compiled together."""
+    """Returns the executors of all kernels, compiled together."""
     made: dict[str, FusedKernelExecutor] = {}
     requests = []
     shape = CONTIGUOUS[0]
@@ -40,7 +40,7 @@ def test_op(case: OpCase, executors: dict[str, FusedKernelExecutor]) -> None:
 
 
 def test_tanh_over_all_magnitudes() -> None:
-    """The GPU's own form uses approximate instructions: dense points, and every float exponent."""
+    """Tests the GPU's approximate tanh on dense points and on every float exponent."""
     case = next(c for c in CASES if c.name == "tanh" and to_torch(c.result) == torch.float32)
     fusion = case.define(1)
     executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="op")

@@ -1,6 +1,7 @@
-"""Profiles of GPUs: registers, launch shapes and bandwidths that a GPU can have; CUPTI and events.
+"""Profiles on GPUs: plausible registers, launch shapes and bandwidths, by CUPTI and by events.
 
-`python -m pytest tests/gpu/fuser/test_profiler.py`, and under mpirun with `--with-mpi` on two GPUs.
+Run `python -m pytest tests/gpu/fuser/test_profiler.py`, and under mpirun with `--with-mpi` on two
+GPUs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Generated kernels on the GPU against torch in float64: pointwise, transposes and
-reductions."""
+"""Pointwise, transpose and reduction kernels on a GPU, compared with torch in float64."""
 
 from __future__ import annotations
 

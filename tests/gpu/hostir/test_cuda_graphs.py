@@ -1,4 +1,6 @@
-"""Runs that CUDA graphs repeat: the programs of tests/support/cuda_graph_cases.py, and more."""
+"""Runs that CUDA graphs replay: the programs of tests/support/cuda_graph_cases.py, and
+others.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_an_update_in_place_is_repeated() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["layers", "streams"])
 def test_two_streams_in_flight(name: str) -> None:
-    """Each stream has graphs, memory and library workspaces of its own."""
+    """Two streams run at the same time, each with its own graphs, memory and library
+    workspaces.
+    """
     case = CASES[name]
     fd, device = defined(case), torch.device("cuda")
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -74,7 +78,7 @@ def test_two_streams_in_flight(name: str) -> None:
 
 @pytest.mark.gpu
 def test_threads_wait_for_the_device() -> None:
-    """No capture is under way while another thread, which runs programs, may do so."""
+    """No thread captures while another thread may run programs on the device."""
     case, device = CASES["layers"], torch.device("cuda")
     fd, count = defined(case), 4
     sets = [case.make(device) for _ in range(count)]
@@ -110,7 +114,9 @@ def test_threads_wait_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_a_switch_of_torch_is_seen() -> None:
-    """A graph has the arithmetic that it was captured with."""
+    """A change of torch's arithmetic settings takes effect, although a captured graph keeps its
+    own.
+    """
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         for _ in range(4):
@@ -151,7 +157,7 @@ def test_a_loop_over_blocks_of_half_precision() -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("replicated", [True, False])
 def test_collectives_are_repeated(replicated: bool, comm: Communicator) -> None:
-    """NCCL's calls are part of the graph, and counted; a rank may capture before another one."""
+    """NCCL calls are captured and still counted; ranks need not capture in the same run."""
     needs_a_gpu_per_rank(comm)
     d, rank = comm.size(), comm.rank()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -186,7 +192,7 @@ def test_collectives_are_repeated(replicated: bool, comm: Communicator) -> None:
 
 @pytest.mark.gpu
 def test_what_cannot_be_captured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture that fails ends, on all of its streams, and torch's generator goes on."""
+    """A failed capture ends on all of its streams, and torch's random generator still works."""
     case, device = CASES["streams"], torch.device("cuda")
     fd, inputs = defined(case), case.make(device)
 
@@ -280,8 +286,9 @@ def test_the_graphs_of_a_caller_keep_their_memory() -> None:
 
 
 def _captured(run: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, Any, list[int]]:
-    """Returns a graph, the results of its run, and the kinds of its nodes (0: kernel, 2:
-    memset)."""
+    """Returns a captured graph, the results, and the kinds of its nodes (0: kernel, 2:
+    memset).
+    """
     driver, side = ctypes.CDLL("libcuda.so.1"), torch.cuda.Stream()
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     made = torch.cuda.CUDAGraph()
@@ -301,7 +308,9 @@ def _captured(run: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGra
 
 @pytest.mark.gpu
 def test_the_graph_of_a_caller_is_its_kernels() -> None:
-    """It clears no memory of theirs, which it has to itself until it is destroyed."""
+    """A caller's graph has no memset: its counters stay reserved and cleared until it is
+    destroyed.
+    """
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         fd.add_output(fd.ops.sum(x, [0, 1]))
@@ -334,7 +343,7 @@ def test_the_graph_of_a_caller_is_its_kernels() -> None:
 
 @pytest.mark.gpu
 def test_graphs_come_and_go() -> None:
-    """Memory of captures is used again, also when garbage is collected within one."""
+    """Memory of dropped captures is reused, also if garbage is collected during a capture."""
     case, device = CASES["streams"], torch.device("cuda")
     inputs = case.make(device)
     for k in range(40):
@@ -347,7 +356,7 @@ def test_graphs_come_and_go() -> None:
 
 @pytest.mark.gpu
 def test_garbage_goes_while_a_caller_captures() -> None:
-    """Graphs of programs that nobody has any more: a collection may come at any time."""
+    """Garbage collection may destroy graphs of dropped programs while the caller captures."""
     case, device = CASES["layers"], torch.device("cuda")
     inputs, side = case.make(device), torch.cuda.Stream()
     kept = defined(case)

@@ -1,5 +1,6 @@
-"""Runs with peer copies that CUDA graphs repeat: `mpirun -np N python -m pytest --with-mpi
-tests/gpu/hostir/test_cuda_graphs_peer_copies.py`. Ranks may share a GPU.
+"""Programs with peer copies that CUDA graphs replay; ranks may share a GPU.
+
+mpirun -np N python -m pytest --with-mpi tests/gpu/hostir/test_cuda_graphs_peer_copies.py
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def test_all_ranks_repeat_a_run(name: str, comm: Communicator, device: torch.dev
 def test_ranks_whose_tensors_lie_elsewhere(
     name: str, comm: Communicator, device: torch.device
 ) -> None:
-    """Each rank has its own rhythm, and its own delays on host and device."""
+    """Each rank changes its tensors in its own rhythm, with delays on host and device."""
     case, rank = Case(name, comm, device), comm.rank()
     chance = random.Random(rank)
 
@@ -53,7 +54,7 @@ def test_ranks_whose_tensors_lie_elsewhere(
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_that_are_not_waited_for(name: str, comm: Communicator, device: torch.device) -> None:
-    """The host is many runs ahead; what a run returned is not overwritten."""
+    """The host is many runs ahead of the device; results of earlier runs are not overwritten."""
     case, chance = Case(name, comm, device), random.Random(comm.rank())
     values = [case.inputs(seed) for seed in range(40)]
     inputs = case.inputs(0)
@@ -84,7 +85,7 @@ def test_memory_that_is_new_to_peers(comm: Communicator, device: torch.device) -
 def test_one_rank_that_cannot_capture(
     comm: Communicator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails amid the capture; the others do not wait for what it would have sent."""
+    """A rank fails during a capture; the others do not wait forever for its messages."""
     case, is_last = Case("gather in steps", comm, device), comm.rank() == comm.size() - 1
     made = CudaGraphs.capture
 

@@ -1,4 +1,4 @@
-"""Host programs on a CUDA device: library ops, kernels, the arena per stream, simulated ranks."""
+"""Host programs on a GPU: library ops, kernels, one arena per stream, simulated ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_simulated_ranks_share_a_device(name: str) -> None:
 
 
 def test_launches_of_another_device_are_made_there() -> None:
-    """The current device of the caller is not the program's: outputs, kernels and streams are."""
+    """A program runs on its inputs' device even if another device is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     case = CASES["linear_relu_sum"]
@@ -83,7 +83,7 @@ def test_launches_of_another_device_are_made_there() -> None:
 
 
 def test_two_threads_on_two_streams() -> None:
-    """Each run takes an arena and packed arguments of its own stream."""
+    """Each run uses the arena and the packed arguments of its own stream."""
     case = CASES["linear_relu_sum"]
     evaluator = HostIrEvaluator(build(case))
     sets = [[t.cuda() * scale for t in case.inputs()] for scale in (1.0, -0.5)]

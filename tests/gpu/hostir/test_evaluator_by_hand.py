@@ -1,4 +1,4 @@
-"""Programs that were built by hand, on CUDA: real streams, nothing blocks the host."""
+"""Handmade host programs on CUDA streams; no op blocks the host."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _exact_float32_on_the_default_stream() -> Iterator[None]:
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_equal_torch(name: str, reference: bool) -> None:
-    """On simulated ranks, which share the device."""
+    """Runs on simulated ranks, which share the device."""
     example = EXAMPLES[name]
     run_simulated(example, example.build(), device="cuda", reference=reference)
 
@@ -87,7 +87,7 @@ def test_the_current_stream_stays_after_a_run(method: str) -> None:
 
 
 def test_the_callers_stream_is_waited_for() -> None:
-    """Another stream of the caller in each run: a captured stream is that of the run."""
+    """The caller uses another stream in each run, and `GetCurrentStream` returns that one."""
     evaluator = HostIrEvaluator(rows_on_streams())
     streams = [torch.cuda.Stream() for _ in range(3)]
     given = torch.zeros(32, 6, device="cuda")
@@ -136,7 +136,9 @@ def test_no_collective_blocks_the_host(comm: Communicator) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("method", ["run", "evaluate"])
 def test_a_wait_on_another_stream_waits(comm: Communicator, method: str) -> None:
-    """The collective comes after products that take milliseconds; nothing else joins its stream."""
+    """A collective runs after slow matmuls; only the wait under test orders another stream after
+    it.
+    """
     if comm.rank() > 1:
         return
     n = 4096

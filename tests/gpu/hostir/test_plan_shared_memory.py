@@ -1,5 +1,7 @@
-"""Programs of one stream share memory on a GPU, also those that CUDA graphs repeat; and what
-torch.profiler sees of them."""
+"""Programs on one stream share their arena on a GPU, also those replayed by CUDA graphs.
+
+Another test checks what torch.profiler shows of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ MIB = 1 << 20
 
 
 def program(scale: float, steps: int = 2) -> FusionDefinition:
-    """Steps of relu and a matmul, of a text of its own for each scale."""
+    """Returns steps of relu and matmul; each scale makes another program."""
     with FusionDefinition() as fd:
         a = y = fd.define_tensor([-1, -1], contiguity=True, dtype=torch.bfloat16)
         for _ in range(steps):
@@ -89,7 +91,7 @@ def test_graphs_of_several_programs_share_a_buffer_that_moves() -> None:
 
 @pytest.mark.finding("G30")
 def test_a_graph_of_the_callers_keeps_its_memory() -> None:
-    """Another program that runs, and grows, between its launches changes nothing."""
+    """Another program that runs and needs more memory does not disturb the caller's graph."""
     fd, a = program(1.5), drawn(128)
     fd.execute([a])
     side = torch.cuda.Stream()

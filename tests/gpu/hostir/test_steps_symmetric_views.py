@@ -1,5 +1,6 @@
-"""Shards of all GPUs as one tensor: `mpirun -np N python -m pytest --with-mpi
-tests/gpu/hostir/test_steps_symmetric_views.py`. Ranks may share a GPU.
+"""The shards of all GPUs as one tensor in mapped memory; ranks may share a GPU.
+
+mpirun -np N python -m pytest --with-mpi tests/gpu/hostir/test_steps_symmetric_views.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops over streams on CUDA: real streams and events, NCCL on the current stream."""
+"""Stream loops on CUDA streams and events, with NCCL on the current stream."""
 
 from __future__ import annotations
 

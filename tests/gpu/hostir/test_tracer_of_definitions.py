@@ -1,6 +1,6 @@
-"""Traces of GPUs: CUPTI finds the op of every kernel, and its sums are those of events.
+"""Traces on GPUs: CUPTI finds the op of every kernel, and its times agree with CUDA events.
 
-`python -m pytest tests/gpu/hostir/test_tracer_of_definitions.py`, and under mpirun with
+Run `python -m pytest tests/gpu/hostir/test_tracer_of_definitions.py`, and under mpirun with
 `--with-mpi` on two GPUs.
 """
 
@@ -42,8 +42,10 @@ def operands() -> list[torch.Tensor]:
 
 
 def assert_sure(trace: Trace) -> None:
-    """Nothing is in doubt, and as far as the trace says that the clocks may be apart, no work of
-    the device begins before its op does on the host. How far that is, a busy host decides."""
+    """Checks that a trace has no doubts, and that no device work begins before its op on the host.
+
+    The two clocks may differ by as much as the trace states.
+    """
     assert not trace.doubts, trace.doubts
     for rank in trace.ranks:
         issued: dict[int, float] = {}
@@ -60,7 +62,7 @@ def assert_sure(trace: Trace) -> None:
 
 
 def activities(rank: RankTrace) -> Counter[tuple[str, str]]:
-    """Returns which kind of kernels ran for which ops: (op, kernel, nccl, memcpy or library)."""
+    """Counts the device work by op and by kind: kernel, nccl, Memcpy or library."""
     kinds = ("nccl", "Memcpy", "kernel")
     return Counter(
         (
@@ -106,7 +108,7 @@ def test_compute_is_what_a_full_gpu_takes() -> None:
 
 
 class BothWatch(CuptiWatch):
-    """CUPTI, and in the same runs the events of an `EventWatch`."""
+    """Times runs with CUPTI and, in the same runs, with CUDA events."""
 
     def __init__(self, ops: Sequence[TracedOp]) -> None:
         super().__init__(ops)
@@ -125,8 +127,7 @@ class BothWatch(CuptiWatch):
 
 
 def test_events_lie_where_cupti_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the events of an op are all of its kernels and no other op's, whatever the host's
-    way to their launches takes."""
+    """All kernels of an op, and no others, run between its two events."""
     watches: list[BothWatch] = []
 
     def both(ops: Sequence[TracedOp]) -> BothWatch:

@@ -1,5 +1,6 @@
-"""Allreduces as one kernel, between GPUs: `mpirun -np N python -m pytest --with-mpi
-tests/gpu/multidevice/test_allreduce_kernel.py`.
+"""Allreduces as one kernel between GPUs.
+
+mpirun -np N python -m pytest --with-mpi tests/gpu/multidevice/test_allreduce_kernel.py
 
 Ranks may share a GPU: then their kernels take turns, and each is slow. The kernel itself is tested
 in `tests/multidevice/transports/base/test_allreduce_model.py`.
@@ -73,7 +74,9 @@ def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 @pytest.mark.timeout(400)
 def test_everything_beside_nccl(comm: Communicator, device: torch.device) -> None:
-    """All reductions of all dtypes, special values, reversed and smaller teams."""
+    """Compares with NCCL: all reductions and dtypes, special values, reversed and smaller
+    teams.
+    """
     backend, me = comm.backend_for(device), comm.rank()
     assert isinstance(backend, NcclBackend)
     world = tuple(range(comm.size()))
@@ -113,7 +116,7 @@ def collectives_of_special_values(
 
 @pytest.mark.timeout(400)
 def test_random_messages(comm: Communicator, device: torch.device, seeded: int) -> None:
-    """200 of any size up to the largest, on fresh data, at any address."""
+    """200 messages of random sizes up to the largest, on fresh data, at any address."""
     peers, me, size = comm.peers_for(device), comm.rank(), comm.size()
     world, ways = tuple(range(size)), set[Way]()
     for k in range(200):
@@ -166,7 +169,7 @@ def test_bound_calls_have_the_bits_of_unbound_ones(
 def test_streams_under_random_delays(
     comm: Communicator, device: torch.device, world: tuple[int, ...], seeded: int
 ) -> None:
-    """Allreduces on three streams that nothing orders, ranks out of step."""
+    """Allreduces on three unordered streams, with ranks at different places."""
     peers, me, n = comm.peers_for(device), comm.rank(), comm.size()
     chance = random.Random(me)
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -188,7 +191,7 @@ def test_streams_under_random_delays(
 def test_a_graph_with_branches(
     comm: Communicator, device: torch.device, world: tuple[int, ...]
 ) -> None:
-    """Two branches with an allreduce each, and one before and behind; replayed on fresh data."""
+    """A graph with an allreduce in each of two branches, one before and one after; replayed."""
     backend, me, n = comm.backend_for(device), comm.rank(), comm.size()
     x, side = torch.ones(5000, device=device), torch.cuda.Stream()
     big = torch.ones(200_000, device=device)
@@ -222,7 +225,9 @@ def test_a_graph_with_branches(
 def test_graphs_on_streams_that_nothing_orders(
     comm: Communicator, device: torch.device, world: tuple[int, ...]
 ) -> None:
-    """Two graphs and eager allreduces, each on its stream, ranks out of step."""
+    """Two graphs and eager allreduces, each on its own stream, with ranks at different
+    places.
+    """
     peers, me, n = comm.peers_for(device), comm.rank(), comm.size()
     chance = random.Random(me)
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -285,7 +290,7 @@ def test_a_rank_that_does_not_come_is_named(
     world: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernel ends, and the error names who is missing."""
+    """The kernel ends after the timeout, and the error names the missing rank."""
     peers, me, last = CudaPeerBackend(comm._control, device), comm.rank(), comm.size() - 1
     x = torch.ones(100, device=device)
     peers.allreduce(x, x, op="SUM", team=world).synchronize()

@@ -1,4 +1,4 @@
-"""Whole sharded programs on GPUs, under mpirun on 4 ranks, which may share a GPU."""
+"""Sharded MLPs on GPUs, under mpirun with 4 ranks, which may share a GPU."""
 
 from __future__ import annotations
 

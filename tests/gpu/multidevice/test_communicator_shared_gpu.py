@@ -1,7 +1,6 @@
-"""Ranks that share a GPU: `mpirun -np N python -m pytest --with-mpi
-tests/gpu/multidevice/test_communicator_shared_gpu.py`.
+"""Programs on ranks that share a GPU; if each rank has one, the same tests run over NCCL.
 
-With a GPU for each rank the same tests run over NCCL.
+mpirun -np N python -m pytest --with-mpi tests/gpu/multidevice/test_communicator_shared_gpu.py
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def test_collectives_equal_brute_force(comm: Communicator) -> None:
 
 @pytest.mark.filterwarnings("ignore:ranks .* share the GPU")
 def test_the_host_takes_what_the_stream_of_the_call_has_written(comm: Communicator) -> None:
-    """The stream computes for a while before the call, and another one reads what came."""
+    """The call waits for slow work on its stream, and another stream reads the result."""
     backend, world = comm.backend_for("cuda"), tuple(range(comm.size()))
     side, third = torch.cuda.Stream(), torch.cuda.Stream()
     x, out = torch.zeros(1 << 16, device="cuda"), torch.zeros(comm.size() << 16, device="cuda")

@@ -1,5 +1,6 @@
-"""Memory of programs that have gone is unmapped and freed: `mpirun -np N python -m pytest
---with-mpi tests/gpu/multidevice/test_cuda_ipc_given_back.py`. Ranks may share a GPU.
+"""Memory of dropped programs is unmapped and freed on all ranks, which may share a GPU.
+
+mpirun -np N python -m pytest --with-mpi tests/gpu/multidevice/test_cuda_ipc_given_back.py
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def nbytes_of_pieces(comm: Communicator, device: torch.device) -> int:
 
 
 def settled_nbytes(comm: Communicator, device: torch.device) -> int:
-    """How much memory of the GPU is taken when all that may go has gone, on all ranks."""
+    """Returns the GPU memory in use after all ranks have freed what they can."""
     gc.collect()
     comm.release_peers()
     for _ in range(4):
@@ -44,7 +45,9 @@ def settled_nbytes(comm: Communicator, device: torch.device) -> int:
 
 
 def test_programs_made_and_dropped_in_turn(comm: Communicator, device: torch.device) -> None:
-    """Each needs more than the last one: together 20 times as much as what stays."""
+    """Each program needs more memory than the last; in total 20 times as much as may stay in
+    use.
+    """
     before = settled_nbytes(comm, device)
     # Of programs of other tests, which are still there.
     others = nbytes_of_pieces(comm, device)
@@ -85,7 +88,7 @@ def test_one_rank_drops_what_its_peers_keep(comm: Communicator, device: torch.de
 
 
 def test_outputs_are_held_after_their_program(comm: Communicator, device: torch.device) -> None:
-    """Results and inputs of several programs in flight, which go while the GPUs still work."""
+    """Results outlive their programs, and are dropped while the GPUs still work on them."""
     found: list[tuple[torch.Tensor, float]] = []
     for k in range(30):
         one = Exchange(1 + k, device)

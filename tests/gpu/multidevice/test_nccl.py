@@ -1,8 +1,9 @@
-"""NCCL on real GPUs, one per rank: `mpirun -np N python -m pytest --with-mpi
-tests/gpu/multidevice/test_nccl.py`.
+"""NCCL on GPUs, one per rank.
 
-All collectives against brute force, for every binding that is installed; then what only a device
-can show: the order that streams give, capture in a CUDA graph, and waits with a deadline.
+mpirun -np N python -m pytest --with-mpi tests/gpu/multidevice/test_nccl.py
+
+All collectives are compared with plain torch, for every binding that is installed. Further tests
+check stream order, capture in a CUDA graph, and waits with a timeout.
 """
 
 from __future__ import annotations

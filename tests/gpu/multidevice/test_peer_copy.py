@@ -1,7 +1,6 @@
-"""Peer copies between GPUs: `mpirun -np N python -m pytest --with-mpi
-tests/gpu/multidevice/test_peer_copy.py`.
+"""Peer copies between GPUs, which ranks may share: mapping and stream waits work the same way.
 
-Ranks may share a GPU: then memory is mapped, and streams wait for each other, all the same.
+mpirun -np N python -m pytest --with-mpi tests/gpu/multidevice/test_peer_copy.py
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def test_everything(comm: Communicator, device: torch.device) -> None:
 
 
 def test_a_ring_under_random_delays(comm: Communicator, device: torch.device) -> None:
-    """Fresh data each time, senders that overwrite at once, ranks and streams out of step."""
+    """Senders overwrite their data at once; ranks and streams are at different places."""
     peers, me, n = comm.peers_for(device), comm.rank(), comm.size()
     world, chance = tuple(range(n)), random.Random(me)
     to, source = (me + 1) % n, (me - 1) % n
@@ -85,7 +84,7 @@ def test_waits_that_come_late(comm: Communicator, device: torch.device) -> None:
 def test_halves_of_a_large_allreduce_are_added_in_order(
     comm: Communicator, device: torch.device
 ) -> None:
-    """In float32, one rank's after the other's, and rounded once."""
+    """Large allreduces add in float32 in the order of the ranks, and round once."""
     me, n, count = comm.rank(), comm.size(), 5 << 20
     peers, world = comm.peers_for(device), tuple(range(n))
 
@@ -102,7 +101,7 @@ def test_halves_of_a_large_allreduce_are_added_in_order(
 
 
 def test_a_wait_stands_in_the_stream_that_waits(comm: Communicator, device: torch.device) -> None:
-    """Not in the one that sends, which may have more to send."""
+    """Only the stream that calls `wait` is blocked; the sending stream can go on."""
     peers, me, n = comm.peers_for(device), comm.rank(), comm.size()
     world, to, source = tuple(range(n)), (me + 1) % n, (me - 1) % n
     sending, waiting = torch.cuda.Stream(), torch.cuda.Stream()

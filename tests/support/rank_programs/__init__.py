@@ -1,1 +1,3 @@
-"""Programs that mpirun and torchrun start, a process for each rank; tests import some, too."""
+"""Programs that mpirun and torchrun start as jobs, one process per rank; tests import some,
+too.
+"""

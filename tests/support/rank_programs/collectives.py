@@ -1,9 +1,9 @@
-"""Every collective on every dtype against brute force; run on each rank of a job, or on simulated
+"""Runs every collective on every dtype and compares with plain torch, in a job or on simulated
 ranks.
 
-    mpirun -np 4 python tests/support/rank_programs/collectives.py
+mpirun -np 4 python tests/support/rank_programs/collectives.py
 
-The inputs of all ranks come from seeds, so each rank computes what it must receive by itself.
+The inputs of all ranks come from seeds, so each rank can compute its expected results.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def same(found: torch.Tensor, expected: torch.Tensor, what: str, *, ulps: float = 4.0) -> None:
-    """Checks equality; floating-point reductions may differ by a few roundings."""
+    """Checks equality; floating-point reductions may differ by a few rounding errors."""
     found = found.cpu()
     if found.is_complex():
         found, expected = torch.view_as_real(found), torch.view_as_real(expected)
@@ -103,7 +103,7 @@ SPECIAL = (1.5, -2.0, math.inf, -math.inf, math.nan, -math.nan, 0.0, 3.0)
 def check_special_values(
     backend: Backend, me: int, team: Team, dtype: torch.dtype, device: torch.device, what: str
 ) -> None:
-    """Checks that MIN and MAX keep NaN and infinities, wherever in the team they stand."""
+    """Checks that MIN and MAX keep NaN and infinities from any rank of the team."""
     inputs = {
         rank: torch.tensor(
             [SPECIAL[(k + 3 * team.index(rank)) % len(SPECIAL)] for k in range(8 * len(team))],
@@ -213,7 +213,7 @@ def check_dtype(
 
 
 def check_rows(backend: Backend, me: int, team: Team, device: torch.device) -> None:
-    """Checks each collective of the table; a transport that lacks one refuses it in words."""
+    """Checks each collective of the table; a transport without it must refuse with a message."""
     n, index = len(team), team.index(me)
     for row in COLLECTIVES.values():
         meaning = MEANINGS[row.name]
@@ -256,9 +256,7 @@ def expect(kind: type[BaseException], text: str, fn: object, *args: object, **kw
 
 
 def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch.device) -> None:
-    """Checks that bad arguments are found on each rank by itself, and agreed errors leave all
-    usable.
-    """
+    """Checks that each rank refuses bad arguments, and that later calls work after errors."""
     me, n = comm.rank(), comm.size()
     x = torch.zeros(n, n, device=device)
     expect(InputError, "not contiguous", backend.allreduce, x, x.t(), op="SUM", team=team)
@@ -302,7 +300,7 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
 
 
 def check_all(device: torch.device, *, peers: bool = False) -> None:
-    """Checks everything on this rank's communicator, or on peer copies."""
+    """Runs all checks on this rank's communicator, or on peer copies."""
     comm = Communicator.instance()
     backend = comm.peers_for(device) if peers else comm.backend_for(device)
     me, n = comm.rank(), comm.size()
@@ -333,7 +331,7 @@ def check_all(device: torch.device, *, peers: bool = False) -> None:
 
 
 def main() -> None:
-    """Runs the checks on this rank and prints a line that the test looks for."""
+    """Runs the checks on this rank and prints a line that the test expects."""
     device = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     peers = "peers" in sys.argv[2:]
     if "rows" in sys.argv[2:]:

@@ -62,7 +62,7 @@ def at_once(first: str, second: str, inputs: Any = ROW) -> dict[str, str]:
 
 
 def held_open() -> Iterator[torch.Tensor]:
-    """The row, once another thread has come."""
+    """Yields the input once another thread waits to call."""
     is_inside.set()
     wait(lambda: comm.turns.latecomer)
     yield from ROW
@@ -74,7 +74,7 @@ page = control.page
 
 
 def held_page(nbytes: int, team: tuple[int, ...]) -> memoryview | None:
-    """A page that is made once the other thread has come to it, or has been held back."""
+    """Returns a mailbox once the other thread wants it too, or waits for this call."""
     pages.append(threading.current_thread().name)
     is_inside.set()
     wait(lambda: comm.turns.latecomer or len(pages) > 1)

@@ -1,4 +1,4 @@
-"""Programs are made, run and dropped in turn: what their ranks have mapped stays little.
+"""Programs are made, run and dropped in turn; the memory that ranks map stays bounded.
 
 mpirun -np 2 python tests/support/rank_programs/dropped_programs.py KIND
 """
@@ -32,7 +32,7 @@ MB = 1 << 20
 
 
 def mapped_nbytes() -> int:
-    """Returns how much of its own and its peers' shared memory this process has mapped."""
+    """Returns how many bytes of its own and its peers' shared memory this process has mapped."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:fuser-peer" in line:
@@ -42,7 +42,7 @@ def mapped_nbytes() -> int:
 
 
 def exchange_of(ranks: int, rows: int) -> HostIrContainer:
-    """Each rank doubles its rows of 1 MB, and gets those of the next one."""
+    """A program in which each rank doubles its rows of 1 MB and gets those of the next rank."""
     mesh, program = multidevice.DeviceMesh(range(ranks)), HostIrContainer()
     with program:
         x, t, y = (program.tensor([ranks, rows, MB // 4], mesh=mesh) for _ in range(3))
@@ -64,7 +64,7 @@ def exchange_of(ranks: int, rows: int) -> HostIrContainer:
 
 
 def used_nbytes(comm: Communicator) -> int:
-    """How much memory of the GPU is taken, once all ranks have let go what they can."""
+    """Returns the GPU memory in use once all ranks have freed what they can."""
     comm.barrier()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -74,7 +74,7 @@ def used_nbytes(comm: Communicator) -> int:
 
 
 class Exchange:
-    """A program that runs, and what it must yield."""
+    """A program that can run, with its expected result."""
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -91,7 +91,7 @@ class Exchange:
 
 
 def turns() -> None:
-    """50 programs, the first ones large: what they had mapped goes when they have gone."""
+    """Runs 50 programs, the first ones large, and checks that dropped ones free their memory."""
     most, found = 0, list[int]()
     for k in range(50):
         one = Exchange(66 if k < 3 else 1 + k % 7)
@@ -108,7 +108,9 @@ def turns() -> None:
 
 
 def alone() -> None:
-    """One rank drops its programs, the other keeps them: both go on, with the same and others."""
+    """One rank drops its programs and the other keeps them; old and new programs still run on
+    both.
+    """
     kept = [Exchange(66), Exchange(3)]
     for one in kept:
         one.run()
@@ -124,7 +126,7 @@ def alone() -> None:
 
 
 def views() -> None:
-    """Rows of shards are unmapped, too."""
+    """Views of the shards of all ranks are unmapped, too."""
     ranks = Communicator.instance().size()
     for k in range(20):
         run_here(program_of(ranks, 4 * (1 + k)))

@@ -1,8 +1,8 @@
-"""Definitions on torch's DTensors, on 2 or 4 ranks: the same checks under mpirun and torchrun.
+"""Programs called with torch's DTensors on 2 or 4 ranks; the same checks under mpirun and torchrun.
 
-    torchrun --standalone --nproc-per-node 4 tests/support/rank_programs/dtensors.py [--device cuda]
+torchrun --standalone --nproc-per-node 4 tests/support/rank_programs/dtensors.py [--device cuda]
 
-torch.distributed's default process group is the user's: here it is opened on a file.
+The default process group of torch.distributed belongs to the user; here it is set up with a file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 
 @contextmanager
 def default_group(device: str = "cpu") -> Iterator[None]:
-    """The user's own process group, for the ranks of the Communicator."""
+    """Opens torch's default process group over the ranks of the Communicator, as a user
+    would.
+    """
     here = Communicator.instance()
     with tempfile.TemporaryDirectory() as folder:
         mine = str(Path(folder) / "store").encode()
@@ -78,7 +80,7 @@ def torch_mesh(shape: Sequence[int], device: str, names: Sequence[str] = ()) -> 
 
 
 def cut(tv: Any, mesh: TorchMesh, placed: Sequence[Placement]) -> None:
-    """Annotates a tensor as the users of nvFuser do, from a torch mesh and placements."""
+    """Annotates a tensor as users of nvFuser do, from a torch mesh and placements."""
     mine = DeviceMesh(mesh.mesh)
     tv.set_device_mesh(mine)
     outer: dict[int, int] = {}
@@ -110,8 +112,11 @@ def check_result(got: DTensor, want: torch.Tensor, mesh: TorchMesh, placed: Sequ
 
 # ------------------------------------------------------------------ what runs
 def check_two_linears(name: str, device: str) -> None:
-    """x [b, t, k]: a column-parallel linear, then a row-parallel one, whose result is whole on
-    the tensor-parallel (last) dimension; the batch is cut by the first of two."""
+    """Checks a column-parallel linear of x [b, t, k], followed by a row-parallel one.
+
+    The result is replicated over the last mesh dimension; with two dimensions, the first cuts the
+    batch.
+    """
     shape = SHAPES[name](Communicator.instance().size())
     mesh = torch_mesh(shape, device)
     batch: list[Any] = [Shard(0), *[WHOLE] * (len(shape) - 2)][: len(shape) - 1]
@@ -153,7 +158,9 @@ def _check_two_linears(
 
 
 def check_axis_cut_twice(device: str) -> None:
-    """One axis by both dimensions, the first one outermost; and by the last one alone."""
+    """One axis is cut by both mesh dimensions, the first one outermost; then by the last one
+    alone.
+    """
     mesh = torch_mesh((2, -1), device)
     both, last = [Shard(1), Shard(1)], [WHOLE, Shard(-2)]
     full = [randn(3, 8, 2), randn(3, 8, 2, seed=1)]
@@ -170,8 +177,9 @@ def check_axis_cut_twice(device: str) -> None:
 
 
 def check_other_inputs(device: str) -> None:
-    """Numbers, an input without a mesh, which all have whole, an update in place, another mesh of
-    the result than any input's."""
+    """Numbers, a replicated input without a mesh, an in-place update, and a result on another
+    mesh.
+    """
     mesh, flat = torch_mesh((1, -1), device), torch_mesh((-1,), device)
     full = [randn(4, 8, seed=seed) for seed in range(3)]
     with FusionDefinition() as fd:
@@ -197,7 +205,7 @@ def check_other_inputs(device: str) -> None:
 
 
 def check_memory_orders(device: str) -> None:
-    """Shards in each memory order, and with gaps, for each declared one: as declared or copied."""
+    """Checks shards in each memory order, dense and with gaps, for each declared order."""
     d = Communicator.instance().size()
     mesh = torch_mesh((-1,), device)
     full = randn(2 * d, 3 * d, 4 * d)
@@ -228,7 +236,7 @@ def check_memory_orders(device: str) -> None:
 def _negation(
     mesh: TorchMesh, cut_axis: int, declared: Sequence[int], *, updates: bool = False
 ) -> FusionDefinition:
-    """A negated input of three axes, declared in this order of memory, from outside."""
+    """Returns a program that negates an input of three axes, declared in this memory order."""
     with FusionDefinition() as fd:
         stride_order = [2 - declared.index(p) for p in range(3)]
         x = fd.define_tensor(
@@ -240,7 +248,7 @@ def _negation(
 
 
 def reordered(t: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor without gaps, its axes in this order of memory."""
+    """Returns a dense tensor whose axes have this order in memory."""
     return t.permute(*order).contiguous().permute(*[order.index(p) for p in range(t.ndim)])
 
 
@@ -268,7 +276,7 @@ def _add(mesh: TorchMesh, placed: Sequence[Placement]) -> FusionDefinition:
 
 
 def _refused(fd: FusionDefinition, given: Sequence[object], kind: type, words: str) -> None:
-    """Every rank raises, and nothing has run."""
+    """Checks that every rank raises, and that nothing ran."""
     with pytest.raises(kind, match=words) as caught:
         fd.execute_with_dtensors(given)
     assert isinstance(caught.value, FuserError)
@@ -332,7 +340,7 @@ def check_refused_programs(mesh: TorchMesh, device: str, x: DTensor) -> None:
 
 
 def check_nothing_ran(device: str) -> None:
-    """Refusals come before any launch: an evaluator is never asked to run."""
+    """Checks that refused calls never start an evaluator."""
     ran: list[object] = []
     original = ProgramEvaluator.run_known
 

@@ -33,7 +33,9 @@ def bad_rank(kind: str) -> None:
         ours = sys.excepthook
 
         def collecting(kind: Any, error: Any, trace: Any) -> None:
-            """As torch.distributed's: writes what the hook before has written once it returns."""
+            """Writes the previous hook's output after that returns, as torch.distributed's hook
+            does.
+            """
             before, sys.stderr = sys.stderr, io.StringIO()
             ours(kind, error, trace)
             before.write(sys.stderr.getvalue())
@@ -70,7 +72,9 @@ def bad_rank(kind: str) -> None:
 
 
 def limit_waits() -> None:
-    """A short deadline, once the ranks are connected: start-up may take long on a busy machine."""
+    """Sets a short timeout once the ranks are connected: start-up may be slow on a busy
+    machine.
+    """
     os.environ["FUSER_TIMEOUT_S"] = "1"
 
 
@@ -80,7 +84,7 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def main() -> None:
-    """Runs one collective, then lets the last rank misbehave."""
+    """Runs one collective, then makes the last rank fail."""
     kind = sys.argv[1]
     if kind == "import" and read_launch().rank == 1:
         print("go", flush=True)

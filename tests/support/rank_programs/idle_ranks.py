@@ -1,4 +1,4 @@
-"""Ranks 2 and 3 have no part in the program and wait in the end of the job before its first call.
+"""Ranks 2 and 3 are not in the program: they wait for the end of the job before its first call.
 
 mpirun -np 4 python tests/support/rank_programs/idle_ranks.py
 """
@@ -17,7 +17,7 @@ NEVER = [Need(r, Calls("never", comm._control.world), 1) for r in (2, 3)]
 
 
 def is_alone() -> bool:
-    """Whether the other ranks have come to the end of the job."""
+    """Returns whether the other ranks already wait for the end of the job."""
     wait_graph = comm._control.wait_graph
     assert wait_graph is not None
     return wait_graph.suspects(NEVER).count("waits in the end of the job") == 2

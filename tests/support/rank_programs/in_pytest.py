@@ -1,4 +1,6 @@
-"""Runs pytest on every rank: mpirun -np 2 python tests/support/rank_programs/in_pytest.py FILE"""
+"""Runs pytest on every rank: `mpirun -np 2 python tests/support/rank_programs/in_pytest.py
+FILE`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A signal kills the last rank, or the whole job; what the job then prints says which rank it was.
+"""A signal kills the last rank or the whole job; the job must print which rank it was.
 
     mpirun -np 2 python tests/support/rank_programs/killed.py KIND
 
-Each rank prints "ready" when the ranks are connected, and when it takes signals.
+Each rank prints "ready" when the ranks are connected, and when it can receive signals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multidevice import Communicator
 
 
 def program() -> Callable[[], object]:
-    """Returns a call of a program on all ranks."""
+    """Returns a function that calls a program on all ranks."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8])
         y = fd.ops.relu(x)
@@ -49,7 +49,7 @@ def sleep() -> NoReturn:
 
 
 def wait_until_posted(comm: Communicator, rank: int) -> None:
-    """Returns when a rank has posted that it waits."""
+    """Returns once a rank has posted in the wait-for graph that it waits."""
     wait_graph = comm._control.wait_graph  # pyright: ignore[reportPrivateUsage]
     assert wait_graph is not None
     while (found := wait_graph._peers().get(rank)) is None or found.wait is None:  # pyright: ignore[reportPrivateUsage]
@@ -57,7 +57,7 @@ def wait_until_posted(comm: Communicator, rank: int) -> None:
 
 
 def kill_waiting(comm: Communicator, pid: int, wait: Callable[[], object]) -> None:
-    """The last rank waits for the first, which kills it there."""
+    """The last rank waits for the first, which then kills it."""
     if comm.rank() == comm.size() - 1:
         wait()
     wait_until_posted(comm, comm.size() - 1)
@@ -66,7 +66,7 @@ def kill_waiting(comm: Communicator, pid: int, wait: Callable[[], object]) -> No
 
 
 def waited_for(comm: Communicator, wait: Callable[[], object]) -> None:
-    """The others wait for the last rank, which then dies."""
+    """The other ranks wait for the last rank, which then kills itself."""
     if comm.rank() < comm.size() - 1:
         wait()
     wait_until_posted(comm, 0)

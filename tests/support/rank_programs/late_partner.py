@@ -1,4 +1,4 @@
-"""A rank gives up its wait in a team's first collective; the other one comes afterwards.
+"""A rank gives up its wait in a team's first collective; the other rank enters it afterwards.
 
 mpirun -np 2 python tests/support/rank_programs/late_partner.py NEW_FILE
 """
@@ -20,7 +20,9 @@ TEAM = (1, 0)
 
 
 def main() -> None:
-    """Ends every call within a deadline, and then gets the right numbers."""
+    """Checks that every call ends within a timeout, and that later calls give the right
+    numbers.
+    """
     comm = Communicator.instance()
     backend, me = comm.backend_for("cpu"), comm.rank()
     given_up = Path(sys.argv[1])

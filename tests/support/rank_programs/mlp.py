@@ -1,6 +1,6 @@
-"""Tensor-parallel MLPs on 1-D, 2x2 and 1x2x2 meshes: the same check for every kind of rank.
+"""Tensor-parallel MLPs on 1-D, 2x2 and 1x2x2 meshes, checked on simulated and real ranks.
 
-Run by the simulated ranks of a test, under mpirun, and as a script under torchrun:
+Tests run it on simulated ranks and under mpirun; torchrun runs it as a script:
 
     torchrun --standalone --nproc-per-node 4 tests/support/rank_programs/mlp.py [--device cuda]
 
@@ -32,7 +32,7 @@ MESHES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A program, and the communications that it must hold: (type, team text) in order."""
+    """A program, and the type and team of each communication that it must have, in order."""
 
     name: str
     mesh: str
@@ -55,7 +55,7 @@ CASES = tuple(
 
 
 def shard(tv: Any, mesh: DeviceMesh, axis: int | None = None, ptype: ParallelType = X) -> None:
-    """Annotates a tensor: replicated, or the (loop) axis cut over one mesh dimension."""
+    """Puts a tensor on the mesh: replicated, or with a loop axis cut over one mesh dimension."""
     tv.set_device_mesh(mesh)
     if axis is not None:
         tv.outer_split(axis, mesh.size_of(ptype))
@@ -63,10 +63,10 @@ def shard(tv: Any, mesh: DeviceMesh, axis: int | None = None, ptype: ParallelTyp
 
 
 def define(case: Case, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any], Any]:
-    """Defines x [b, t, h] -> linear -> gelu -> linear -> [b, t, h] with weights cut over mesh_x.
+    """Defines an MLP of x [b, t, h], linear, gelu, linear, with weights cut over mesh_x.
 
-    Tokens are cut over mesh_x at both ends (sequence parallel) or not (tensor parallel); the batch
-    is cut over mesh_y where the mesh has it (data parallel).
+    Tokens are cut over mesh_x at both ends for sequence parallelism, and replicated otherwise. The
+    batch is cut over mesh_y if the mesh has it (data parallelism).
     """
     with FusionDefinition() as fd:
         ops = fd.ops
@@ -93,14 +93,16 @@ def define(case: Case, mesh: DeviceMesh) -> tuple[FusionDefinition, list[Any], A
 
 
 def communications(text: str) -> list[tuple[str, str]]:
-    """Returns (type, team) of every communication in a program's text."""
+    """Returns type and team of every communication in a program's text."""
     found = re.findall(r"Communication \d+ \(type=(\w+), team=(.*?), (?:root|input)=", text)
     return [(kind, team) for kind, team in found]
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    """Runs one case on this rank, as a user would and without steps, and compare with torch in
-    float64. Which communications there are is known of the program without steps."""
+    """Runs one case on this rank, with and without overlap, and compares with torch in float64.
+
+    The expected communications are those of the program without overlap.
+    """
     mesh = DeviceMesh(MESHES[case.mesh])
     fd, tensors, out = define(case, mesh)
     generator = torch.Generator().manual_seed(7)

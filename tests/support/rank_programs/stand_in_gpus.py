@@ -1,4 +1,4 @@
-"""The peer copies of GPUs on a driver that watches (`stand_in_driver`), whose memory is the host's.
+"""Peer copies of GPUs on a stand-in for the CUDA driver, whose memory is the host's.
 
 mpirun -np 2 python tests/support/rank_programs/stand_in_gpus.py KIND
 """
@@ -28,7 +28,7 @@ ROWS = UNIT >> 10
 
 
 def gpu_of_this_rank() -> Driver:
-    """Lets programs on the CPU copy between peers as on GPUs."""
+    """Patches the package so that programs on the CPU copy between peers as GPUs do."""
     driver = watch(setattr)
 
     def empty(self: IpcMemory, nbytes: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ def gpu_of_this_rank() -> Driver:
 
 
 def turns(driver: Driver) -> None:
-    """Programs that grow, each dropped after a few runs: what they had goes."""
+    """Growing programs, each dropped after a few runs, free their memory."""
     for k in range(30):
         Exchange(1 + k).run(3)
         gc.collect()
@@ -65,7 +65,7 @@ def turns(driver: Driver) -> None:
 
 
 def alone(driver: Driver) -> None:
-    """One rank drops its programs, the other keeps them."""
+    """One rank drops its programs, and the other keeps them."""
     kept = [Exchange(40), Exchange(3)]
     for _ in range(6):
         if kept[0].rank == 0:
@@ -79,7 +79,7 @@ def alone(driver: Driver) -> None:
 
 
 def ahead(driver: Driver) -> None:
-    """A rank has sent, and dropped, what its peer has not even found yet."""
+    """A rank sends and drops memory before its peer has mapped it."""
     here = Communicator.instance()
     peers, me, team = here.peers_for(CPU), here.rank(), (0, 1)
     peers.connect(team)
@@ -105,7 +105,7 @@ def ahead(driver: Driver) -> None:
 
 
 def views(driver: Driver) -> None:
-    """Shards are shown side by side, and unmapped when their program has gone."""
+    """Shards are mapped side by side, and unmapped when their program is dropped."""
     ranks = Communicator.instance().size()
     for k in range(4):
         run_here(program_of(ranks, ROWS * (1 + k)))

@@ -1,8 +1,8 @@
-"""Every rank writes its shard, and reads those of all as one tensor, without a copy.
+"""Every rank writes its shard, and reads the shards of all ranks as one tensor, without a copy.
 
     mpirun -np 2 python tests/support/rank_programs/symmetric_views.py KIND [PROGRAM]
 
-A KIND other than `right` says what the last rank does otherwise.
+A KIND other than `right` names a mistake that the last rank makes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def double(out: TensorView, inp: TensorView) -> nodes.BinaryOp:
 
 
 def program_of(ranks: int, rows: int = 4) -> HostIrContainer:
-    """y = 2 * (all shards of 2 x); a shard of x is [1, rows, 256]."""
+    """A program y = 2 * (all shards of 2 x), where a shard of x is [1, rows, 256]."""
     mesh = multidevice.DeviceMesh(range(ranks))
     program = HostIrContainer()
     with program:
@@ -55,8 +55,11 @@ def program_of(ranks: int, rows: int = 4) -> HostIrContainer:
 def run_here(
     program: HostIrContainer, runs: int = RUNS, device: torch.device | str = "cpu"
 ) -> None:
-    """Runs with fresh data, and compare with torch, on this rank; repetitions run ahead of slower
-    ranks as far as the program lets them, for which they do without agreement."""
+    """Runs on fresh data and compares with torch, on this rank.
+
+    Repetitions do not agree with the other ranks first, so that this rank runs ahead of slower ones
+    as far as the program allows.
+    """
     x, rank = program.inputs[0], Communicator.instance().rank()
     assert isinstance(x, TensorView)
     evaluator = HostIrEvaluator(program)

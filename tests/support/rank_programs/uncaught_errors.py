@@ -1,4 +1,5 @@
-"""Errors of all ranks, and of the machine, that nobody catches: what the job prints.
+"""Raises errors that nobody catches, on all ranks or in the machine; tests check what the job
+prints.
 
 mpirun -np 2 python tests/support/rank_programs/uncaught_errors.py mesh
 """
@@ -15,7 +16,7 @@ from multidevice import Communicator
 
 
 def run(ranks: int, rows: int = 4) -> None:
-    """Runs a kernel on a mesh of so many ranks."""
+    """Runs a kernel on a mesh of this many ranks."""
     mesh = multidevice.DeviceMesh(range(ranks))
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 8])

@@ -1,5 +1,8 @@
-"""benchmarks/overlap_time.py where results are wrong: the second rank's of steps by peer copies;
-with WRONG=scatter also torch's reduce-scatter, on all."""
+"""Runs benchmarks/overlap_time.py with planted wrong results, which it must report.
+
+The second rank's results are wrong if they come from peer copies in steps. With WRONG=scatter,
+torch's reduce-scatter is wrong on all ranks, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in the style of nvFuser's users, and their table."""
+"""Programs in the style of nvFuser's users, and a table of them."""
 
 from __future__ import annotations
 

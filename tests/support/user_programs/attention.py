@@ -1,4 +1,4 @@
-"""Attention from matmuls and by sdpfa, with dropout, masks, rotary positions and caches."""
+"""Attention from matmuls and by sdpfa, with dropout, masks, rotary positions and key caches."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def _(q, k, v):
     tolerance=1e-4,
 )
 def key_cache_step(fd: FusionDefinition) -> None:
-    """One step of decoding: the new key goes to its position in the cache, in place."""
+    """One decoding step: the new key is written to its position in the cache, in place."""
     cache = fd.define_tensor(shape=[-1, HEADS, LENGTH, WIDTH], contiguity=[True] * 4)
     new = fd.define_tensor(shape=[-1, HEADS, 1, WIDTH], contiguity=[True, True, None, True])
     position = fd.define_tensor(shape=[], contiguity=[], dtype=DataType.Int, is_cpu=True)

@@ -1,4 +1,4 @@
-"""Feed-forward layers and Mixture of Experts: gating, routing, grouped products."""
+"""Feed-forward layers and mixtures of experts: gating, routing, grouped products."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _(weights, index):
     dtypes=[torch.float, torch.int64, torch.float],
 )
 def top_k_filter(fd: FusionDefinition) -> None:
-    """Logits below the k-th largest become -inf, for sampling; a temperature divides them."""
+    """Sets logits below the k-th largest to -inf, for sampling; a temperature divides them."""
     logits = fd.define_tensor(shape=[-1, -1], contiguity=[True, True])
     temperature = fd.define_tensor(shape=[], dtype=DataType.Int, is_cpu=True)
     k = fd.define_scalar(DataType.Int)
@@ -214,7 +214,7 @@ def _(logits, temperature, k):
 
 @program(lambda: [torch.randn(TOKENS, 12).softmax(1)])
 def nucleus_filter(fd: FusionDefinition) -> None:
-    """The smallest set of most likely tokens whose probabilities reach 0.9, renormalised."""
+    """Keeps the fewest likeliest tokens whose probabilities add up to 0.9, renormalised."""
     p = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Float)
     order = fd.ops.argsort(p, dim=1, descending=True, stable=True)
     ranked = fd.ops.take_along_axis(p, order, dim=1)

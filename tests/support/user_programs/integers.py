@@ -1,4 +1,4 @@
-"""Quantisation, bits, scans, random numbers and statistics."""
+"""Quantisation, bit operations, scans, random numbers and statistics."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _(x, seed, offset, noise):
 
 @program(lambda: [torch.randint(1, 2**31 - 1, (ROWS, COLUMNS))], cuts={0: 0})
 def integer_hash(fd: FusionDefinition) -> None:
-    """Xorshift and a multiplicative hash, in 64 bits; buckets by the remainder."""
+    """A 64-bit hash by xorshift and multiplication; buckets are remainders."""
     x = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Int)
     h = fd.ops.bitwise_xor(x, fd.ops.bitwise_left_shift(x, 13))
     h = fd.ops.bitwise_xor(h, fd.ops.logical_right_shift(h, 7))
@@ -139,7 +139,7 @@ def _(x):
 
 @program(lambda: [torch.rand(ROWS, COLUMNS) < 0.2, torch.randn(ROWS, COLUMNS)], cuts={0: 0, 1: 0})
 def segment_ids(fd: FusionDefinition) -> None:
-    """Ids of the documents packed into a row, positions in them, and which pairs may attend."""
+    """Document ids in packed rows, positions within documents, and pairs that may attend."""
     starts = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Bool)
     x = fd.define_tensor(shape=[-1, -1], contiguity=[True, True])
     ids = fd.ops.cumsum(fd.ops.cast(starts, DataType.Int), 1)
@@ -170,7 +170,7 @@ def _(starts, x):
     tolerance=1e-4,
 )
 def linear_recurrence(fd: FusionDefinition) -> None:
-    """h[t] = a[t] h[t-1] + b[t], from products and sums along t."""
+    """h[t] = a[t] h[t-1] + b[t], computed by cumulative products and sums along t."""
     a = fd.define_tensor(shape=[-1, -1, -1], contiguity=[True] * 3)
     b = fd.define_tensor(shape=[-1, -1, -1], contiguity=[True] * 3)
     decay = fd.ops.cumprod(a, dim=1)
@@ -290,7 +290,7 @@ def _(a, b):
 
 @program(lambda: [7, 2, [6, 8]], draws=2, dtypes=[torch.double, torch.bfloat16, torch.half])
 def random_weights(fd: FusionDefinition) -> None:
-    """Initial weights without any tensor as input; the shape is a vector."""
+    """Initial weights from no input tensor; the shape is a vector of scalars."""
     seed = fd.define_scalar(dtype=DataType.Int)
     offset = fd.define_scalar(dtype=DataType.Int)
     rows, columns = fd.define_vector(2)

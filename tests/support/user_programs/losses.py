@@ -1,4 +1,4 @@
-"""Losses and distances: what stands at the end of a model, forward and backward."""
+"""Losses and distances at the end of a model, forward and backward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def _labels_with_holes() -> torch.Tensor:
     cuts={0: 0, 1: 0},
 )
 def cross_entropy_with_ignored_labels(fd: FusionDefinition) -> None:
-    """As Lightning Thunder writes it: labels become floats by a 0 of the logits' dtype."""
+    """Cross entropy as Lightning Thunder writes it: a `where` with a float zero makes labels
+    floats.
+    """
     logits = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Float)
     target = fd.define_tensor(shape=[-1], contiguity=[True], dtype=DataType.Int)
     zero = fd.define_scalar(0, dtype=DataType.Float)

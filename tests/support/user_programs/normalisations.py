@@ -1,4 +1,4 @@
-"""Normalisations in every spelling: by variance and mean, by Welford, by sums; both ways."""
+"""Normalisations written by variance and mean, by Welford and by sums, forward and backward."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def _(grad, y):
 
 @program(lambda: [torch.rand(ROWS, HIDDEN)], cuts={0: 0})
 def several_values_of_a_row(fd: FusionDefinition) -> None:
-    """A row is read with a value of it and with what that value leads to."""
+    """A row is read together with a reduction of it, and with a value computed from that."""
     x = fd.define_tensor([-1, -1], True)
     total = fd.ops.sqrt(fd.ops.sum(x, [1]))
     turned = fd.ops.sin(total)

@@ -1,4 +1,4 @@
-"""Steps of optimisers and filters, whose results are written into their inputs."""
+"""Steps of optimisers and filters, which update their inputs in place."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _(average, value, decay):
     tolerance=1e-4,
 )
 def factored_second_moments(fd: FusionDefinition) -> None:
-    """Adafactor: the second moment as an outer product of a row's and a column's."""
+    """Adafactor: the second moment is an outer product of row and column averages."""
     param, grad = (fd.define_tensor(shape=[16, 12], contiguity=[True, True]) for _ in range(2))
     row = fd.define_tensor(shape=[16], contiguity=[True])
     column = fd.define_tensor(shape=[12], contiguity=[True])
@@ -201,7 +201,9 @@ def _(param, grad, row, column):
     tolerance=1e-4,
 )
 def kalman_step(fd: FusionDefinition) -> None:
-    """Predict by a matrix; correct each coordinate by its own gain."""
+    """A Kalman filter step: predict by a matrix, then correct each coordinate by its own
+    gain.
+    """
     x = fd.define_tensor(shape=[-1, 4, 1], contiguity=[True, True, None])
     p = fd.define_tensor(shape=[-1, 4, 4], contiguity=[True, True, True])
     f = fd.define_tensor(shape=[4, 4], contiguity=[True, True])

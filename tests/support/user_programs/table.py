@@ -1,9 +1,9 @@
-"""Programs as users of nvFuser's Python API write them: definition, inputs, and torch's results.
+"""A table of programs as users of nvFuser's Python API write them, with torch's results.
 
-A program is a function of a FusionDefinition, marked with `program`, and a function of the inputs
-in double precision, marked with `expects`, that gives the results in order; behind them come the
-new values of the inputs that the program updates. Where the first results are random numbers, they
-are handed to it behind the inputs, as the rest follows from them.
+A program is a function of a FusionDefinition, marked with `program`. Its expected results come from
+a function of the inputs in double precision, marked with `expects`, in order; the new values of
+updated inputs follow them. If the first results are random numbers, that function gets them after
+the inputs, because the other results depend on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAMS: dict[str, Program] = {}
 
 @dataclass(eq=False)
 class Program:
-    """A definition with its inputs, and what surrounds it."""
+    """A definition with its inputs and expected results."""
 
     name: str
     define: Callable[[FusionDefinition], None]
@@ -44,7 +44,7 @@ class Program:
         return self.name
 
     def inputs(self) -> Inputs:
-        """The same fresh tensors at every call."""
+        """Returns fresh tensors with the same values at every call."""
         torch.manual_seed(zlib.crc32(self.name.encode()))
         return self.make_inputs()
 
@@ -63,7 +63,7 @@ def program(
     cuts: dict[int, int] | None = None,
     tolerance: float | None = None,
 ) -> Callable[[Callable[[FusionDefinition], None]], Program]:
-    """Puts a function of a definition into the table under its own name."""
+    """Adds a function of a definition to the table, under its own name."""
 
     def mark(define: Callable[[FusionDefinition], None]) -> Program:
         name = define.__name__
@@ -85,7 +85,7 @@ _EXACT_TO = {torch.double: 1e-10, torch.float: 1e-5, torch.half: 2e-3, torch.bfl
 
 
 def compare(program: Program, inputs: Inputs, results: Sequence[torch.Tensor]) -> None:
-    """Compares results and updated inputs with what torch makes of fresh inputs."""
+    """Compares results and updated inputs with torch's results for the same inputs."""
     fresh = [in_double(x) for x in program.inputs()]
     expected = program.expected(*fresh, *results[: program.draws])
     updated = [inputs[at] for at in program.updates]

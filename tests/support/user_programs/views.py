@@ -1,4 +1,4 @@
-"""Pooling, convolutions and layouts by slices, pads, reshapes and permutations."""
+"""Pooling, convolutions and layout changes by slices, pads, reshapes and permutations."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _(x, w):
     lambda: [torch.randn(BATCH, 3, 6, 8), torch.randn(4, 3, 3, 3)], cuts={0: 0}, tolerance=1e-4
 )
 def convolution_by_matmuls(fd: FusionDefinition) -> None:
-    """3x3 convolution: a product per tap, of channels-last slices."""
+    """A 3x3 convolution: one product per tap, of channels-last slices."""
     x = fd.define_tensor(shape=[-1, 3, 6, 8], contiguity=[True] * 4)
     w = fd.define_tensor(shape=[4, 3, 3, 3], contiguity=[True] * 4)
     n = fd.ops.size(x, 0)

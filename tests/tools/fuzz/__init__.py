@@ -1,1 +1,1 @@
-"""Tests of `tools/fuzz`: the oracle holds for torch, and planted faults are found."""
+"""Tests of `tools/fuzz`: its oracle agrees with torch, and its fuzzers find planted faults."""

@@ -1,4 +1,4 @@
-"""The fuzzers find planted faults, and what they write down shows them again."""
+"""The fuzzers find planted faults, and the programs that they write reproduce the failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def _first_wrong(seeds: Iterable[int], uses: Callable[[Program], bool]) -> Program | None:
-    """Returns the first of the programs that can meet a fault and gives a wrong value."""
+    """Returns the first program that uses the faulty feature and gives a wrong value."""
     for seed in seeds:
         program = single.generate(seed)
         if uses(program) and run(Case.of(program), Mode()).kind == "wrong":
@@ -65,7 +65,7 @@ _ON_ONE_DEVICE = {*table.ROWS, "addcmul", "rand_like", "randn_like"}
 
 
 def _drawn(kind: str) -> tuple[set[str], set[str]]:
-    """Returns the ops, and the dtypes of inputs, of the programs of some seeds."""
+    """Returns the ops and the input dtypes of the random programs of many seeds."""
     programs = [worker.GENERATORS[kind](n) for n in range(2500 if kind == "single" else 1500)]
     ops = {op for p in programs for op in re.findall(r"fd\.ops\.(\w+)\(", define_text(p))}
     dtypes = {i.dtype for p in programs for i in p.inputs if isinstance(i, TensorInput)}
@@ -84,7 +84,9 @@ def test_every_op_and_dtype_is_generated(kind: str) -> None:
 
 @pytest.fixture
 def other_programs() -> Iterator[None]:
-    """Programs of one text are one in a process: those of a planted fault are forgotten."""
+    """Clears the cache of compiled programs around a test, so that no planted fault stays in
+    it.
+    """
     PROGRAMS.clear()
     yield
     PROGRAMS.clear()
@@ -139,7 +141,7 @@ def test_a_wrong_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_misplaced_result_is_found() -> None:
-    """A view of an input is in its memory, other results are not, nor do they have gaps."""
+    """A view must be in its input's memory; other results must not, and must have no gaps."""
     x, y = (TensorInput(name, "Float", (3, 4), True, (), plain_layout(2)) for name in "xy")
     turned = Stmt(("t",), "permute", (Ref("x"), [1, 0]))
     negative = Stmt(("n",), "neg", (Ref("x"),))
@@ -163,7 +165,7 @@ def test_a_misplaced_result_is_found() -> None:
 
 
 def test_a_lost_update_is_found() -> None:
-    """An input that changed although the program says nothing of it is a failure."""
+    """An input that changes although the program does not update it is a failure."""
     x = TensorInput("x", "Float", (4,), True, (), plain_layout(1))
     stmt = Stmt(("t",), "neg", (Ref("x"),))
     call = (TensorArg((4,), 0, "normal", 1),)
@@ -175,7 +177,7 @@ def test_a_lost_update_is_found() -> None:
 
 
 def test_the_order_of_ops_is_checked_with_the_inputs_that_were_passed() -> None:
-    """Not with copies of them: those of an expanded tensor lie otherwise."""
+    """Not with copies of the inputs: a copy of an expanded tensor has other strides."""
     layout = Layout((2, 1, 0), (0, 0, 0), expanded=(1,))
     x = TensorInput("x", "Float", (-1, 6, 4), (False, None, False), (), layout)
     stmt = Stmt(("t",), "relu", (Ref("x"),))
@@ -198,7 +200,7 @@ def test_the_command_reports_and_exits(tmp_path: Path) -> None:
 def test_a_failure_is_printed_as_a_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A log is all that is left of a run elsewhere."""
+    """The log has the failing program's text, because files of a remote run may be lost."""
 
     def shrink(campaign: Campaign, failure: Failure, seconds: float, folder: Path) -> str:
         del campaign, seconds

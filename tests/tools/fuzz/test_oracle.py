@@ -1,4 +1,6 @@
-"""The oracle itself: its bounds hold for torch in float32, and one dropped term breaks them."""
+"""Tests of the oracle: its bounds hold for torch in float32, and exclude a sum without one
+term.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_one_wrong_element_is_noticed() -> None:
 
 
 def test_a_quotient_may_be_a_product_with_a_reciprocal() -> None:
-    """Which is not exact where the quotient is, but for divisors that are powers of two."""
+    """x times 1/y is accepted as x/y, although it is exact only for powers of two."""
     x, two = _inputs(0, 1000), torch.tensor(2.0)
     of_itself = elementwise.pointwise("div", [exact(x.double(), "Float")] * 2)
     product = x * x.reciprocal()
@@ -115,7 +117,7 @@ def test_all_values_within_the_bounds_of_the_operands_are_expected(row: Row) -> 
     n, gen = 50_000, torch.Generator().manual_seed(0)
 
     def near() -> tuple[Val, torch.Tensor]:
-        """Returns values beside jumps and poles, and what they may be."""
+        """Returns values next to jumps and poles, and the results that are allowed there."""
         at = _CRITICAL[torch.randint(0, len(_CRITICAL), (n,), generator=gen)]
         shift, off = torch.rand(2, n, generator=gen, dtype=torch.float64) * 2 - 1
         bound = 1e-3 * (torch.rand(n, generator=gen) < 0.5).double()
@@ -141,7 +143,7 @@ _OF_ZERO: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", _OF_ZERO)
 @pytest.mark.parametrize("first", ["exp", "erfc"])
 def test_what_its_dtype_can_not_hold_is_not_compared(name: str, first: str) -> None:
-    """Float32 has 0 or infinity where float64 still has a number."""
+    """Results that overflow or underflow in float32, but not in float64, are not compared."""
     x = torch.tensor([-150.0, -95.0, -88.0, 88.8, 150.0, 12.0, 10.0, 2.5])
     small = elementwise.pointwise(first, [exact(x.double(), "Float")])
     operands = [small] if ROWS[name].arity == 1 else [small, small]
@@ -156,7 +158,7 @@ def test_what_its_dtype_can_not_hold_is_not_compared(name: str, first: str) -> N
 
 @pytest.mark.parametrize("name", ["log", "log2", "log10", "log1p", "atan", "atanh", "reciprocal"])
 def test_a_complex_pole_within_the_bounds_may_be_met(name: str) -> None:
-    """Also where all corners of the bounds are finite."""
+    """Infinity is allowed if the bounds include a pole, even if all their corners are finite."""
     pole = {"log1p": -1.0, "atan": -1j, "atanh": 1.0}.get(name, 0.0)
     ref = torch.full((2,), pole, dtype=torch.complex128) + torch.tensor([3e-6 + 4e-6j, 0.3 + 0.4j])
     near = Val(ref, torch.full((2,), 6e-6).double(), "ComplexFloat")
@@ -170,7 +172,9 @@ def test_a_complex_pole_within_the_bounds_may_be_met(name: str) -> None:
 
 
 def test_counts_are_no_int_to_cat() -> None:
-    """They become one beside a tensor of Int, not beside a number."""
+    """Counts have the dtype Index; next to a tensor of Int they become Int, next to a number
+    not.
+    """
     count = reductions.welford(exact(_inputs(0, 6).double().reshape(2, 3), "Float"), [1])[2]
     beside = (Num(2, "Int"), exact(torch.ones(2).long(), "Int"))
     results = [elementwise.pointwise("mul", [count, other]) for other in beside]
@@ -185,7 +189,7 @@ def test_explicit_casts_round() -> None:
 
 
 def test_a_float_of_one_byte_is_one_of_those_within_the_bound() -> None:
-    """By trying numbers in between: each is expected, and the next value outside is not."""
+    """All one-byte floats within the bound are accepted; the next ones outside are not."""
     for dtype in FLOAT8:
         to = DTYPES[dtype].torch
         codes = torch.arange(256, dtype=torch.uint8).view(to).double()
@@ -266,7 +270,7 @@ def test_products_of_groups() -> None:
 
 
 def test_products_of_scaled_groups() -> None:
-    """Each form, beside a product per group in float32."""
+    """Compares each form of grouped products with float32 products per group."""
     a, b = _inputs(0, 12 * 7).reshape(12, 7), _inputs(1, 3 * 7 * 4).reshape(3, 7, 4)
     a, b = a.to(torch.float8_e4m3fn).double(), b.to(torch.float8_e5m2).double()
     rows, columns = _inputs(2, 36).reshape(3, 12, 1), _inputs(3, 12).reshape(3, 1, 4)
@@ -356,7 +360,9 @@ def test_scalars_divide_with_truncation() -> None:
 
 
 def test_a_rounded_product_is_not_exact_because_its_last_digits_happen_to_be_zeros() -> None:
-    """1.31 * x rounds to a number of few digits; a fused multiply-add does not round it."""
+    """1.31 * x rounds to a number with few digits, but a fused multiply-add does not round
+    it.
+    """
     x, a = torch.tensor([-0.7442831993103027]), torch.ones(1, dtype=torch.float64)
     value = elementwise.addcmul(
         exact(a, "Double"), exact(x.double(), "Float"), exact(a, "Double"), Num(1.31, "Double")
