@@ -385,7 +385,9 @@ def _side(side: Side) -> str:
 
 
 def _bus(row: Collective) -> str:
-    """Returns what each of n members sends of the larger side, as a formula that fits the row."""
+    """Returns the part of a buffer that each of n members sends, as a formula such as
+    `(n-1)/n`.
+    """
     formulas: dict[str, Callable[[int], float]] = {
         "1": lambda n: 1.0,
         "(n - 1) / n": lambda n: (n - 1) / n,

@@ -71,7 +71,7 @@ def read_texts(path: Path) -> list[str]:
     """Returns the sentences of a file, one per line."""
     texts = [line.strip() for line in path.read_text().splitlines() if line.strip()]
     if not texts:
-        raise SystemExit(f"{path} holds no sentence")
+        raise SystemExit(f"{path} has no sentence")
     return texts
 
 

@@ -48,7 +48,9 @@ def _split(dotted: str, root: Path) -> tuple[str, list[str]]:
         path = Path(*parts[:end]).with_suffix(".py")
         if (root / path).is_file():
             return path.as_posix(), parts[end:]
-    raise ValueError(f"no file of {root} is the module of {dotted}: were its times made elsewhere?")
+    raise ValueError(
+        f"no file of {root} is the module of {dotted}: were the times measured on another tree?"
+    )
 
 
 def choose(times: Times, budget_s: float) -> list[tuple[str, str]]:

@@ -525,7 +525,7 @@ _SPINS = 50
 
 
 def call_token(kind: int, number: int) -> int:
-    """Returns the token of a class in the call with this number."""
+    """Returns a call token: one number made of the class of a call and the call's number."""
     return kind << _NUMBER_BITS | (number + 1) & _NUMBERS
 
 

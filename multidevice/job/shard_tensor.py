@@ -193,7 +193,9 @@ class LocalDeviceMesh(IrDeviceMesh):
 def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) -> torch.Tensor:
     """Returns the part of `tensor` that belongs to `rank` when all of `mesh` cuts `axis`."""
     if not -tensor.dim() <= axis < tensor.dim():
-        raise ShardingError(f"{mesh}: no axis {axis} in a tensor of shape {tuple(tensor.shape)}")
+        raise ShardingError(
+            f"{mesh}: there is no axis {axis} in a tensor of shape {tuple(tensor.shape)}"
+        )
     size = tensor.size(axis)
     if size % mesh.size != 0:
         raise ShardingError(

@@ -161,8 +161,8 @@ class StreamLoop:
 class StreamLoops:
     """The ops of a sharded fusion that run in steps, and the loops that they may share.
 
-    Two ops may share a loop when their axes map and every path between them stays in step: no op on
-    it needs the whole of a tensor of the loop. Then replacing each loop by one node makes no cycle
+    Two ops may share a loop when their stream axes correspond and no op on a path between them
+    needs a whole tensor that the loop computes. Then replacing each loop by one node makes no cycle
     in the program, also when unrelated ops are between them.
     """
 

@@ -124,7 +124,7 @@ class _CupyComm:
         self.abort = comm.abort
 
     def alltoall(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
-        raise CommunicationError("cupy's binding of NCCL has no all-to-all")
+        raise CommunicationError("cupy's binding of NCCL does not have all-to-all")
 
 
 class CupyBinding:

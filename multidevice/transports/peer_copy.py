@@ -312,8 +312,8 @@ class PeerBackend(CheckedBackend):
             words = self.control.page(Page.nbytes(len(team)), team)
             if words is None:
                 raise UnsupportedError(
-                    f"backend CUDA: ranks {team_text(team)} do not share a host and its processes, "
-                    "and peer copies need both: use NCCL"
+                    f"backend CUDA: ranks {team_text(team)} cannot map each other's memory: "
+                    "they run on several hosts, or in containers of their own; use NCCL"
                 )
             found = Page(words, team, self.control)
             self._connected(found)

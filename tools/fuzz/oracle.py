@@ -124,7 +124,7 @@ def input_env(program: Program, call: int) -> tuple[Env, list[Any]]:
         assert isinstance(given, TensorArg)
         for n, declared_n in zip(given.shape, declared.shape, strict=True):
             if declared_n not in (-1, n):
-                raise InvalidProgram(f"{declared} does not take {given.shape}")
+                raise InvalidProgram(f"{declared} does not accept the shape {given.shape}")
         t = make_tensor(
             given.shape,
             declared.layout.strides(given.shape),

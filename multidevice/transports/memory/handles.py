@@ -190,8 +190,8 @@ def side_by_side(
     _agree(team, what, [f"{row[2]} bytes" for row in rows], "has a shard of")
     if len({row[1] for row in rows}) > 1 or not rows[0][1]:
         raise UnsupportedError(
-            f"{what}: ranks {team_text(team)} do not share a host and its processes: gather the "
-            "shards by an Allgather"
+            f"{what}: ranks {team_text(team)} cannot map each other's memory: they run on several "
+            "hosts, or in containers of their own; gather the shards by an Allgather"
         )
     if not nbytes:
         return tensor.new_empty(0, dtype=torch.uint8)

@@ -36,7 +36,9 @@ def nv_block_quantize(
     """
     assert (block_size, dtype) == (_BLOCK, "Float8_e4m3fn")
     if v.ref.shape[-1] % _BLOCK:
-        raise InvalidProgram(f"blocks of {tuple(v.ref.shape)}")
+        raise InvalidProgram(
+            f"the last extent of {tuple(v.ref.shape)} is not a multiple of {_BLOCK}"
+        )
     ref, bound = (t.unflatten(-1, (t.shape[-1] // _BLOCK, _BLOCK)) for t in (v.ref, v.bound))
     scale = _power(ref.abs().amax(-1))
     ends = [_power(x.amax(-1)) for x in ((ref.abs() - bound).clamp(min=0), ref.abs() + bound)]
@@ -80,18 +82,20 @@ def in_tiles(v: Val, count: int) -> Val:
 def preprocess_grouped_matmul_input_sf(v: Val, starts: Val, begins: Val) -> Val:
     """Moves the rows of each group to the start of its tiles."""
     if not (starts.is_exact and begins.is_exact):
-        raise InvalidProgram("groups that are not known")
+        raise InvalidProgram("the oracle does not know the starts of the groups exactly")
     m, first, begin = len(v.ref), starts.ref.tolist(), begins.ref.tolist()
     rows = (m + 127 * len(first)) // 128 * 128
     taken: list[int] = []
     if len(first) != len(begin) or [*first, m][0]:
-        raise InvalidProgram(f"groups from {first} to {begin}")
+        raise InvalidProgram(f"groups that start at rows {first} cannot move to rows {begin}")
     for at, (x, y) in zip(begin, pairwise([*first, m]), strict=True):
         if x > y or at % 128 or at < max([0, *(n + 1 for n in taken[-1:])]):
-            raise InvalidProgram(f"groups of {m} from {first} to {begin}")
+            raise InvalidProgram(
+                f"groups of {m} rows that start at {first} cannot move to rows {begin}"
+            )
         taken += range(at, at + y - x)
     if any(n >= rows for n in (*taken, *(n - 1 for n in begin))):
-        raise InvalidProgram(f"{rows} rows for {taken}")
+        raise InvalidProgram(f"a result of {rows} rows has no room for the groups at rows {begin}")
     placed = v.view(lambda t: t.new_zeros(rows, t.shape[1]))
     if v.dtype == "Float8_e8m0fnu":
         placed.ref.fill_(2.0**-127)

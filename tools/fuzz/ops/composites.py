@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 def _wide(v: Val, dtype: str | None = None) -> Val:
     v = v if dtype is None else cast(v, dtype)
     if category(v.dtype) != "float":
-        raise InvalidProgram(f"{v.dtype} is not floating")
+        raise InvalidProgram(f"{v.dtype} is not a floating-point dtype")
     return cast(v, "Float") if v.dtype in (*HALF, *FLOAT8) else v
 
 
@@ -140,10 +140,10 @@ def cross_entropy(
     result = v.dtype
     if category(target.dtype) == "int":
         if not target.is_exact:
-            raise InvalidProgram("targets that are not known")
+            raise InvalidProgram("the oracle does not know the target classes exactly")
         is_kept = target.ref != ignore_index
         if bool((is_kept & ((target.ref < 0) | (target.ref >= classes))).any()):
-            raise InvalidProgram("a target that is no class")
+            raise InvalidProgram(f"a target is not a class below {classes}")
         places = torch.where(is_kept, target.ref, 0).unsqueeze(dim)
         picked = losses.view(lambda t: t.gather(dim, places).squeeze(dim))
         counts = scale.view(lambda t: t.expand(x.ref.shape).gather(dim, places).squeeze(dim))

@@ -40,9 +40,11 @@ def products(a: Val, b: Val, offsets: Val, *scales: Val, dtype: str, **more: Val
     ends = offsets.ref.tolist()
     rises = all(x <= y for x, y in pairwise([0, *ends, extent]))
     if a.ref.shape[-1] != b.ref.shape[-2] or not offsets.is_exact or not rises:
-        raise InvalidProgram(f"groups of {extent} that end at {ends}")
+        raise InvalidProgram(f"an axis of extent {extent} has no groups that end at {ends}")
     if any(v.ref.ndim == 3 and len(v.ref) != len(ends) for v in (a, b)):
-        raise InvalidProgram(f"{len(ends)} groups of {tuple(a.ref.shape)}, {tuple(b.ref.shape)}")
+        raise InvalidProgram(
+            f"shapes {tuple(a.ref.shape)}, {tuple(b.ref.shape)} do not have {len(ends)} groups"
+        )
     shape = [len(ends)] * (ragged == "k") + [a.ref.shape[-2], b.ref.shape[-1]]
     bound = torch.zeros(shape, dtype=torch.float64)
     ref = round_to(bound, dtype)  # a dtype may have no 0

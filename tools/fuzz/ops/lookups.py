@@ -33,14 +33,14 @@ def _checked(table: Val, index: Val, extent: int) -> tuple[Tensor, bool]:
     if not index.is_exact:
         return torch.zeros_like(index.ref), False
     if bool(((index.ref < 0) | (index.ref >= extent)).any()):
-        raise InvalidProgram(f"an index is not below {extent}")
+        raise InvalidProgram(f"an index is outside of [0, {extent})")
     return index.ref, True
 
 
 def _found(table: Val, index: Val, extent: int, read: Callable[[Tensor, Tensor], Tensor]) -> Val:
     places, is_known = _checked(table, index, extent)
     if not is_known and not extent and places.numel():
-        raise InvalidProgram("an index that is not known, into nothing")
+        raise InvalidProgram("an inexact index reads an empty table")
     ref, bound = read(table.ref, places), read(table.bound, places)
     return Val(ref, bound if is_known else torch.full_like(bound, INF), table.dtype)
 
@@ -70,7 +70,7 @@ def gather(table: Val, index: Val, dim: int) -> Val:
     """Returns torch.gather of a table and an index."""
     pairs = enumerate(zip(index.ref.shape, table.ref.shape, strict=True))
     if any(a > b for k, (a, b) in pairs if k != dim % index.ref.ndim):
-        raise InvalidProgram("an index larger than its table")
+        raise InvalidProgram("an axis of the index is longer than that of the table")
     return _found(table, index, table.ref.shape[dim], lambda t, places: t.gather(dim, places))
 
 
@@ -91,7 +91,7 @@ def select(table: Val, index: int, dim: int) -> Val:
     """Returns one slice of a table, without its axis."""
     extent = table.ref.shape[dim]
     if not -extent <= index < extent:
-        raise InvalidProgram(f"select of {index} of {extent}")
+        raise InvalidProgram(f"index {index} of select is out of range for extent {extent}")
     return table.view(lambda t: t.select(dim, index))
 
 
@@ -99,7 +99,7 @@ def scatter(x: Val, index: Val, src: float | int | bool, dim: int) -> Val:
     """Returns a tensor with one number written at the places of an index."""
     pairs = enumerate(zip(index.ref.shape, x.ref.shape, strict=True))
     if any(a > b for k, (a, b) in pairs if k != dim % index.ref.ndim):
-        raise InvalidProgram("an index larger than what it is written into")
+        raise InvalidProgram("an axis of the index is longer than that of the tensor written into")
     places, is_known = _checked(x, index, x.ref.shape[dim])
     if not is_known:
         return Val(x.ref, torch.full_like(x.bound, INF), x.dtype)
@@ -115,7 +115,9 @@ def index_put_accumulate(acc: Val, index: Val, value: Val) -> Val:
     """Adds each value row to the row of `acc` that its index names; other rows are ignored."""
     count, rest = index.ref.numel(), acc.ref.shape[1:]
     if any(n not in (1, m) for n, m in zip(value.ref.shape, (count, *rest), strict=True)):
-        raise InvalidProgram(f"rows {tuple(value.ref.shape)} for {count} of {tuple(rest)}")
+        raise InvalidProgram(
+            f"values {tuple(value.ref.shape)} do not fit {count} rows of {tuple(rest)}"
+        )
     if not index.is_exact:
         return Val(acc.ref, torch.full_like(acc.bound, INF), acc.dtype)
     value = value.view(lambda t: t.expand(count, *rest))

@@ -56,7 +56,9 @@ def topk(v: Val, k: int, dim: int = -1, largest: bool = True, sorted: bool = Fal
     Sorting moves an element by at most the largest bound.
     """
     if not sorted or not 0 <= k <= v.ref.shape[dim]:
-        raise InvalidProgram(f"topk of {k} of {tuple(v.ref.shape)}")
+        raise InvalidProgram(
+            f"topk cannot take {k} elements of {tuple(v.ref.shape)} along axis {dim}"
+        )
     found, places = v.ref.sort(dim=dim, descending=largest, stable=True)
     most = v.bound.amax(dim, keepdim=True) if v.ref.shape[dim] else v.bound
     equal = found.diff(dim=dim) == 0 if v.ref.shape[dim] else found

@@ -48,7 +48,9 @@ def squeeze(v: Val, dims: list[int], squeeze_expanded: bool = False) -> Val:
     """Returns a tensor without the axes `dims`."""
     for d in sorted((d % v.ref.ndim for d in dims), reverse=True):
         if v.ref.shape[d] != 1 and not squeeze_expanded:
-            raise InvalidProgram(f"squeeze of {list(v.ref.shape)} at {d}")
+            raise InvalidProgram(
+                f"squeeze: axis {d} of shape {list(v.ref.shape)} does not have extent 1"
+            )
         v = v.view(lambda t, d=d: t.select(d, 0))
     return v
 
@@ -72,7 +74,9 @@ def pad(v: Val, widths: list[int], value: float | int | bool | Num = 0) -> Val:
         for d, (left, right) in enumerate(pairs):
             n = t.shape[d] + left + right
             if n < 0:
-                raise InvalidProgram(f"pad of {list(t.shape)} by {widths}")
+                raise InvalidProgram(
+                    f"pad of shape {list(t.shape)} by {widths} gives a negative extent"
+                )
             shape = [*t.shape[:d], n, *t.shape[d + 1 :]]
             out = torch.full(shape, fill, dtype=t.dtype)
             first, last = max(left, 0), min(left + t.shape[d], n)
