@@ -235,7 +235,8 @@ class _Axes:
             other = next(tv for tv, is_one in sizes if not is_one)
             raise fail(
                 self._name,
-                f"{one} has 1 element along {letter.upper()}, and {other} may have several"
+                f"sizes must match along {letter.upper()}, but {one} has 1 element, and {other} "
+                "may have several"
                 f"{self._flag_for(letter, mapped)}",
             )
 

@@ -155,7 +155,7 @@ def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
         return
     problem = misfit(value.value, dtype)
     if problem:
-        hint = "cast the tensor first, or give a number that fits"
+        hint = "cast the tensor first, or pass a number that fits"
         raise fail(op_name, f"{problem}, the dtype of the result: {hint}")
 
 
@@ -192,8 +192,8 @@ def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
             op_name,
-            f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}: an axis is "
-            f"from {-max(rank, 1)} to {max(rank, 1) - 1}",
+            f"Tried to access out of boundary index {dim}. total index: {rank} in {tv}: an axis "
+            f"must be from {-max(rank, 1)} to {max(rank, 1) - 1}",
         )
     return dim + rank if dim < 0 else dim
 
@@ -225,7 +225,9 @@ def add_op(op: OpT) -> OpT:
         if isinstance(tv, TensorView) and tv.fusion is not fusion:
             raise fail(op.name, f"{tv} belongs to another definition than the one being written")
         if isinstance(tv, TensorView) and tv.dtype() in STORED and not isinstance(op, LibraryOp):
-            raise unsupported(op.name, f"{tv} is of a dtype that is stored and not computed with")
+            raise unsupported(
+                op.name, f"{tv} has a dtype that can be stored, but not computed with"
+            )
     fusion.add(op)
     return op
 

@@ -153,9 +153,10 @@ def mean(
     """
     result = _result_dtype("mean", input, dtype)
     if not is_inexact(result):
+        named = "" if dtype is None else f", and dtype= names {dtype_text(result)}"
         raise DtypeError(
             f"mean: a floating or complex dtype is needed, but {input} is "
-            f"{dtype_text(input.dtype())}{f', given {dtype_text(result)}' * (dtype is not None)}: "
+            f"{dtype_text(input.dtype())}{named}: "
             f"write mean(x, dtype=DataType.Float) (at {user_line()})"
         )
     x = _in(input, result)

@@ -211,9 +211,9 @@ _DTYPES = {
 def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool) -> None:
     """Raises `UnsupportedError` if the caller asks for a result with block scales."""
     if size:
-        raise unsupported(name, f"output_block_scale is not yet supported, of {mat1}")
+        raise unsupported(name, f"output_block_scale is not yet supported (operand {mat1})")
     if is_gamma:
-        raise unsupported(name, f"output_gamma is not yet supported, of {mat1}")
+        raise unsupported(name, f"output_gamma is not yet supported (operand {mat1})")
 
 
 def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
@@ -223,7 +223,7 @@ def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
     without a bias.
     """
     if "beta" in given and "bias" not in given:
-        raise fail(name, f"Expected a bias for {given['beta']}, which scales it")
+        raise fail(name, f"Expected a bias, because beta {given['beta']} scales it")
     dtype = check_supported(dtype, name)
     if not is_floating(dtype):
         raise DtypeError(f"{name}: a floating dtype is needed, got {dtype_text(dtype)}")
@@ -281,7 +281,7 @@ def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) ->
         return letters
     is_one = [a.is_broadcast and sc.int_value(a.size) == 1 for a in axes_of(tv)]
     if any(c == "1" and not one for c, one in zip(letters, is_one, strict=True)):
-        more = f" or one for each, {known}" if forms else ""
+        more = f" or the axes {known}" if forms else ""
         raise unsupported(name, f"Expected one element{more} for {field}, but found {tv}")
     return "".join("1" if one else c for c, one in zip(letters, is_one, strict=True))
 
@@ -372,7 +372,9 @@ def _check_plain(name: str, given: Given, dtype: DtypeLike) -> None:
     # BFloat16 is the default of `dtype`, so it does not show that the caller passed one.
     if scales or check_supported(dtype, name) not in (DataType.BFloat16, mat1.dtype()):
         found = f"{scales[0]} alone" if scales else f"dtype {dtype} for {mat1}"
-        raise fail(name, f"Expected scale1 and scale2, but found {found}: without them cast {mat1}")
+        raise fail(
+            name, f"Expected scale1 and scale2, but found {found}: without scales, cast {mat1}"
+        )
     check_same_dtypes(name, (mat1, mat2), "pass scale1 and scale2")
     if not is_floating(mat1.dtype()):
         raise DtypeError(

@@ -385,7 +385,7 @@ def _check_fit(name: str, values: list[Operand], dtype: DataType) -> None:
             raise fail(
                 name,
                 f"{problem}, the dtype of {values[0]} and of the result: cast the operand first, "
-                "or give a number that fits",
+                "or pass a number that fits",
             )
 
 

@@ -313,7 +313,8 @@ def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> T
             raise DtypeError(f"{name}: Expected one dtype, but found {arg} and {src}")
     elif category(src.dtype) != category(arg.dtype()):
         raise DtypeError(
-            f"{name}: Expected a number of the kind of {arg}, but {src} is {dtype_text(src.dtype)}"
+            f"{name}: Expected a number of the same category as {arg}, but {src} is "
+            f"{dtype_text(src.dtype)}"
         )
     axes = [active_fusion().new_axis(b.extent, b.kind) for b in map(unexpanded, axes_of(arg))]
     out = new_output(axes, arg.dtype(), [arg, index, src])

@@ -234,7 +234,7 @@ def _bounds(
     if not isinstance(item, slice):
         return 0, size
     if item.step not in (None, 1):
-        raise unsupported("slice", f"{tv}[{_shown(key)}]: a step other than 1")
+        raise unsupported("slice", f"{tv}[{_shown(key)}]: only slices with step 1 are supported")
     start, end = _end(tv, key, item.start, 0, size), _end(tv, key, item.stop, size, size)
     # A scalar below 0 is an error once it is known. A maximum would hide it.
     return start, end if isinstance(item.stop, Scalar) else sc.maximum(start, end)
@@ -249,7 +249,7 @@ def _end(
         return default
     if isinstance(given, bool) or not isinstance(given, int | Scalar):
         raise ArgumentError(
-            f"{tv}[{_shown(key)}]: an end of a slice is an integer, got {show(given)}"
+            f"{tv}[{_shown(key)}]: the ends of a slice must be integers, got {show(given)}"
             f"{user_code(user_line())}"
         )
     return sc.maximum(sc.add(size, given), 0) if isinstance(given, int) and given < 0 else given

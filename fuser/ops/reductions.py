@@ -171,7 +171,7 @@ def given_dims(
     """Returns the axes, passed as `dim` or as `dims`; raises `ArgumentError` if both are passed."""
     if dim is not None and dims is not None:
         raise ArgumentError(
-            f"{name}(): incompatible function arguments: dim and dims are both given"
+            f"{name}(): incompatible function arguments: pass dim or dims, not both"
         )
     return dim if dims is None else dims
 

@@ -480,7 +480,7 @@ def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False
     tv = arg
     axes = axes_of(tv)
     if not axes and list(dims):
-        raise fail("squeeze", f"axes {list(dims)} of {tv}, which has none")
+        raise fail("squeeze", f"there are no axes {list(dims)} in {tv}")
     gone = {wrap_dim(d, tv.ndim, "squeeze", tv) for d in dims}
     if not gone:
         return copy_tensor(tv)

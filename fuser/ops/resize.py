@@ -116,7 +116,10 @@ def slice(
     tv = arg
     given = [start_indices, end_indices, *([strides] if strides is not None else [])]
     if not (all(isinstance(g, list) for g in given) or all(isinstance(g, tuple) for g in given)):
-        raise ArgumentError(f"{name}(): incompatible function arguments: all lists or all tuples")
+        raise ArgumentError(
+            f"{name}(): incompatible function arguments: start_indices, end_indices and strides "
+            "must be all lists or all tuples"
+        )
     starts, ends = _bounds(start_indices, name), _bounds(end_indices, name)
     _check_slice(
         tv,

@@ -47,7 +47,7 @@ def _check_dtype(
     name: str, tv: TensorView, *, bools: bool = False, takes_complex: bool = False
 ) -> None:
     if tv.dtype() in STORED:
-        raise unsupported(name, f"{tv} is of a dtype that is stored and not computed with")
+        raise unsupported(name, f"{tv} has a dtype that can be stored, but not computed with")
     if not takes_complex:
         refuse_complex(name, tv)
     if category(tv.dtype()) == "bool" and not bools:
@@ -137,7 +137,7 @@ def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
         return number_in(init, arg.dtype(), name)
     if category(init.dtype) != category(arg.dtype()):
         raise DtypeError(
-            f"{name}: Expected an init of the kind of {arg}, but {init} is "
+            f"{name}: Expected an init of the same category as {arg}, but {init} is "
             f"{dtype_text(init.dtype)} (at {user_line()})"
         )
     return literal(init.value, arg.dtype(), name) if isinstance(init, Const) else init

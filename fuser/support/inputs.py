@@ -100,13 +100,14 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
     if given < expected:
         raise InputError(
             "KernelArgumentHolder contains less argument than kernel's input. "
-            f"Expected {expected}, got {given}: none for {declared[given]}{_line(declared[given:])}"
+            f"Expected {expected}, got {given}: {declared[given]} is missing"
+            f"{_line(declared[given:])}"
         )
     if given > expected:
         labels = ", ".join(getattr(value, "label", str(value)) for value in declared)
         noun = "input" if expected == 1 else "inputs"
         raise InputError(
-            f"Expected {expected} {noun}, got {given}: declared are {labels or 'none'}"
+            f"Expected {expected} {noun}, got {given}: the definition has {labels or 'none'}"
         )
 
 

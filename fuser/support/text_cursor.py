@@ -110,7 +110,10 @@ class Cursor:
         """Consumes a name. Raises `ParseError` if there is none, or if it is too long."""
         found = self.expect(pattern, what)
         if len(found[0]) > MAX_NAME:
-            raise self.fail(f"a name of {len(found[0])} characters", found.start())
+            raise self.fail(
+                f"a name of {len(found[0])} characters is too long (at most {MAX_NAME})",
+                found.start(),
+            )
         return found[0]
 
     def number(self, found: re.Match[str], group: int | str = 0) -> int:
@@ -118,7 +121,10 @@ class Cursor:
         digits."""
         digits = found[group].removeprefix("-")
         if len(digits) > MAX_DIGITS:
-            raise self.fail(f"an integer of {len(digits)} digits", found.start(group))
+            raise self.fail(
+                f"an integer of {len(digits)} digits is too long (at most {MAX_DIGITS})",
+                found.start(group),
+            )
         return int(found[group])
 
     def items(self, close: str, item: Callable[[], T]) -> list[T]:

@@ -65,7 +65,9 @@ class Attention:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout_p < 1:
-            raise InputError(f"{self.name}: dropout_p is from 0 to below 1, not {self.dropout_p}")
+            raise InputError(
+                f"{self.name}: dropout_p must be at least 0 and below 1, got {self.dropout_p}"
+            )
 
     def factor(self, query: Tensor) -> float:
         """Returns the factor of the scores."""

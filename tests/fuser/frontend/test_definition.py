@@ -204,7 +204,7 @@ def test_ops_outside_the_block_are_refused() -> None:
     ("inputs", "message"),
     [
         ([], "contains less argument"),
-        ([torch.zeros(2, 2)] * 2, "Expected 1 input, got 2: declared are T0_g_float"),
+        ([torch.zeros(2, 2)] * 2, "Expected 1 input, got 2: the definition has T0_g_float"),
         ([torch.zeros(2)], "to be bound to a tensor of rank 2, but got a tensor of rank 1"),
         (
             [torch.zeros(2, 2).double()],
@@ -284,7 +284,9 @@ def test_an_update_of_another_dtype_is_refused_where_it_is_made() -> None:
     with FusionDefinition() as fd:
         a = fd.define_tensor([-1], dtype=DataType.Half)
         total = fd.ops.add(a, fd.ops.sum(fd.ops.cast(a, DataType.Float), [0]))
-        with pytest.raises(DefinitionError, match=r"into T0_g___half.*, is float, not __half"):
+        with pytest.raises(
+            DefinitionError, match=r"into T0_g___half.*: cast it from float to __half"
+        ):
             fd.add_output(total, a)
         fd.add_output(fd.ops.cast(total, DataType.Half), a)
     x = torch.ones(4, dtype=torch.half)

@@ -57,7 +57,7 @@ def product() -> FusionDefinition:
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
-        ([X], "Expected 2, got 1: none for T1_g_float["),
+        ([X], "Expected 2, got 1: T1_g_float["),
         (
             [X, None],
             "input 1, T1_g_float[iS2{i3}, iS3{i4}]: an input must be a tensor or a number",
@@ -86,7 +86,9 @@ def test_a_wrong_input_is_named_with_its_line(
 
 
 def test_too_many_inputs_are_told_which_there_are() -> None:
-    with pytest.raises(InputError, match="Expected 2 inputs, got 3: declared are T0_g_float, "):
+    with pytest.raises(
+        InputError, match="Expected 2 inputs, got 3: the definition has T0_g_float, "
+    ):
         product().execute([X, X, X])
 
 

@@ -227,7 +227,9 @@ def test_dropout_of_an_input_is_checked_in_each_run() -> None:
     for _ in range(3):
         torch.testing.assert_close(fd.execute([*given, 0.0])[0].double(), attend(wide)[0])
     for wrong in (1.0, -0.1, math.nan):
-        with pytest.raises(InputError, match=r"sdpfa_fwd: dropout_p is from 0 to below 1"):
+        with pytest.raises(
+            InputError, match=r"sdpfa_fwd: dropout_p must be at least 0 and below 1"
+        ):
             fd.execute([*given, wrong])
     torch.testing.assert_close(fd.execute([*given, 0.0])[0].double(), attend(wide)[0])
 

@@ -256,7 +256,7 @@ def test_refusals() -> None:
                 (a, b),
                 {**scales, "output_gamma": True},
             ),
-            (DefinitionError, "a bias for T", (a, b), {**scales, "beta": one}),
+            (DefinitionError, "a bias, because beta T", (a, b), {**scales, "beta": one}),
             (DtypeError, "Expected mat1 of dtype Float8", (x, b), scales),
             (DtypeError, "Expected mat2 of dtype Float8", (a, batch), scales),
             (DtypeError, "Expected scale1 of dtype Float", (a, b), {**scales, "scale1": a}),
@@ -264,13 +264,13 @@ def test_refusals() -> None:
             (DtypeError, "a floating dtype", (a, b), {**scales, "dtype": D.Int}),
             (
                 UnsupportedError,
-                r"one element or one for each, \[1, n\] or \[g, 1, n\] for scale2",
+                r"one element or the axes \[1, n\] or \[g, 1, n\] for scale2",
                 (a, b),
                 {**scales, "scale2": x},
             ),
             (
                 UnsupportedError,
-                r"one element or one for each, \[g\] for alpha",
+                r"one element or the axes \[g\] for alpha",
                 (a, b),
                 {**scales, "alpha": x},
             ),
@@ -397,6 +397,6 @@ def test_without_scales_the_dtype_is_that_of_the_matrices(dtype: Any) -> None:
         b = fd.define_tensor([2, 4, 4], contiguity=True)
         ends = fd.define_tensor([2], dtype=DataType.Int32)
         assert fd.ops.grouped_mm(a, b, ends, dtype=dtype).dtype() is DataType.Float
-        with pytest.raises(DefinitionError, match=r"dtype .*Half.*without them cast T0"):
+        with pytest.raises(DefinitionError, match=r"dtype .*Half.*without scales, cast T0"):
             fd.ops.grouped_mm(a, b, ends, dtype=DataType.Half)
         fd.add_output(fd.ops.neg(a))

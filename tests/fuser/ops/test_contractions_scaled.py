@@ -191,13 +191,17 @@ def test_refusals() -> None:
                 "output_gamma is not yet supported",
                 lambda: ops.scaled_mm(a, b, one, one, output_gamma=True),
             ),
-            (DefinitionError, "a bias for T", lambda: ops.scaled_mm(a, b, one, one, beta=one)),
+            (
+                DefinitionError,
+                "a bias, because beta T",
+                lambda: ops.scaled_mm(a, b, one, one, beta=one),
+            ),
             (DtypeError, "Expected mat1 of dtype Float8", lambda: ops.scaled_mm(x, b, one, one)),
             (DtypeError, "Expected mat2 of dtype Float8", lambda: ops.scaled_mm(a, x, one, one)),
             (DtypeError, "Expected scale1 of dtype Float", lambda: ops.scaled_mm(a, b, a, one)),
             (
                 UnsupportedError,
-                r"Expected one element or one for each, \[1, n\] for scale2",
+                r"Expected one element or the axes \[1, n\] for scale2",
                 lambda: ops.scaled_mm(a, b, one, x),
             ),
             (

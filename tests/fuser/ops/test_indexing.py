@@ -576,7 +576,7 @@ def test_refused() -> None:
             fd.ops.select(x, norm, 0)
         with pytest.raises(DtypeError, match="scatter: Expected one dtype"):
             fd.ops.scatter(x, i2, i2, 0)
-        with pytest.raises(DtypeError, match="scatter: Expected a number of the kind"):
+        with pytest.raises(DtypeError, match="scatter: Expected a number of the same category"):
             fd.ops.scatter(i2, i2, norm, 0)
         with pytest.raises(DefinitionError, match="Expected operands of one rank"):
             fd.ops.scatter(x, i1, norm, 0)

@@ -288,7 +288,9 @@ def test_refused() -> None:
                 function(flags, 0)
             with pytest.raises(DefinitionError, match=f"{name}: Tried to access out of boundary"):
                 function(x, 2)
-            with pytest.raises(DtypeError, match=f"{name}: Expected an init of the kind of T0"):
+            with pytest.raises(
+                DtypeError, match=f"{name}: Expected an init of the same category as T0"
+            ):
                 function(x, 1, one)
             with pytest.raises(ArgumentError, match="init: expected a scalar or a number"):
                 function(x, 1, "0")
