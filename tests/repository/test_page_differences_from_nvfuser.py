@@ -30,7 +30,8 @@ def table(title: str) -> list[list[str]]:
     """Returns the rows of the table in a section."""
     (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     rows = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
-    return [re.split(r"(?<!\\) \| ", row) for row in rows[1:] if not row.startswith("---")]
+    heads = ("---", "what |", "name |", "member |")
+    return [re.split(r"(?<!\\) \| ", row) for row in rows if not row.startswith(heads)]
 
 
 def test_names_that_raise_are_those_of_the_code() -> None:
@@ -332,7 +333,7 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
 
 
 def test_every_difference_is_checked() -> None:
-    assert [row[0] for row in table("Differences")] == list(DIFFERENCES)
+    assert sorted(row[0] for row in table("Differences")) == sorted(DIFFERENCES)
 
 
 @pytest.mark.finding("float constants")
