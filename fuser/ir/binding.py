@@ -30,8 +30,7 @@ Values = dict[Symbol, Number]
 
 @record
 class _Axis:
-    """One axis of an input: its position, its extent (with representatives only), its number of
-    blocks."""
+    """One axis of an input: position, extent (representatives only) and number of blocks."""
 
     tv: TensorView
     position: int
@@ -42,8 +41,7 @@ class _Axis:
         return f"axis {self.position} of {self.tv}"
 
     def found(self, size: int) -> str:
-        """Returns a size as text, with the local size and the number of ranks if the axis is
-        sharded."""
+        """Returns a size as text, of a sharded axis with the local size and the number of ranks."""
         if self.blocks == 1:
             return str(size)
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
@@ -81,7 +79,7 @@ class Binder:
     def bind(
         self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
     ) -> Values:
-        """Returns the value of every symbol. Values in `known` are only checked.
+        """Returns the value of every symbol. Sizes are also checked against the `known` values.
 
         Raises:
             InputError: two sizes contradict each other; both tensors and axes are named.
@@ -236,8 +234,7 @@ class Binder:
                 )
 
     def _shard_hint(self, axis: _Axis, values: Values) -> str:
-        """Returns the part of a message that describes the shard to pass, "" for an unsharded
-        axis."""
+        """Returns the part of a message that describes the shard to pass; "" if unsharded."""
         if axis.blocks == 1:
             return ""
         position = self._declared.index(axis.tv)
@@ -356,8 +353,7 @@ Signature = tuple[tuple[Any, ...], ...]
 
 
 def inputs_text(signature: Signature) -> str:
-    """Returns the shapes and numbers of a signature as text; a number without a value by its
-    type."""
+    """Returns the shapes and numbers of a signature as text; an unknown number by its type."""
     return ", ".join(
         str(list(kind))
         if isinstance(kind, torch.Size)
@@ -507,8 +503,7 @@ class Contents:
         return found if any(found) else ()
 
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
-        """Returns a fast version of `check` for arguments like these, or None if numbers are among
-        them.
+        """Returns a fast version of `check`, or None if there are numbers among the arguments.
 
         The returned function yields the places. It yields None for arguments of other kinds, and if
         `check` would raise.

@@ -103,8 +103,7 @@ def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Ren
 
 
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
-    """Returns the equalities with new symbols, independent of the order in which they were
-    stated."""
+    """Returns the equalities with new symbols, in an order that does not depend on the user."""
     extents.rewrite(names)
     made = ExtentClasses()
     for x, y in sorted(extents.relations(), key=str):
@@ -159,8 +158,10 @@ def equal_ops(a: Op, b: Op) -> bool:
 
 
 def equal_fusions(a: Fusion, b: Fusion) -> bool:
-    """Returns whether inputs, outputs, aliases, extents, ops and tensors are equal, numbers
-    included."""
+    """Returns whether inputs, outputs, aliases, extents, ops and tensors are equal.
+
+    Numbers of tensors and axes must be equal, too.
+    """
     return fusion_key(a) == fusion_key(b)
 
 

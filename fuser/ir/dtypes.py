@@ -43,8 +43,10 @@ Category = Literal["bool", "int", "float", "complex"]
 
 @record
 class DtypeInfo:
-    """Facts about one dtype: text in IR and CUDA, bytes, category, and torch dtype (None: no
-    tensors)."""
+    """Facts about one dtype: text in IR and CUDA, bytes, category, and torch dtype.
+
+    The torch dtype is None if there are no tensors of this dtype.
+    """
 
     text: str
     nbytes: int
@@ -82,7 +84,7 @@ _UNSUPPORTED_TEXT = {
     D.Float4_e2m1fn_x2: "__e2m1_x2",
     D.Null: "null_type",
 }
-# Two elements share a byte; the torch dtype stands for a pair.
+# Two elements share a byte; an element of the torch dtype is such a pair.
 _PACKED = (D.Float4_e2m1fn, D.Float4_e2m1fn_x2)
 NO_FLOAT4 = (
     "floats of four bits need a GPU of compute capability 10.0 or more, for which no kernels are "
@@ -114,8 +116,7 @@ def check_supported(dtype: DtypeLike, what: str) -> DataType:
 
 
 def check_stored(dtype: DtypeLike, what: str) -> DataType:
-    """Returns `dtype` as `check_supported` does, but also accepts a dtype that can only be
-    stored."""
+    """Returns `dtype` as `check_supported` does; a dtype that can only be stored is accepted."""
     return _checked(dtype, what, _HELD)
 
 
@@ -191,8 +192,9 @@ def torch_dtype_text(dtype: torch.dtype) -> str:
 
 
 def misfit(value: bool | int | float | complex, dtype: DataType) -> str | None:
-    """Returns the reason why a number is not representable in a dtype, such as `2**40 is out of the
-    range of int`; None if it is.
+    """Returns why a dtype cannot represent a number, None if it can.
+
+    Example: `2**40 is out of the range of int`.
     """
     kind = category(dtype)
     if kind == "complex":
@@ -247,8 +249,7 @@ def is_complex(dtype: DataType) -> bool:
 
 
 def is_inexact(dtype: DataType) -> bool:
-    """Returns whether values are floating or complex, so that arithmetic rounds and may yield
-    NaN."""
+    """Returns whether arithmetic rounds and may yield NaN: values are floating or complex."""
     return category(dtype) in ("float", "complex")
 
 
@@ -258,8 +259,7 @@ def part_of(dtype: DataType) -> DataType:
 
 
 def complex_of(dtype: DataType) -> DataType:
-    """Returns the complex dtype whose parts have a floating dtype; ComplexFloat for any other
-    dtype."""
+    """Returns the complex dtype whose parts have a floating dtype, by default ComplexFloat."""
     return COMPLEX_OF.get(dtype, D.ComplexFloat)
 
 
@@ -299,8 +299,7 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
 
 
 def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
-    """Returns the dtype of a higher rank class with a lower one: the lower wins only by
-    category."""
+    """Returns the dtype of two rank classes; the lower one wins only by its category."""
     if hi is None or lo is None:
         return hi if lo is None else lo
     if is_complex(hi) or (is_floating(hi) and not is_complex(lo)):

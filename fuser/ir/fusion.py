@@ -281,7 +281,8 @@ class TensorView:
             raise DefinitionError(f"cannot merge two parallel axes: {outer}, {inner} in {self}")
         if outer.is_stream or inner.is_stream:
             raise DefinitionError(
-                f"cannot merge a stream axis with another axis: {outer}, {inner} in {self}"
+                f"cannot merge a stream axis with another axis, which would then be streamed, too: "
+                f"{outer}, {inner} in {self}"
             )
         built = DomainBuilder(self.fusion)
         rest = [a for k, a in enumerate(loop) if k not in (o, i)]
@@ -437,8 +438,10 @@ class TensorView:
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-        """Inserts a tensor that takes over the definition, and returns it; this one becomes a
-        copy."""
+        """Inserts a tensor that takes over the definition; this one becomes its copy.
+
+        Returns the new tensor.
+        """
         return PRIMITIVES["cache_before"](self, op_type)
 
     @checked
@@ -513,8 +516,7 @@ class TensorOp(Op):
         return self.axis_map_to(operand_index, out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `alike_map` without axes along which a result shard needs several operand
-        shards."""
+        """Returns `alike_map` without axes along which a shard needs several operand shards."""
         return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
@@ -1362,8 +1364,11 @@ class Sizes(Values[Scalar]):
         return True in found
 
     def count(self, value: Any) -> int:
-        """Returns how many extents equal `value`; raises `ArgumentError` if the inputs decide
-        it."""
+        """Returns how many extents equal `value`.
+
+        Raises:
+            ArgumentError: if the answer depends on sizes that are known only at run time.
+        """
         found = [_is_same(a, value) for a in self]
         if None in found:
             raise _unknown(self, f"contains {show(value)}")

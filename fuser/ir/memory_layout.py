@@ -27,8 +27,7 @@ MemoryOrder = tuple[tuple[int, bool | None], ...]
 
 
 def is_stored(axis: IterDomain) -> bool:
-    """Returns whether memory holds all elements along an axis: it is no broadcast and no
-    reduction."""
+    """Returns whether memory holds all elements of an axis: no broadcast, no reduction."""
     return not (axis.is_broadcast or axis.is_reduction())
 
 

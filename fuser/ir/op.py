@@ -34,7 +34,7 @@ Kind = Literal["operand", "operands", "result", "results", "attr", "region", "wh
 
 
 def operand(**options: Any) -> Any:
-    """Declares a value that the op reads; None stands for an absent optional operand."""
+    """Declares a value that the op reads; an optional operand that is absent is None."""
     return field(metadata={"kind": "operand"}, **options)
 
 
@@ -133,8 +133,7 @@ class Op:
     @classmethod
     @functools.cache
     def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
-        """Returns (name, is a tuple) of the fields of these kinds, by default of all value
-        fields."""
+        """Returns (name, is a tuple) of the fields of these kinds; default: of all values."""
         wanted = kinds or ("operand", "operands", "result", "results")
         return tuple((name, kind.endswith("s")) for name, kind in cls._kinds() if kind in wanted)
 

@@ -116,8 +116,9 @@ def cache_fork(tv: TensorView) -> TensorView:
 def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: bool) -> TensorDomain:
     """Returns a copy of a domain from its logical axes on, without reductions and root axes.
 
-    Loop transforms are repeated. Only device and stream axes keep their parallel types, because
-    these decide which part of the tensor a device has; the other types belong to a single kernel.
+    Loop transforms are repeated. Device and stream axes keep their parallel types, because these
+    decide which part of the tensor a device has. The other types belong to a single kernel and are
+    dropped.
     """
     plain = source.without_root()
     if not keep_allocation:
@@ -136,11 +137,11 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
 
 # ------------------------------------------------------------------ rfactor
 def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
-    """Splits a reduction into two steps: a new producer reduces the listed loop axes, tv the
-    others.
+    """Splits a reduction into two steps, of which a new producer does the first one.
 
-    `tv [i, r{d}, r{K/d}]`, axes (2,)  ->  new `[i, i{d}, r{K/d}]`, tv `[i, r{d}]`. The root of the
-    new tensor is tv's old logical domain. It has tv's mesh and no parallel types.
+    The producer reduces the listed loop axes, tv the others. `tv [i, r{d}, r{K/d}]`, axes (2,)  ->
+    new `[i, i{d}, r{K/d}]`, tv `[i, r{d}]`. The root of the new tensor is tv's old logical domain.
+    It has tv's mesh and no parallel types.
 
     Raises:
         DefinitionError: tv is not a reduction, or the axes are not some (but not all) of its
@@ -263,8 +264,7 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Returns the contiguity in which the iterated axes, whose order is unchanged, keep their
-    flags."""
+    """Returns the contiguity of the new axes: iterated ones, in their old order, keep flags."""
     flags: Mapping[int, bool | None] = dict(
         enumerate(
             flag

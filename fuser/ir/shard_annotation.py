@@ -25,8 +25,7 @@ from fuser.support.record import record
 
 @record
 class Shard:
-    """The placement that divides axis `dim` into equal blocks; a negative `dim` counts from the
-    end."""
+    """The placement that divides axis `dim` into equal blocks; -1 is the last axis."""
 
     dim: int
 

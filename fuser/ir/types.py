@@ -145,8 +145,7 @@ class MemoryType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The word in the text of allocations: `register`, `shared`, `global`, `tensor` or
-        `symmetric`."""
+        """The word in the text of allocations, such as `register`, `shared` or `global`."""
         return {"l": "register", "s": "shared", "g": "global", "t": "tensor"}.get(
             self.value, "symmetric"
         )

@@ -81,8 +81,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
     integer scalar inputs.
 
     Raises:
-        InputError: a reshape changes the number of elements, the index of a gather is longer than
-            its table, or a slice or select exceeds an axis.
+        InputError: a reshape changes the number of elements; the index of a gather is longer than
+            its table; a slice or select exceeds an axis.
         ShardingError: an axis that counts the devices of a mesh has another extent.
     """
     decide = KeyOfSizes(fusion)
@@ -270,8 +270,10 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields scalars that are negative if a slice exceeds an axis; provably non-negative ones
-    omitted."""
+    """Yields scalars that are negative exactly if a slice exceeds an axis.
+
+    Scalars that are provably not negative are omitted.
+    """
     for axis, start, stop in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
         found = (start, sc.sub(axis.size, stop))
         yield from (x for x in found if not sc.is_nonnegative(x))
@@ -618,8 +620,7 @@ class Clamps:
     def replacements(
         self, fusion: Fusion, choices: tuple[int, ...], known: Mapping[Scalar, Scalar]
     ) -> dict[Scalar, Scalar]:
-        """Returns the replacements of `known`, extended by those of the clamps of `fusion`, a
-        copy."""
+        """Returns `known` with the replacements of the clamps of `fusion`, a copy, added."""
         found = dict(known)
         for x, choice in zip(self._found, choices, strict=bool(choices)):
             assert isinstance(x, Apply)

@@ -158,8 +158,7 @@ def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
 
 
 def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
-    """Returns the op that defines the operand of a reshape if it can run after the reshape, or
-    None."""
+    """Returns the op that defines a reshape's operand and could run after it, or None."""
     tv = op.inp
     if any(t.mesh_is_user_set or t.cut_lines or t.domain.allocation for t in (tv, op.out)):
         return None
@@ -170,8 +169,7 @@ def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
 
 
 def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
-    """Returns whether `tv` is an input that nothing overwrites, or is computed from one by unary
-    ops."""
+    """Returns whether `tv` is computed by unary ops from an input that nothing overwrites."""
     while isinstance(made := fusion.definition(tv), _ELEMENTWISE):
         tensors = [v for v in made.inputs if isinstance(v, TensorView)]
         is_permuted = isinstance(made, LoadStoreOp) and bool(tv.domain.root)
@@ -283,8 +281,10 @@ def remove_bcast_squeeze(fusion: Fusion) -> None:
 
 
 def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
-    """Returns whether the uses of `tv` may read another tensor: it has no mesh, layout or output
-    role."""
+    """Returns whether uses of `tv` may read another tensor instead.
+
+    It must not be an output, and the user must not have set its mesh or layout.
+    """
     return tv not in fusion.outputs and not tv.mesh_is_user_set and not tv.domain.allocation
 
 
@@ -403,8 +403,7 @@ def masks_to_biases(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def _bias_of_mask(op: SdpaFwdOp, mask: TensorView, repeated: Collection[int]) -> TensorView:
-    """Appends the ops that compute the bias from a mask, and from the existing bias if there is
-    one."""
+    """Appends the ops that compute a bias from a mask, and from an existing bias."""
     axes = mask.domain.no_reductions
     if op.bias is None and any(axis.number in repeated for axis in axes):
         ends = [1 if axis.number in repeated else axis.size for axis in axes]

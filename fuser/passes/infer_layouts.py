@@ -100,7 +100,7 @@ def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) ->
 
 
 def _followed_operand(op: TensorOp, out: TensorView) -> TensorView | None:
-    """Returns the operand whose memory order torch gives to a library op's result, or None."""
+    """Returns the operand in whose memory order torch writes a library op's result, or None."""
     return op.followed_by(out) if isinstance(op, LibraryOp) else None
 
 
@@ -119,7 +119,7 @@ def _ends_elsewhere(tv: TensorView, order: Order) -> bool:
 
 
 def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
-    """Returns the existing order of a tensor, () if none of its axes is stored."""
+    """Returns the existing order of a tensor, without axes of stride 0; () if no axis remains."""
     axes = tv.domain.no_reductions
     order = declared_order(tv) or ()
     return tuple(p for p in order if is_stored(axes[p]) and axes[p].number not in repeated)
@@ -141,8 +141,7 @@ def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order])
 
 
 def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order | None:
-    """Returns an operand's order as positions of the result; axes that the result lacks are
-    dropped.
+    """Returns an operand's order as positions of the result, without axes that it lacks.
 
     It is None if the order of the result's axes does not follow from it.
     """
@@ -192,8 +191,7 @@ def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
 
 
 def _viewed(op: TensorOp, strides: Mapping[TensorView, Strides]) -> Strides | None:
-    """Returns the strides of a view, None if it is not a view or its operand's strides are
-    unknown."""
+    """Returns the strides of a view; None if it is none, or its operand's are unknown."""
     known = strides.get(op.inputs[0])  # pyright: ignore[reportArgumentType, reportCallIssue]
     return None if known is None else view_strides(op, known, TensorView.shape)
 

@@ -33,8 +33,8 @@ REDUCTION_OPS = (nodes.ReductionOp, nodes.WelfordOp)
 MAX_OPERANDS = 256
 # The kinds of merges that `Merger.run` tries, in order.
 KINDS = ("reduction", None, "tail", None, "pointwise", "rows", "whole")
-# The schedulers of kernels that may run side by side in one launch (horizontal fusion).
-BESIDE = ("pointwise", "horizontal")
+# Horizontal fusion: the schedulers of kernels that may run side by side in one launch.
+HORIZONTAL = ("pointwise", "horizontal")
 # Kind of merge -> the only schedulers that may accept it.
 SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
     None: ("inner_persistent", "cluster_persistent", "outer_persistent"),
@@ -130,14 +130,13 @@ class Merger:
     def run(self, kinds: Sequence[str | None] = KINDS) -> list[SegmentGroup]:
         """Merges until nothing changes and returns the remaining groups, in program order.
 
-        The kinds of merges are tried in this order, for these reasons:
+        The order of the kinds (see `_merge_all`) has these reasons:
 
-        - "reduction": reductions that share inputs. A step that waits for one of them mostly waits
-          for all.
-        - "tail": pointwise ops that read only results of reductions; they join that kernel, and
-          then the steps that wait for them can be merged.
-        - "rows" and "whole" come late, when kernels along rows and sums are complete.
-        - "beside" (horizontal fusion): groups that share only an input.
+        - "reduction" is first: a step that waits for one of several sums mostly waits for all.
+        - None and "tail" complete the kernels of reductions, so that steps that wait for them can
+          merge.
+        - "rows" and "whole" are last: kernels along rows, and sums, are complete by then.
+        - "horizontal" is run alone, when all others are done: its groups share only an input.
         """
         for kind in kinds:
             while self._merge_all(kind):
@@ -152,7 +151,7 @@ class Merger:
         - "tail": one reads only results of the other's reductions.
         - "rows": one sums over the rows along which the other's kernel works.
         - "whole": one writes tensors as large as the operand that the other reduces.
-        - "beside": both are pointwise, and neither reads results of the other.
+        - "horizontal": both are pointwise, and neither reads results of the other.
         """
         before = len(self._groups)
         places = sorted(self._groups)
@@ -163,10 +162,9 @@ class Merger:
         return len(self._groups) < before
 
     def _extend(self, place: int, kind: str | None) -> bool:
-        """Merges a group with as many others as a scheduler accepts; returns whether any were
-        merged.
+        """Merges a group with as many others as a scheduler accepts.
 
-        After a refusal, half as many are tried.
+        After a refusal, half as many are tried. Returns whether any were merged.
         """
         most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
@@ -197,12 +195,11 @@ class Merger:
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
     def _joins_a_sum(self, place: int, part: SegmentGroup) -> bool:
-        """Returns whether a pointwise part of a merged group could join a sum along other axes
-        instead.
+        """Returns whether a pointwise part of a merged group could also join another sum.
 
-        An example are gradients of rows, which can join the sum of a weight's gradient. This was
-        measured on an H200, for layer norm of 128 x 262144 in float32: 184 us, against 226 us if
-        they join the sums of their own rows in clusters.
+        An example are gradients of rows, which can join the sum of a weight's gradient, along other
+        axes. This was measured on an H200, for layer norm of 128 x 262144 in float32: 184 us,
+        against 226 us if they join the sums of their own rows in clusters.
         """
         space, mine = self._space_of(part), self._space(place)
         return any(
@@ -214,8 +211,7 @@ class Merger:
 
     # ------------------------------------------------------------ who may merge
     def _partner(self, place: int, kind: str | None) -> int | None:
-        """Returns the first later group that shares a tensor and may be merged, None if there is
-        none."""
+        """Returns the first later group that shares a tensor and may be merged, or None."""
         group = self._groups[place]
         if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:
             return None
@@ -253,7 +249,7 @@ class Merger:
             return False
         if kind == "reduction" and feeds:
             return False  # such a kernel would read its rows several times
-        if kind == "beside" and (feeds or not {a.scheduler, b.scheduler} <= {*BESIDE}):
+        if kind == "horizontal" and (feeds or not {a.scheduler, b.scheduler} <= {*HORIZONTAL}):
             return False
         if (kind, a.ops, b.ops) in self._refused or (a.ops, b.ops) in self._apart:
             return False
@@ -265,11 +261,10 @@ class Merger:
     def _is_whole(
         self, a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]
     ) -> bool:
-        """Returns whether group a is pointwise and b reduces tensors of its size, of which both use
-        one.
+        """Returns whether group a is pointwise, and group b reduces a tensor of a's size.
 
-        The merged kernel then only writes a's outputs in addition. A group that transposes a tensor
-        is excluded, because it has a schedule of its own.
+        Both must use that tensor. The merged kernel then only writes a's outputs in addition. A
+        group that transposes a tensor is excluded, because it has a schedule of its own.
         """
         if a.scheduler != "pointwise" or spaces[1][0] != "reduction":
             return False
@@ -281,8 +276,7 @@ class Merger:
         return any(("pointwise", self._size(t)) == spaces[0] for t in both)
 
     def _comes_along(self, rows: int, place: int) -> bool:
-        """Returns whether a pointwise group reads only tensors that a kernel along rows reads,
-        too."""
+        """Returns whether a pointwise group reads only tensors that a kernel along rows reads."""
         group, of_rows = self._groups[place], self._groups[rows]
         if of_rows.scheduler not in SCHEDULERS[None] or self._space(place)[0] != "pointwise":
             return False
@@ -312,8 +306,10 @@ class Merger:
         return self._sizes[tv]
 
     def _are_apart(self, i: int, j: int) -> bool:
-        """Returns whether one group depends on the other through a third step: a merge would be a
-        cycle."""
+        """Returns whether one group depends on the other through a third step.
+
+        Merging them would create a cycle.
+        """
         start, goal = (i, j) if self._number[i] > self._number[j] else (j, i)
         last = self._number[goal]
         todo = [step for step in self._sources(start) if self._number[step] > last]
@@ -342,8 +338,10 @@ class Merger:
 
     # ------------------------------------------------------------ order
     def _numbered(self, steps: Iterable[_Step]) -> dict[_Step, int]:
-        """Numbers the steps so that each follows those that it depends on, else in the given
-        order."""
+        """Numbers the steps so that each one follows the steps that it depends on.
+
+        Otherwise they keep the given order.
+        """
         number: dict[_Step, int] = {}
         for first in steps:
             todo = [first]
@@ -358,8 +356,7 @@ class Merger:
     def _between(
         self, start: int, is_between: Callable[[int], bool], next_of: Callable[[_Step], list[_Step]]
     ) -> list[_Step]:
-        """Returns the steps that are reachable through steps with accepted numbers, in numeric
-        order."""
+        """Returns the steps that are reachable through steps with accepted numbers, in order."""
         found: set[_Step] = set()
         todo: list[_Step] = [start]
         while todo:
@@ -435,8 +432,10 @@ def _is_tail(a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...],
 
 
 def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
-    """Returns whether one group works along rows, and the other computes sums that it does not
-    read."""
+    """Returns whether one group works along rows, and the other computes unrelated sums.
+
+    The first must not read these sums.
+    """
     rows, sums = (a, b) if a.scheduler == "inner_persistent" else (b, a)
     are_both = (rows.scheduler, sums.scheduler) == ("inner_persistent", "reduction")
     return are_both and {*sums.outputs}.isdisjoint(rows.inputs)
@@ -502,8 +501,7 @@ class _Decision:
     computed_in: dict[TensorOp, int] = field(default_factory=dict[TensorOp, int])
 
     def run(self) -> list[TensorView]:
-        """Chooses tensors from the last result to the first, as if all earlier ones were
-        recomputed.
+        """Chooses tensors from the last result to the first, as if earlier ones were recomputed.
 
         Then, from the first to the last, it drops those that are cheap to compute from other stored
         ones.
@@ -577,8 +575,7 @@ class _Decision:
         return spared > LEAST_GAIN * cost_of_storing
 
     def _users(self, tensors: Iterable[TensorView], others: Mapping[TensorOp, int]) -> int:
-        """Returns the kernels that use tensors, as a bit set; for ops in `others`, only those given
-        there."""
+        """Returns the kernels that use tensors, as a bit set; `others` overrides some ops."""
         found = 0
         for tv in tensors:
             for use in self.fusion.uses(tv):

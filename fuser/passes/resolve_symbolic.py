@@ -39,8 +39,7 @@ Values = Mapping[Symbol, Number] | None
 
 
 def is_undecided(op: TensorOp) -> bool:
-    """Returns whether the op is a reshape whose logical axes are not yet derived from its root
-    axes."""
+    """Returns whether the op is a reshape whose axes are not derived from root axes yet."""
     if not isinstance(op, nodes.ReshapeOp):
         return False
     # A tensor without axes has no root axes.
@@ -57,8 +56,7 @@ def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
 
 
 def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
-    """Returns the sizes of an op that decide about `?` axes by being 1, except those of a
-    reshape."""
+    """Returns the sizes whose being 1 decides about `?` axes; those of reshapes are excluded."""
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
         named = (
@@ -69,10 +67,9 @@ def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
 
 
 def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
-    """Returns the iterated operand axes of an expand that may have one element, with the wanted
-    size.
+    """Returns (operand axis, wanted size) for axes of an expand that may have one element.
 
-    Such an axis is expanded if it has one element.
+    Such an axis is an iteration; it is expanded if it has one element.
     """
     if not isinstance(op, nodes.ExpandOp):
         return []
@@ -240,8 +237,7 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
 def _with_broadcasts(
     fusion: Fusion, op: nodes.ExpandOp, values: Values
 ) -> tuple[list[TensorOp], TensorView]:
-    """Returns the ops that turn axes of one element into broadcasts, and the operand for the
-    expand.
+    """Returns ops that turn axes of one element into broadcasts, and the expand's operand.
 
     The ops are a reshape that merges all axes, and one that splits them again.
     """

@@ -170,7 +170,7 @@ class _Segmenter:
         if takes_both is not None:
             self.find_scheduler = takes_both
             self.answers.clear()
-            groups = self._merger(groups).run(("beside",))
+            groups = self._merger(groups).run(("horizontal",))
         return SegmentedFusion(self.fusion, tuple(self._order(groups)))
 
     # ------------------------------------------------------------ views
@@ -292,8 +292,7 @@ class _Segmenter:
         return tv
 
     def _reduced_space(self) -> dict[TensorView, None]:
-        """Returns results of reductions, and tensors of their size that are computed from them
-        alone."""
+        """Returns results of reductions, and tensors computed from them alone, of equal size."""
         reduced: dict[TensorView, None] = {}
         for e in self.exprs:
             if self.kind[e] != "kernel":
@@ -463,8 +462,10 @@ class _Segmenter:
         return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
 
     def _split_rows(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
-        """Returns the groups, with those of rows and sums divided: one computes partial sums, one
-        adds them."""
+        """Returns the groups; each one with totals becomes two groups.
+
+        The first computes partial sums, the second adds them up.
+        """
         made: list[SegmentGroup] = []
         for group in groups:
             if not group.totals:
@@ -603,8 +604,10 @@ def extract(
 
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain of a tensor that a segment reads: no root axes, reductions or `rf`
-    marks."""
+    """Returns the domain of a tensor that a segment reads, without root axes and reductions.
+
+    Its axes are not marked as derived (`rf`).
+    """
     return _once(domain, _read)
 
 

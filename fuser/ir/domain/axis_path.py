@@ -233,8 +233,10 @@ class IndexRules(Rules[Scalar]):
         return self._apart(t.inner, inp)
 
     def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns (index / inner size, index % inner size); a broadcast axis in a loop has index
-        0."""
+        """Returns (index / inner size, index % inner size).
+
+        A broadcast axis that is merged in a loop has index 0.
+        """
         if self._only_concrete(t):
             is_inner = self._axes[t.outer].is_broadcast
             return (sc.ZERO, out) if is_inner else (out, sc.ZERO)
@@ -247,8 +249,10 @@ class IndexRules(Rules[Scalar]):
         return self._together(t.inner, outer, inner)
 
     def _only_concrete(self, t: MergeTransform) -> bool:
-        """Returns whether a merged loop of a broadcast and a concrete axis iterates only the
-        concrete one."""
+        """Returns whether a merge of a broadcast and a concrete axis iterates the latter only.
+
+        This holds in loops, but not in views.
+        """
         outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
         return outer.is_broadcast != inner.is_broadcast and not out.rfactor
 
@@ -320,15 +324,16 @@ def indices_backward(
 
 # ------------------------------------------------------------------ sizes and strides
 class SizeRules(Rules[Scalar]):
-    """Rules for sizes of derived axes (forward only); `rewrite` is applied to factors and
-    widths."""
+    """Rules for sizes of derived axes (forward only).
+
+    `rewrite` is applied to the factors of splits and the widths of resizes and shifts.
+    """
 
     def __init__(self, rewrite: Callable[[Scalar], Scalar] = lambda x: x) -> None:
         self._rewrite = rewrite
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the sizes of (outer, inner): the factor, and the size divided by it, rounded
-        up."""
+        """Returns the sizes of (outer, inner): one is the factor, the other ceil(size / factor)."""
         factor = self._rewrite(t.factor)
         rest = sc.ceildiv(inp, factor)
         return (rest, factor) if t.inner_split else (factor, rest)
@@ -351,10 +356,10 @@ class SizeRules(Rules[Scalar]):
 
 
 class StrideRules(Rules[Scalar]):
-    """Rules for strides of derived axes (forward only); `size` returns the size of an axis by
-    number.
+    """Rules for strides of derived axes (forward only).
 
-    The result is None if the derived axis has no single stride, as after a rotation.
+    `size` returns the size of an axis by number. The result is None if the derived axis has no
+    single stride, as after a rotation.
     """
 
     def __init__(self, size: Callable[[int], Scalar]) -> None:
@@ -365,8 +370,7 @@ class StrideRules(Rules[Scalar]):
         return sc.mul(inp, self._size(t.inner)), inp
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar | None:
-        """Returns the stride of a merged axis, or None if the two axes are not adjacent in
-        memory."""
+        """Returns the stride of a merged axis, None if its parts are not adjacent in memory."""
         if self._size(t.inner) == sc.ONE:
             return outer
         is_one = self._size(t.outer) == sc.ONE

@@ -104,8 +104,7 @@ class DeviceMesh:
 
     @checked
     def dim_of(self, ptype: ParallelType) -> int | None:
-        """Returns the mesh dimension of a device type (mesh_x: the last), None if the mesh lacks
-        it."""
+        """Returns the mesh dimension of a device type (mesh_x: the last), None if absent."""
         if not ptype.is_device:
             raise ShardingError(
                 f"{self} has no dimension {ptype.text}: expected a device type, such as mesh_x"
@@ -126,14 +125,15 @@ class DeviceMesh:
 
     @checked
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
-        """Returns the position of `rank` along `ptype`; 0 if the mesh lacks that dimension or
-        rank."""
+        """Returns the position of `rank` along `ptype`.
+
+        It is 0 if the mesh lacks that dimension or that rank.
+        """
         dim = self.dim_of(ptype)
         return 0 if dim is None else self._coordinates(rank)[dim]
 
     def _coordinates(self, rank: int) -> list[int]:
-        """Returns the position of `rank` along each dimension; all 0 for a rank outside of the
-        mesh."""
+        """Returns the position of `rank` along each dimension; zeros for an unknown rank."""
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
@@ -195,8 +195,7 @@ class DeviceMesh:
 
 # ------------------------------------------------------------------ text
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
-    """Returns the items of one dimension; `is_short` prints ranges for three or more equal
-    steps."""
+    """Returns the items of one dimension; `is_short` abbreviates three or more equal steps."""
     count = len(ids) // shape[0] if shape[0] else 0
 
     def text(at: int) -> str:
@@ -259,8 +258,11 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 
 
 def read_ranks(cursor: Cursor) -> DeviceMesh:
-    """Reads a one-dimensional team as it is printed: `(0 1 2)` or `(0..1023)`. Raises
-    `ParseError`."""
+    """Reads the text of a one-dimensional team: `(0 1 2)` or `(0..1023)`.
+
+    Raises:
+        ParseError: with the position.
+    """
     cursor.skip()
     start, end = cursor.pos, cursor.text.find(")", cursor.pos, cursor.end) + 1
     if (known := _known(cursor, end)) is not None:

@@ -44,8 +44,7 @@ class ExtentClasses:
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal; `a` becomes the representative if neither is
-        preferred."""
+        """States that two extents are equal; if neither is preferred, `a` represents both."""
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
             return
@@ -96,8 +95,7 @@ class ExtentClasses:
             x = substitute(x, known)
 
     def relations(self) -> tuple[Relation, ...]:
-        """Returns all equalities as (extent, representative): symbols first, then the other
-        ones."""
+        """Returns all equalities as (extent, representative), those of symbols first."""
         if self._relations is None:
             found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
             for x, y in self._whole:

@@ -58,8 +58,7 @@ class StridedLayout:
         )
 
     def viewed(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> StridedLayout:
-        """Returns the layout of a view whose first element is `shift` elements behind this
-        one's."""
+        """Returns the layout of a view that begins `shift` elements behind this layout."""
         skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
         return StridedLayout.with_strides(shape, strides, self._itemsize, skipped)
 

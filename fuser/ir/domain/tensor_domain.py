@@ -147,12 +147,12 @@ class MergeTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Nothing: a merge has no parameters."""
+        """The empty tuple: a merge has no parameters."""
         return ()
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """Nothing: a merge has no parameters."""
+        """The empty tuple: a merge has no parameters."""
         return ()
 
     def renumbered(self, fn: Renumber) -> MergeTransform:
@@ -207,8 +207,10 @@ class Resize:
 
 @record
 class Swizzle1D:
-    """inp -> out, a rotation by this device's coordinate c: index of inp = (index of out + c) %
-    extent."""
+    """inp -> out, a rotation: index of inp = (index of out + c) % extent.
+
+    c is the coordinate of this device along the device type `ptype`.
+    """
 
     inp: int
     out: int
@@ -231,7 +233,7 @@ class Swizzle1D:
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """Nothing: a rotation has no scalar parameters."""
+        """The empty tuple: a rotation has no scalar parameters."""
         return ()
 
     def renumbered(self, fn: Renumber) -> Swizzle1D:
@@ -346,8 +348,8 @@ class TensorDomain:
     - `root_numbers` is () if root equals logical.
     - `allocation_numbers` is () if memory order is logical order.
     - `contiguity` has one entry per allocation (or logical) axis. It is None exactly for broadcast
-      and reduction axes. It is True if the stride equals stride * extent of the next inner axis
-      that is not a broadcast; for the innermost axis, if the stride is 1.
+      and reduction axes. Otherwise it tells whether the stride is that of a tensor without gaps:
+      stride * extent of the next inner stored axis, or 1 for the innermost one.
     - `transforms` derive logical from root, and loop and allocation from logical, in order.
     """
 
@@ -379,10 +381,10 @@ class TensorDomain:
         transforms: Sequence[Transform] = (),
         between: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Returns the domain with these axes; `loop` defaults to logical, `contiguity` to
-        contiguous.
+        """Returns the domain with these axes.
 
-        `between` are further axes, which only transforms name.
+        `loop` defaults to logical, `contiguity` to contiguous. `between` are further axes, which
+        only transforms name.
         """
         axes: dict[int, IterDomain] = {}
         for axis in (*between, *root, *allocation, *(loop or ()), *logical):
@@ -526,8 +528,7 @@ class TensorDomain:
         transforms: Iterable[Transform] | None = None,
         axes: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Returns the domain with some of its tuples replaced; `axes` are new or changed axis
-        states.
+        """Returns the domain with some tuples replaced; `axes` are new or changed states.
 
         Axes that nothing names any more are dropped.
         """
@@ -693,8 +694,7 @@ def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool 
 
 # ---------------------------------------------------------------- text and invariants
 def transform_text(t: Transform, domain: TensorDomain) -> str:
-    """Returns a transform as text: `Split: iS0{i0} by factor 4 -> iS2{( ceilDiv(i0, 4) )},
-    iS3{4}`."""
+    """Returns a transform as text, such as `Merge: iS0{i0} and iS1{4} -> iS2{( i0 * 4 )}`."""
     ins, outs = domain.states(t.inputs), ", ".join(map(str, domain.states(t.outputs)))
     match t:
         case SplitTransform():
@@ -802,8 +802,7 @@ class AxisNumbers(Protocol):
 
 
 class DomainBuilder:
-    """Derives axes by transforms. A domain is then built from the collected `axes` and
-    `transforms`."""
+    """Derives axes by transforms, and collects the `axes` and `transforms` of a new domain."""
 
     def __init__(self, fusion: AxisNumbers, axes: Iterable[IterDomain] = ()) -> None:
         self._fusion = fusion
@@ -834,9 +833,9 @@ class DomainBuilder:
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
         """Merges two axes: extent outer * inner, and the parallel type of `outer`.
 
-        A merge of an iteration and a broadcast is an iteration; reductions stay reductions. If one
-        axis is an expanded broadcast and the other is not a broadcast, a view (`rfactor=True`)
-        multiplies by the expanded size, a loop by 1.
+        A merge of an iteration and a broadcast is an iteration; reductions stay reductions. An
+        expanded broadcast that is merged with a concrete axis counts with its expanded size in a
+        view (`rfactor=True`), and as 1 in a loop.
         """
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
@@ -849,10 +848,10 @@ class DomainBuilder:
         return out
 
     def resize(self, inp: IterDomain, left: Scalar, right: Scalar) -> IterDomain:
-        """Resizes an axis. The result is a broadcast if its size is the constant 1, else an
-        iteration.
+        """Resizes an axis; the result is a broadcast if its size is the constant 1.
 
-        An expanded broadcast that is only cropped stays an expanded broadcast.
+        An expanded broadcast that is only cropped stays an expanded broadcast. Any other result is
+        an iteration.
         """
         extent = sc.add(sc.add(inp.size, left), right)
         is_one = sc.int_value(extent) == 1
@@ -875,16 +874,14 @@ class DomainBuilder:
     def shift(
         self, rows: IterDomain, inp: IterDomain, width: Scalar
     ) -> tuple[IterDomain, IterDomain]:
-        """Shifts the elements of each row to their positions in aligned words of memory; see
-        `Shift`."""
+        """Shifts the elements of each row to aligned words of memory; see `Shift`."""
         same = self._derive(rows)
         out = self._derive(inp, extent=shifted_extent(inp.extent, width))
         self._lead(Shift(rows.number, inp.number, same.number, out.number, width), rows, inp)
         return same, out
 
     def restate(self, axis: IterDomain, state: IterDomain) -> IterDomain:
-        """Replaces the state of an axis that this builder created; its number may change as
-        well."""
+        """Replaces the state of an axis that this builder created, and perhaps its number."""
         del self.axes[axis.number]
         self.axes[state.number] = state
         if state.number != axis.number:

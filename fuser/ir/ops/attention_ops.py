@@ -128,8 +128,7 @@ class AttentionOp(LibraryOp):
         return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map_to` in which heads h and g count as one letter: they are sharded
-        together."""
+        """Returns `axis_map_to` with h and g as one letter: these heads are sharded together."""
         mine = _cut_letters(self.operand_letters(operand_index))
         letters = _cut_letters(self.result_letters(out))
         return tuple(mine.index(c) if c in mine else None for c in letters)

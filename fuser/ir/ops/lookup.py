@@ -49,8 +49,7 @@ class LookupOp(TensorOp):
         return self.dim
 
     def table_map(self) -> AxisMap:
-        """Returns, per axis of the table, the result axis whose index it reads; None if looked
-        up."""
+        """Returns the result axis of each table axis, None for the looked-up axis."""
         return tuple(None if k == self.axis else k for k in range(self.table.ndim))
 
     def index_map(self) -> AxisMap:
@@ -134,8 +133,7 @@ class SelectOp(LookupOp):
         return "select"
 
     def misfit(self, extent: int | None) -> str:
-        """Returns the error of a constant index that is outside of an axis with this extent, else
-        "".
+        """Returns the error of a constant index that is outside of the axis, else "".
 
         `extent` is None if it is not known; an index that is an input cannot be checked either.
         """
@@ -210,8 +208,10 @@ class _AlongAxisOp(LookupOp):
 
 
 class TakeAlongAxisOp(_AlongAxisOp):
-    """out[.., i, ..] = table[.., index[.., i, ..], ..]; other axes have equal extents or are
-    broadcasts."""
+    """out[.., i, ..] = table[.., index[.., i, ..], ..] along axis `dim`.
+
+    The other axes of table and index have equal extents or are broadcasts.
+    """
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -226,7 +226,10 @@ class TakeAlongAxisOp(_AlongAxisOp):
 
 
 class GatherOp(_AlongAxisOp):
-    """out[.., i, ..] = table[.., index[.., i, ..], ..]; other axes of the index may be shorter."""
+    """out[.., i, ..] = table[.., index[.., i, ..], ..] along axis `dim`.
+
+    The other axes of the index may be shorter than those of the table.
+    """
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -240,14 +243,12 @@ class GatherOp(_AlongAxisOp):
         return "gather"
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes other than `dim` whose extents in table and index are not provably
-        equal."""
+        """Returns the axes other than `dim` whose two extents are not provably equal."""
         found = _differing(self.table, self.index)
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor) pairs: along this axis, the index may not be longer than the
-        tensor."""
+        """Yields (axis, tensor): the index may not be longer than this tensor along the axis."""
         return ((k, self.table) for k in self.narrowed())
 
 
@@ -287,8 +288,7 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor) pairs: along this axis, the index may not be longer than the
-        tensor."""
+        """Yields (axis, tensor): the index may not be longer than this tensor along the axis."""
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):
             yield from ((k, self.src) for k in _differing(self.src, self.index))

@@ -237,8 +237,7 @@ class GroupedMmaOp(ProductOp):
         return {"mat1": letters[0], "mat2": letters[1], "offsets": "g", "out": out}
 
     def is_whole(self, letter: str) -> bool:
-        """Returns True for g, k and the ragged axis: offsets count from the beginning of the whole
-        axis."""
+        """Returns True for g, k and the ragged axis, along which offsets are global."""
         return letter in ("g", "k", self.ragged)
 
     def verify(self) -> None:
@@ -300,8 +299,7 @@ LANES = 32
 
 
 def whole_tiles(extent: Scalar, size: int) -> Scalar:
-    """Returns the number of tiles of a size that cover an extent, the last one perhaps
-    incomplete."""
+    """Returns the number of tiles that cover an extent; the last one may be incomplete."""
     return sc.truncdiv(sc.add(extent, size - 1), size)
 
 

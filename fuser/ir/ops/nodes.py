@@ -220,8 +220,7 @@ class RandomOp(TensorOp):
         return (None,) * len(self.out.domain.maybe_root)
 
     def verify(self) -> None:
-        """Checks that a and b, seed and offset come in pairs, and that shape and begin have out's
-        rank."""
+        """Checks the rank of shape and begin, and that a and b, seed and offset are pairs."""
         rank = self.out.ndim
         are_pairs = (self.a is None, self.seed is None) == (self.b is None, self.offset is None)
         if not are_pairs or len(self.shape) != rank or len(self.begin) not in (0, rank):
@@ -371,8 +370,7 @@ class ExpandOp(TensorOp):
 
 
 class ReshapeOp(TensorOp):
-    """Reshapes inp. Splits and merges derive out's logical axes from its root axes, which map to
-    inp."""
+    """Reshapes inp: splits and merges derive logical axes from root axes, which map to inp."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -499,8 +497,7 @@ class MatmulOp(Contraction):
         return "matmul"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns batch axes aligned at the right, then m (of a only), n (of b only) and k (of
-        both)."""
+        """Returns batch axes (aligned at the last one), then m of a, n of b, and k of both."""
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rank = len(axes) - has_k
@@ -581,8 +578,10 @@ class LinearOp(Contraction):
 
 
 class SliceOp(TensorOp):
-    """out = inp[start:stop] along each axis, with step 1. A `Resize` derives logical from root
-    axes."""
+    """out = inp[start:stop] along each axis, with step 1.
+
+    A `Resize` derives each logical axis from a root axis.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()

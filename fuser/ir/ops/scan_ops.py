@@ -64,8 +64,7 @@ class AlongAxisOp(LibraryOp):
 
 
 class ScanOp(AlongAxisOp):
-    """A cumulative reduction: out[.., i, ..] = init kind inp[.., 0, ..] kind .. kind inp[.., i,
-    ..].
+    """A cumulative reduction: out[i] = init kind inp[0] kind .. kind inp[i], along axis `dim`.
 
     The kinds are those of `ReductionOp`.
     """

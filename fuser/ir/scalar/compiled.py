@@ -89,8 +89,7 @@ class PythonText:
         self._known: dict[str, object] = {}
 
     def name(self, x: Scalar) -> str:
-        """Returns the variable of a scalar; adds the statements that compute it if they are
-        missing.
+        """Returns the variable of a scalar, after adding missing statements that compute it.
 
         A symbol without a variable is looked up in the parameter `values`.
         """

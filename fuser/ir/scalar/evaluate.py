@@ -34,8 +34,7 @@ def _c_mod(a: Number, b: Number) -> Number:
 
 
 def _pow(a: Number, b: Number) -> Number:
-    """Returns a ** b as in C; a negative exponent of an integer yields 0 unless the base is 1 or
-    -1."""
+    """Returns a ** b as in C; for integers, a negative b yields 0 unless a is 1 or -1."""
     if isinstance(a, int) and isinstance(b, int):
         if abs(a) > 1 and b * math.log2(abs(a)) > 64:
             raise OverflowError(f"{a} ** {b} needs more than 64 bits")

@@ -166,10 +166,10 @@ class Scalar:
             )
 
     def uses(self) -> NoReturn:
-        """Raises `UnsupportedError`: equal scalars of all fusions are one object, without its
-        readers.
+        """Raises `UnsupportedError`, because a scalar does not store its readers.
 
-        The definitions and uses of tensors list the ops that read a scalar.
+        Equal scalars of all fusions are one object. The definitions of tensors list the ops that
+        read it.
         """
         raise UnsupportedError(
             f"uses() of {self} is not supported: a scalar does not store which ops read it. Look "
@@ -238,8 +238,7 @@ _known_lock = threading.Lock()
 
 
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
-    """Returns the scalar with this key, and whether it is new, so that its fields must still be
-    set."""
+    """Returns the scalar with this key, and whether it is new and needs its fields set."""
     found = _known.get(key)
     if found is not None:
         return cast(_S, found), False
@@ -250,15 +249,18 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 
 
 def _published(made: _S, key: object) -> _S:
-    """Stores a finished scalar in the table; returns another thread's equal one if that was
-    faster."""
+    """Stores a finished scalar in the table, unless another thread stored an equal one first.
+
+    Returns the stored one.
+    """
     with _known_lock:
         return cast(_S, _known.setdefault(key, made))
 
 
 def converted(value: AnyNumber, kind: Category) -> Number:
-    """Returns a number converted to a category: of a complex one, the real part or whether it is
-    not 0.
+    """Returns a number converted to a category.
+
+    A complex number becomes its real part, or for Bool whether it is not 0.
 
     Raises:
         ValueError, OverflowError: a NaN or an infinity is converted to an integer.
@@ -326,8 +328,8 @@ class Symbol(Scalar):
 
     @property
     def is_index(self) -> bool:
-        """Whether this is an index: of a loop, a thread, a mesh axis. Only indices have an upper
-        bound."""
+        """Whether this is an index (of a loop, thread or mesh axis); only these have upper
+        bounds."""
         return self.hi is not None
 
     def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
@@ -340,8 +342,7 @@ def _symbol(name: str, dtype: DataType, lo: int | None, hi: Scalar | None) -> Sy
 
 
 class Apply(Scalar):
-    """An op on scalars that is not polynomial: divisions, ceilDiv, comparisons, float
-    arithmetic."""
+    """An op on scalars that is not polynomial, such as a division or a comparison."""
 
     __slots__ = ("args", "op")
     args: tuple[Scalar, ...]
@@ -614,7 +615,7 @@ def scalar_text(x: Scalar) -> str:
 
 
 def _pieces(x: Scalar) -> list[Scalar | str]:
-    """Returns the text of `x` as a list, in which the children stand for their own text."""
+    """Returns the text of `x` as a list of texts and children, whose own text is inserted later."""
     match x:
         case Const():
             return [literal_text(x.value, x.dtype)]

@@ -83,8 +83,7 @@ _REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
 
 
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Simplifies c*(x / b)*b + c*(x % b) to c*x; of two of these three terms, it computes the
-    third."""
+    """Joins c*(x / b)*b + c*(x % b) to c*x, and computes one of the three from the others."""
     while True:
         terms = {m: c for m, c in terms.items() if c}
         found = _whole(terms) or _part(terms)
@@ -94,8 +93,7 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
 
 
 def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Returns the terms with one quotient and its remainder joined, None if there is no such
-    pair."""
+    """Returns the terms with one quotient and its remainder joined; None without such a pair."""
     for mono, coef in terms.items():
         for atom in mono:
             if not (isinstance(atom, Apply) and atom.op in _DIVISION_OF):
@@ -270,8 +268,7 @@ def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None
 
 
 def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
-    """Returns the common factors of the divisor and of single terms of `a`, the larger ones
-    first."""
+    """Returns the common factors of the divisor and single terms of `a`, larger ones first."""
     found: dict[tuple[Monomial, int], None] = {}
     for mono, coef in terms_of(a).items():
         if not mono:

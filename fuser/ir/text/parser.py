@@ -149,8 +149,7 @@ class ValueParser:
         )
 
     def tensor(self) -> TensorView:
-        """Reads a tensor: its full text, which declares it the first time, or the name of a
-        declared one."""
+        """Reads a tensor: its full text, which may declare it, or the name of a declared one."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -209,8 +208,7 @@ class ValueParser:
         return tv
 
     def domain_section(self) -> TensorView:
-        """Reads the domain section of one tensor, as `domain_text` prints it, and declares the
-        tensor."""
+        """Reads a domain section, as `domain_text` prints it, and declares its tensor."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -387,8 +385,7 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ ops
     def op(self) -> Op:
-        """Reads one op. If no template matches, raises the error of the template that got
-        furthest."""
+        """Reads one op. If no template matches, raises the error at the furthest position."""
         c = self.cursor
         c.skip()
         start, key = c.pos, key_of(c.text, c.pos)
@@ -500,8 +497,7 @@ class Parser(ValueParser):
         return read(self)
 
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
-        """Reads groups of `length` values, `{a, b} {c, d} }`, and returns all values in
-        sequence."""
+        """Reads groups of `length` values, `{a, b} {c, d} }`, and returns all values."""
         c = self.cursor
         found: list[TensorView | Scalar] = []
         while not c.take_if("}"):
@@ -529,8 +525,7 @@ class Parser(ValueParser):
         c.pos = home
 
     def relations(self) -> None:
-        """Reads the sections about declared tensors (aliases, origins); the position is
-        restored."""
+        """Reads the sections of aliases and origins; the position is restored."""
         home = self.cursor.pos
         self._section("Aliases", self._alias, home)
         self._section("Provenance", self._origin, home)
@@ -628,8 +623,7 @@ class Parser(ValueParser):
                 )
 
     def reserve_symbols(self) -> None:
-        """Reserves the numbers of all symbols that were read, so that the fusion does not reuse
-        them."""
+        """Reserves the numbers of all symbols that were read, so that none is used again."""
         for name in self.symbols:
             self._reserve_symbol(name)
 

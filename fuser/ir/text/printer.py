@@ -99,10 +99,10 @@ def line_key(op: Op) -> str:
 
 
 def lines_text(ops: Iterable[Op]) -> str:
-    """Returns the section with the user's line of each op, regions included; "" if no line is
-    known.
+    """Returns the section with the user's line of each op, or "" if no line is known.
 
-    An op whose line equals that of the first op with its key has no row.
+    Ops of regions are included. An op whose line equals that of the first op with its key has no
+    row.
     """
     rows: dict[str, str] = {}
 
@@ -158,8 +158,10 @@ _PREFIX_DTYPE = {
 
 
 def default_dtype(name: str) -> DataType:
-    """Returns the dtype that a symbol's name implies: Index for `i3`, Double `d2`, Float `f4`, Bool
-    `b5`."""
+    """Returns the dtype that a symbol's name implies.
+
+    Index for `i3`, Double for `d2`, Float for `f4`, Bool for `b5`; Index for any other name.
+    """
     return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
 
 
