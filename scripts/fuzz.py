@@ -1,13 +1,14 @@
-"""Runs random programs and compares them with torch in float64.
+"""Run random programs and compare them with torch in float64.
 
     python scripts/fuzz.py single --seed 0 --cases 1000 --seconds 600
     python scripts/fuzz.py sharded --seed 0 --cases 100 --seconds 600
     mpirun -np 4 python scripts/fuzz.py sharded --seed 0 --cases 100
     python scripts/fuzz.py streams --seed 0 --cases 100 --seconds 600
 
-Prints the number of compared results, the refusals with their reasons, and the failures. A failure
-is written as a standalone program, whose path and text are printed. The exit code is 1 after a
-failure, or after more refusals than --refusals allows. A program is a function of its seed alone.
+A program is a function of its seed alone. The report says how many were compared, how many were
+refused and why, and which failed. Hypothesis shrinks a failure; it is written as a standalone
+program, whose path and text are printed. The exit code is 1 after a failure, or after more refusals
+than --refusals allows.
 """
 
 from __future__ import annotations
@@ -20,80 +21,78 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.fuzz.campaign import Campaign, Failure, Tally, summary
-
-KINDS = ("single", "sharded", "streams")
+from tools.fuzz.kinds import GENERATORS
+from tools.fuzz.search import Search, search_in_processes
+from tools.fuzz.tally import Tally, summary
 
 
 def main() -> int:
     """Runs the command of the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for kind in KINDS:
-        _campaign_arguments(commands.add_parser(kind, help=f"random {kind} programs"))
-    worker = commands.add_parser("worker")
-    worker.add_argument("kind")
-    worker.add_argument("--schedules", required=True)
-    worker.add_argument("--device", required=True)
-    worker.add_argument("--without", required=True)
-    worker.add_argument("--report-to", type=int, required=True)
-    for name in ("shrink", "show"):
-        one = commands.add_parser(name, help=f"{name} the program of one seed")
-        one.add_argument("kind", choices=KINDS)
-        one.add_argument("--seed", type=int, required=True)
-        one.add_argument("--mode", default="cpu", help="cpu, h200, cpu+checked, cpu+cuda, ...")
-        one.add_argument("--seconds", type=float, default=60, help="negative: also a refusal")
-        one.add_argument("--out", type=Path, default=Path("fuzz-failures"))
-    return _COMMANDS[parser.parse_args().command](parser.parse_args())
+    for kind in GENERATORS:
+        _search_arguments(commands.add_parser(kind, help=f"random {kind} programs"))
+    show = commands.add_parser("show", help="print the program of a seed")
+    show.add_argument("kind", choices=GENERATORS)
+    show.add_argument("--seed", type=int, required=True)
+    args = parser.parse_args()
+    return _show(args) if args.command == "show" else _search(args)
 
 
-def _campaign_arguments(parser: argparse.ArgumentParser) -> None:
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--cases", type=int, default=1_000_000, help="how many seeds at most")
-    parser.add_argument("--seconds", type=float, default=90, help="wall time, minimising aside")
-    parser.add_argument("--schedules", default="cpu,h200", help="whose schedules")
+    parser.add_argument("--seconds", type=float, default=90, help="wall time, shrinking aside")
+    parser.add_argument("--schedules", default="", help="cpu, h200, graphs; own on GPUs")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
         "--refusals", type=float, default=100, metavar="PERCENT", help="how many may be refused"
     )
+    parser.add_argument(
+        "--show-refused", default="", metavar="TEXT", help="refusals with TEXT count as failures"
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--without", default="", help="skip programs with these ops, or `expanded`")
-    parser.add_argument("--minimise", type=int, default=6, help="how many failures, at most")
-    parser.add_argument("--minimise-seconds", type=float, default=30, help="for each failure")
+    parser.add_argument("--shrink-seconds", type=float, default=60, help="for each failure")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failures"))
 
 
-def _campaign(args: argparse.Namespace) -> int:
-    if args.command == "streams" and args.schedules == "cpu,h200":
-        args.schedules = "cpu"
-    if args.device == "cuda" and args.schedules == "cpu,h200":
-        args.schedules = "own"
-    if args.command == "sharded" and _launched_ranks() > 1:
+def _schedules(args: argparse.Namespace) -> str:
+    if args.schedules:
+        return args.schedules
+    return "own" if args.device == "cuda" else "cpu" if args.command == "streams" else "cpu,h200"
+
+
+def _search(args: argparse.Namespace) -> int:
+    schedules, started = _schedules(args), time.monotonic()
+    if args.command == "sharded" and (size := _launched_ranks()) > 1:
         from tools.fuzz.launched import run_launched
         from tools.fuzz.sharded import RANKS
 
-        if (size := _launched_ranks()) not in RANKS:
+        if size not in RANKS:
             print(f"no program has {size} ranks: start {' or '.join(map(str, sorted({*RANKS})))}")
             return 1
         seeds = range(args.seed, args.seed + args.cases)
-        tally = run_launched(seeds, args.seconds, args.schedules, args.device, args.without)
+        tally = run_launched(seeds, args.seconds, schedules, args.device, args.without)
         return _exit_code(tally, percent=args.refusals)
-    print(f"{args.command} from seed {args.seed}, schedules {args.schedules} on {args.device}")
-    started = time.monotonic()
-    campaign = Campaign(
-        args.command,
-        args.seed,
-        args.cases,
-        args.seconds,
-        args.schedules,
-        args.device,
-        args.processes,
-        args.without,
+    print(f"{args.command} from seed {args.seed}, schedules {schedules} on {args.device}")
+    plan = Search(
+        kind=args.command,
+        seed=args.seed,
+        cases=args.cases,
+        seconds=args.seconds,
+        schedules=tuple(schedules.split(",")),
+        device=args.device,
+        without=tuple(args.without.split(",")),
+        shown=args.show_refused,
+        shrink_s=args.shrink_seconds,
+        out=args.out.resolve(),
     )
-    tally = campaign.run()
-    seconds = time.monotonic() - started
-    _minimise(campaign, tally.failures, args)
-    print(summary(tally, seconds))
+    tally = search_in_processes(plan, args.processes)
+    for failure in tally.failures:
+        # Where this machine's files are out of reach, the log is all there is.
+        print(f"--- {failure.path}\n{Path(failure.path).read_text()}---", flush=True)
+    print(summary(tally, time.monotonic() - started))
     return _exit_code(tally, percent=args.refusals)
 
 
@@ -109,52 +108,15 @@ def _launched_ranks() -> int:
     return max(int(os.environ.get(name, "1")) for name in sizes)
 
 
-def _minimise(campaign: Campaign, failures: list[Failure], args: argparse.Namespace) -> None:
-    """Writes programs for the first failures; failures with equal messages count once."""
-    seen: set[str] = set()
-    for failure in failures:
-        if len([f for f in failures if f.path]) == args.minimise:
-            break
-        if failure.kind != "error" or failure.reason not in seen:
-            seen.add(failure.reason)
-            failure.path = campaign.shrink(failure, args.minimise_seconds, args.out.resolve())
-            if failure.path.endswith(".py"):
-                # Where this machine's files are out of reach, the log is all there is.
-                print(f"--- {failure.path}\n{Path(failure.path).read_text()}---", flush=True)
-
-
-def _worker(args: argparse.Namespace) -> int:
-    from tools.fuzz.worker import serve
-
-    without = args.without.split(",")
-    serve(args.kind, args.schedules.split(","), args.device, without, args.report_to)
-    return 0
-
-
-def _shrink(args: argparse.Namespace) -> int:
-    from tools.fuzz.worker import shrink
-
-    print(shrink(args.kind, args.seed, args.mode, args.seconds, args.out))
-    return 0
-
-
 def _show(args: argparse.Namespace) -> int:
     from tools.fuzz.program import define_text
-    from tools.fuzz.worker import program_of
 
-    program = program_of(args.kind, args.seed)
+    program = GENERATORS[args.kind](args.seed)
     print(define_text(program))
     for call in program.calls:
         print(call)
     return 0
 
-
-_COMMANDS = {
-    **dict.fromkeys(KINDS, _campaign),
-    "worker": _worker,
-    "shrink": _shrink,
-    "show": _show,
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tools.fuzz.drawn_random import DrawnRandom
 from tools.fuzz.oracle import Env, run_stmt
 from tools.fuzz.program import (
     VERSION,
@@ -35,9 +36,17 @@ from tools.fuzz.table import DTYPES
 from tools.fuzz.tensors import make_tensor
 from tools.fuzz.values import InvalidProgram, Num, Val, exact, wide
 
+# A number, of which a program is a function; or the source of random numbers itself.
+Seed = int | random.Random
+
 # The largest number of elements of a random tensor: the oracle computes them in Python.
 MOST_RANDOM = 1024
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 23, 31, 37, 61, 97, 127, 131, 251, 257)
+
+
+def seeded(kind: str, seed: int) -> DrawnRandom:
+    """Returns the random numbers of the program of a kind with this seed."""
+    return DrawnRandom(random.Random(f"{kind}/{VERSION}/{seed}").randrange)
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,8 @@ def joined_shapes(a: Sequence[Dim], b: Sequence[Dim], one: Dim) -> tuple[Dim, ..
 class Builder:
     """A program under construction."""
 
-    def __init__(self, kind: str, seed: int, *, calls: int, cap: int) -> None:
-        self.rng = random.Random(f"{kind}/{VERSION}/{seed}")
+    def __init__(self, kind: str, seed: Seed, *, calls: int, cap: int) -> None:
+        self.rng = seeded(kind, seed) if isinstance(seed, int) else seed
         self.ncalls = calls
         self.cap = cap
         self.inputs: list[TensorInput | ScalarInput] = []
@@ -365,4 +374,4 @@ def without_dead(program: Program, *, keep_inputs: bool = False) -> Program:
     )
 
 
-__all__ = ["Builder", "Dim", "Ref", "joined_shapes", "without_dead"]
+__all__ = ["Builder", "Dim", "Ref", "Seed", "joined_shapes", "seeded", "without_dead"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.fuzz.builder import Builder, Dim, joined_shapes
+from tools.fuzz.builder import Builder, Dim, Seed, joined_shapes
 from tools.fuzz.ops.elementwise import SCALAR_OPS
 from tools.fuzz.program import Arg, Dt, Layout, Ref, Size, plain_layout
 from tools.fuzz.table import HALF, ROWS, SHIFTS
@@ -21,7 +21,7 @@ _REDUCTIONS = ("sum", "sum", "max", "min", "prod")
 class FusionBuilder(Builder):
     """Draws statements of all kinds except views; the inputs share a pool of extents."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: Seed) -> None:
         super().__init__("single", seed, calls=1, cap=1)
         self.ncalls = self.rng.choice((1, 1, 2, 2, 3))
         self.args = [[] for _ in range(self.ncalls)]

@@ -19,12 +19,12 @@ import torch
 
 from fuser import multidevice
 from tools.fuzz import sharded
-from tools.fuzz.campaign import Failure, Tally, summary
+from tools.fuzz.kinds import has_any, modes_of
 from tools.fuzz.product import Mode
 from tools.fuzz.program import Program
 from tools.fuzz.ranks import kind_of, run_rank
 from tools.fuzz.runner import Case, Outcome, define, failure, quietly
-from tools.fuzz.worker import has_any, modes_of
+from tools.fuzz.tally import Failure, Tally, summary
 
 
 def _run_here(program: Program, mode: Mode) -> Outcome:
@@ -81,10 +81,10 @@ def run_launched(seeds: range, seconds: float, schedules: str, device: str, with
             found = [Outcome(**json.loads(text)) for text in told]
             worst = _worst(found)
             if rank == 0:
-                tally.add({"done": seed, "mode": str(mode), **asdict(worst)})
-            elif worst.is_failure:
-                failed = Failure(seed, str(mode), worst.kind, worst.reason, worst.detail)
-                tally.failures.append(failed)
+                tally.add(str(mode), worst, seed)
+            if worst.is_failure:
+                failed = Failure(str(mode), worst.kind, worst.reason, worst.detail, f"seed {seed}")
+                (tally.fail if rank == 0 else tally.failures.append)(failed)
     if rank == 0:
         print(summary(tally, time.monotonic() - started))
         sys.stdout.flush()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tools.fuzz.builder import Builder, Dim
+from tools.fuzz.builder import Builder, Dim, Seed
 from tools.fuzz.program import (
     Annotation,
     Arg,
@@ -31,8 +31,8 @@ RANKS = (2, 2, 4)
 Ranks = tuple[object, ...]
 
 
-def generate(seed: int) -> Program:
-    """Returns the program of a seed."""
+def generate(seed: Seed) -> Program:
+    """Returns the program of a seed, or the next one of a source of random numbers."""
     return Sharded(seed).build()
 
 
@@ -43,7 +43,7 @@ class _Stop(Exception):
 class Sharded(Builder):
     """The sharded program of a seed, under construction."""
 
-    def __init__(self, seed: int, kind: str = "sharded") -> None:
+    def __init__(self, seed: Seed, kind: str = "sharded") -> None:
         super().__init__(kind, seed, calls=1, cap=2048)
         self.ranks = self.rng.choice(RANKS)
         self.ncalls = self.rng.choice((1, 1, 1, 2))

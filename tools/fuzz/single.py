@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tools.fuzz import views
+from tools.fuzz.builder import Seed
 from tools.fuzz.fusions import FusionBuilder
 from tools.fuzz.program import Output, Program, Ref
 
 
-def generate(seed: int) -> Program:
-    """Returns the program of a seed."""
+def generate(seed: Seed) -> Program:
+    """Returns the program of a seed, or the next one of a source of random numbers."""
     return _Single(seed).build()
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tools.fuzz.builder import Dim
+from tools.fuzz.builder import Dim, Seed
 from tools.fuzz.program import Annotation, Program, Stmt, Streaming
 from tools.fuzz.sharded import Sharded
 from tools.fuzz.shards import mesh_sizes
@@ -26,13 +26,13 @@ _BLOCKS = (2, 2, 3, 4, 5, 9)
 _STEPS = 100
 
 
-def generate(seed: int) -> Program:
-    """Returns the program of a seed."""
+def generate(seed: Seed) -> Program:
+    """Returns the program of a seed, or the next one of a source of random numbers."""
     return _Streams(seed).build()
 
 
 class _Streams(Sharded):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: Seed) -> None:
         super().__init__(seed, "streams")
         self.has_mesh = self.chance(0.5)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -18,9 +21,9 @@ from fuser.ir.dtypes import INFO
 from fuser.ops.rows import ROWS
 from scripts import fuzz
 from tests.support.limits import HANG_S
-from tools.fuzz import single, table, worker
-from tools.fuzz.campaign import Campaign, Failure, Tally
-from tools.fuzz.minimise import minimise
+from tools.fuzz import search as searching
+from tools.fuzz import single, table
+from tools.fuzz.kinds import GENERATORS
 from tools.fuzz.placed import misplaced
 from tools.fuzz.product import Mode
 from tools.fuzz.program import (
@@ -35,19 +38,20 @@ from tools.fuzz.program import (
     define_text,
     plain_layout,
 )
-from tools.fuzz.runner import Case, run
-from tools.fuzz.standalone import standalone_text
+from tools.fuzz.runner import Case, Outcome, run
+from tools.fuzz.search import Search, in_child, search
+from tools.fuzz.tally import Failure, Tally, total
 
 ROOT = Path(__file__).parents[3]
 
 
-def _first_wrong(seeds: Iterable[int], uses: Callable[[Program], bool]) -> Program | None:
-    """Returns the first program that uses the faulty feature and gives a wrong value."""
-    for seed in seeds:
-        program = single.generate(seed)
-        if uses(program) and run(Case.of(program), Mode()).kind == "wrong":
-            return program
-    return None
+def _first_wrong(seeds: Iterable[int], uses: Callable[[Program], bool]) -> int:
+    """Returns the first seed whose program uses what is at fault and has a wrong result."""
+    return next(
+        seed
+        for seed in seeds
+        if uses(program := single.generate(seed)) and run(Case.of(program), Mode()).kind == "wrong"
+    )
 
 
 def _uses(*ops: str) -> Callable[[Program], bool]:
@@ -66,13 +70,13 @@ _ON_ONE_DEVICE = {*table.ROWS, "addcmul", "rand_like", "randn_like"}
 
 def _drawn(kind: str) -> tuple[set[str], set[str]]:
     """Returns the ops and the input dtypes of the random programs of many seeds."""
-    programs = [worker.GENERATORS[kind](n) for n in range(2500 if kind == "single" else 1500)]
+    programs = [GENERATORS[kind](n) for n in range(2500 if kind == "single" else 1500)]
     ops = {op for p in programs for op in re.findall(r"fd\.ops\.(\w+)\(", define_text(p))}
     dtypes = {i.dtype for p in programs for i in p.inputs if isinstance(i, TensorInput)}
     return ops, dtypes
 
 
-@pytest.mark.parametrize("kind", worker.GENERATORS)
+@pytest.mark.parametrize("kind", GENERATORS)
 def test_every_op_and_dtype_is_generated(kind: str) -> None:
     left = set[str]() if kind == "single" else _ON_ONE_DEVICE
     ops, dtypes = _drawn(kind)
@@ -84,31 +88,25 @@ def test_every_op_and_dtype_is_generated(kind: str) -> None:
 
 @pytest.fixture
 def other_programs() -> Iterator[None]:
-    """Clears the cache of compiled programs around a test, so that no planted fault stays in
-    it.
-    """
+    """Clears the cache of compiled programs around a test, so that no planted fault stays in it."""
     PROGRAMS.clear()
     yield
     PROGRAMS.clear()
 
 
 @pytest.mark.usefixtures("other_programs")
-def test_a_wrong_op_is_found_minimised_and_written_down(
+def test_a_wrong_op_is_found_and_written_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     row = pointwise_table.POINTWISE["maximum"]
     wrong = dataclasses.replace(row, cuda=row.cuda.replace("maximum", "minimum"))
     monkeypatch.setitem(pointwise_table.POINTWISE, "maximum", wrong)
-    program = _first_wrong(range(300), _uses("maximum"))
-    assert program is not None
-
-    def fails(p: Program) -> bool:
-        return run(Case.of(p), Mode()).kind == "wrong"
-
-    small = minimise(program, fails, seconds=HANG_S)
-    assert [s.op for s in small.stmts] == ["maximum"] and len(small.outputs) == 1
-    script = tmp_path / "failure.py"
-    script.write_text(standalone_text(small, Mode(), "planted", ""))
+    seed = _first_wrong(range(300), _uses("maximum"))
+    plan = Search("single", seed, 1, HANG_S, ("cpu",), shrink_s=15, out=tmp_path)
+    (failure,) = search(plan).failures
+    script = Path(failure.path)
+    text = script.read_text()
+    assert "fd.ops.maximum(" in text
     # Without the fault the script is content; with it, it is not.
     healthy = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=HANG_S)
     assert healthy.returncode == 0
@@ -119,7 +117,6 @@ from fuser.frontend.program_cache import PROGRAMS
 row = pointwise_table.POINTWISE["maximum"]
 pointwise_table.POINTWISE["maximum"] = dataclasses.replace(row, cuda={wrong.cuda!r})
 """
-    text = script.read_text()
     at = text.index("\nnan, inf")
     script.write_text(text[:at] + plant + text[at:])
     faulty = subprocess.run([sys.executable, str(script)], cwd=ROOT, check=False, timeout=HANG_S)
@@ -201,29 +198,68 @@ def test_a_failure_is_printed_as_a_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The log has the failing program's text, because files of a remote run may be lost."""
-
-    def shrink(campaign: Campaign, failure: Failure, seconds: float, folder: Path) -> str:
-        del campaign, seconds
-        path = folder / f"{failure.seed}.py"
-        path.write_text("its whole text\n")
-        return str(path)
-
-    failure = Failure(5, "cpu", "wrong", "value", "")
-    monkeypatch.setattr(Campaign, "run", lambda campaign: Tally(failures=[failure]))
-    monkeypatch.setattr(Campaign, "shrink", shrink)
+    path = tmp_path / "5.py"
+    path.write_text("its whole text\n")
+    failure = Failure("cpu", "wrong", "value", "", str(path))
+    monkeypatch.setattr(fuzz, "search_in_processes", lambda *_: Tally(failures=[failure]))
     monkeypatch.setattr("sys.argv", ["fuzz.py", "single", "--out", str(tmp_path)])
     assert fuzz.main() == 1
-    said = capsys.readouterr().out
-    assert f"{tmp_path}/5.py\nits whole text\n" in said
-    assert said.rstrip().endswith(f"wrong: value {tmp_path}/5.py")
+    printed = capsys.readouterr().out
+    assert f"{path}\nits whole text\n" in printed
+    assert printed.rstrip().endswith(f"wrong: value |  {path}")
+
+
+def _dies() -> Outcome:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return Outcome("ok")
+
+
+def _hangs() -> Outcome:
+    threading.Event().wait()
+    return Outcome("ok")
+
+
+def test_a_crash_and_a_hang_are_outcomes() -> None:
+    died = in_child(_dies)
+    assert (died.kind, died.reason) == ("crash", "signal 11") and "Segmentation" in died.detail
+    assert in_child(_hangs, limit_s=0.2).kind == "hang"
+    assert in_child(lambda: Outcome("wrong", "value", "x" * 200_000)).detail == "x" * 200_000
+
+
+def test_a_crash_costs_one_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def outcome_of(case: Case, mode: Mode) -> Outcome:
+        return _dies() if any(s.op == "neg" for s in case.program.stmts) else Outcome("ok")
+
+    monkeypatch.setattr(searching, "outcome_of", outcome_of)
+    monkeypatch.setattr(searching, "_warm_up", lambda: None)
+    cases = 1 + next(n for n in range(300) if _uses("neg")(single.generate(n))) + 5
+    tally = search(Search("single", 0, cases, HANG_S, ("cpu",), shrink_s=1, out=tmp_path))
+    assert sum(tally.cases.values()) == cases
+    assert {f.kind for f in tally.failures} == {"crash"}
+
+
+def test_a_failure_is_shrunk_to_the_op_at_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_program(program: Program, mode: Mode) -> tuple[Outcome, Mode]:
+        is_wrong = any(s.op == "neg" for s in program.stmts)
+        return Outcome("wrong" if is_wrong else "ok", "value"), mode
+
+    monkeypatch.setattr(searching, "run_program", run_program)
+    monkeypatch.setattr(searching, "_warm_up", lambda: None)
+    seeds = (n for n in range(300) if _uses("neg")(p := single.generate(n)) and len(p.stmts) > 6)
+    plan = Search("single", next(seeds), 1, HANG_S, ("cpu",), shrink_s=HANG_S, out=tmp_path)
+    (failure,) = search(plan).failures
+    text = Path(failure.path).read_text()
+    assert re.findall(r"fd\.ops\.(\w+)", text) == ["neg"]
+    assert text.count("fd.add_output(") == 1
 
 
 def _with_refusals(count: int, refused: int) -> Tally:
     tally = Tally()
     for seed in range(count):
         kind = "refused" if seed < refused else "ok"
-        counts = {"outputs": 1, "elements": 1, "masked": 0}
-        tally.add({"done": seed, "mode": "cpu", "kind": kind, "reason": "", "detail": "", **counts})
+        tally.add("cpu", Outcome(kind, outputs=1, elements=1), seed)
     return tally
 
 
@@ -239,3 +275,13 @@ def test_more_refusals_than_allowed_make_a_run_fail(capsys: pytest.CaptureFixtur
     assert fuzz._exit_code(_with_refusals(10, 10), percent=16) == 1  # pyright: ignore[reportPrivateUsage]
     assert "10 of 10 runs were refused" in capsys.readouterr().out
     assert fuzz._exit_code(_with_refusals(10, 0), percent=16) == 0  # pyright: ignore[reportPrivateUsage]
+
+
+def test_tallies_of_processes_add_up() -> None:
+    parts = [_with_refusals(10, 4), _with_refusals(5, 0)]
+    for part in parts:
+        part.failures.append(Failure("cpu", "wrong", "value", "", ""))
+    whole = total(parts)
+    assert whole.cases == {"cpu": 15} and whole.refused == {"cpu": {"": 4}}
+    assert (whole.outputs, whole.elements, whole.examples) == (15, 15, {("cpu", ""): 0})
+    assert len(whole.failures) == 1
