@@ -446,8 +446,15 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
 
 
 def _complete(rendezvous: Rendezvous) -> None:
-    """Moves the data of a collective that all members have entered."""
+    """Moves the data of a collective that all members have entered, and drops their calls.
+
+    The work of each member refers to the rendezvous. It must not keep the other members' tensors
+    alive until it is waited for and deleted.
+    """
     calls: list[CollectiveCall] = [rendezvous.entries[i] for i in range(len(rendezvous.entries))]
+    last, arrivals = next(reversed(rendezvous.entries)), list(rendezvous.arrivals.values())
+    rendezvous.entries.clear()
+    rendezvous.arrivals.clear()
     signatures = [_signature(call) for call in calls]
     for call, signature in zip(calls, signatures, strict=True):
         if signature != signatures[0]:
@@ -456,9 +463,8 @@ def _complete(rendezvous: Rendezvous) -> None:
                 f"{calls[0].describe()}; rank {call.team[call.index]} calls {call.describe()}"
             )
             return
-    last = next(reversed(rendezvous.entries))
     stream = calls[last].stream
-    with _after(rendezvous.arrivals.values(), stream), torch.no_grad():
+    with _after(arrivals, stream), torch.no_grad():
         _MOVES[calls[0].row](calls)
         rendezvous.finished = _record_event(_any_tensor(calls[last]), stream)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -34,6 +36,24 @@ def test_results_come_back_by_rank_and_arguments_go_in() -> None:
         assert world.run(double, 0, plus=0)[2] == (4, 3, 2, 3)
     with pytest.raises(CommunicationError, match="is closed"):
         world.run(double, 0, plus=0)
+
+
+def test_work_of_a_collective_keeps_no_tensor_of_another_rank_alive() -> None:
+    """Rank 1 drops its tensors while rank 0 still has its own work of the same collective."""
+
+    def gather() -> list[bool]:
+        x, out = torch.ones(4), torch.empty(8)
+        alive = [weakref.ref(x), weakref.ref(out)]
+        work = _backend().allgather(out, x, team=(0, 1))
+        work.wait()
+        assert torch.equal(out, torch.ones(8))
+        if Communicator.instance().rank() == 0:
+            return []
+        del work, x, out
+        return [ref() is None for ref in alive]
+
+    with multidevice.simulate(2) as world:
+        assert world.run(gather) == [[], [True, True]]
 
 
 def test_outside_of_a_run_the_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
