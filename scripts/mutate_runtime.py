@@ -1,11 +1,11 @@
-"""Faults of the runtime and of the analyses, one at a time, and the tests that must find each.
+"""Faults in the runtime and in the analyses, made one at a time; some test must find each.
 
-    python scripts/mutate.py runtime                 # all of them, and a table of who found what
+    python scripts/mutate.py runtime                 # all faults; prints which test found each
     python scripts/mutate.py runtime --only lost_wait,chunk_zero
 
 A fault is a small edit of the product's text, made in a copy of the tree. Its tests must fail
-there, and pass without it (`--only none` runs them all on the copy as it is). An edit whose text is
-not found is an error: the code has moved, and the fault moves with it.
+there, and pass without the fault (`--only none` runs all of them without a fault). An edit whose
+old text is not found is an error: the code has changed, and the fault must be adapted.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("fuser", "hostir", "multidevice", "tests", "tools", "scripts", "pyproject.toml")
 LIMIT_S = 400
+# How long processes have to end after SIGTERM.
+GRACE_S = 3
 
 MEANING = "tests/hostir/runtime/test_evaluator_meaning.py"
 STEPS = "tests/hostir/runtime/test_plan_steps.py"
@@ -34,7 +38,7 @@ SIZES = "tests/hostir/runtime/test_size_generic_plan_new_sizes.py"
 
 @dataclass(frozen=True)
 class Edit:
-    """`old` stands once in the file at `path`, and `new` in its place."""
+    """Replaces `old`, which the file at `path` contains once, by `new`."""
 
     path: str
     old: str
@@ -43,7 +47,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in words, how it is made, and the test files of which one must fail."""
+    """A fault: its description, its edits, and the test files of which one must fail."""
 
     what: str
     edits: tuple[Edit, ...]
@@ -459,9 +463,9 @@ FAULTS: dict[str, Fault] = {
 
 # ------------------------------------------------------------------ running
 def run(only: Sequence[str] = ()) -> int:
-    """Makes each fault and runs its tests; print who found it.
+    """Makes each fault, runs its tests and prints the test that found it.
 
-    Returns the number of faults that nobody found, or that could not be made.
+    Returns the number of faults that no test found, or that could not be made.
     """
     names = [*FAULTS] if not only else [n for n in only if n in FAULTS]
     missed = 0
@@ -506,7 +510,7 @@ def _copied(folder: Path) -> Path:
 
 
 def _applied(tree: Path, edits: Sequence[Edit]) -> dict[Path, str]:
-    """Makes the edits; returns what the files were before."""
+    """Makes the edits; returns the earlier text of each changed file."""
     undo: dict[Path, str] = {}
     try:
         for edit in edits:
@@ -514,7 +518,7 @@ def _applied(tree: Path, edits: Sequence[Edit]) -> dict[Path, str]:
             text = path.read_text() if path.exists() else ""
             if text.count(edit.old) != 1:
                 where = f"{edit.path} has {text.count(edit.old)} times"
-                raise LookupError(f"{where} {edit.old!r}: the code has moved")
+                raise LookupError(f"{where} {edit.old!r}: the code has changed")
             undo.setdefault(path, text)
             path.write_text(text.replace(edit.old, edit.new))
     except LookupError:
@@ -524,19 +528,56 @@ def _applied(tree: Path, edits: Sequence[Edit]) -> dict[Path, str]:
     return undo
 
 
-def first_failure(tree: Path, tests: Sequence[str]) -> str:
-    """Returns the first test that fails in a tree, "" when all pass."""
+def first_failure(tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> str:
+    """Returns the first test that fails in a tree; "" if all pass.
+
+    At the time limit it ends the tests with all processes that they have started, such as an
+    mpirun, and reports that there was no end.
+    """
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     # A test that waits for ever finds the fault, too.
     environment.setdefault("FUSER_TIMEOUT_S", "20")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return f"no end after {LIMIT_S} s"
-    if done.returncode == 0:
+        return f"no end after {limit_s:g} s"
+    finally:
+        _end_group(process)
+    if process.returncode == 0:
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return found[1] if found else f"pytest: exit code {done.returncode}: {done.stdout[-300:]}"
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
+    return failed[1] if failed else f"pytest: exit code {process.returncode}: {output[-300:]}"
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """Ends the process group that a process leads: itself and all that it has started.
+
+    The first signal lets an mpirun end its ranks, which have process groups of their own.
+    """
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, kind)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_S)
+            # The group may have members whose leader has ended.
+            if kind is signal.SIGTERM:
+                time.sleep(GRACE_S if _has_group(process.pid) else 0)
+
+
+def _has_group(group: int) -> bool:
+    """Whether a process group has members."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
