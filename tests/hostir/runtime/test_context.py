@@ -1,4 +1,4 @@
-"""Host units: fusions inside of a host program, each through the whole compiler."""
+"""Binds the inputs of runs; runs host units, fusions that have host programs of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fuser import ops
 from fuser.ir.dtypes import DataType
-from fuser.ir.fusion import Fusion
+from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.types import ParallelType
 from fuser.ops.define import define_scalar, define_tensor
@@ -23,12 +23,15 @@ from hostir import (
     PostOnStream,
     SetCurrentStream,
     Stream,
+    as_scalar,
     equal,
     parse,
     verify,
 )
+from hostir.ir.buffer_aliasing import Storage
+from hostir.ir.ops import NUMBER_OF_STREAMS, RANK
 from hostir.lowering.pipeline import build_program
-from hostir.runtime.context import MAX_PROGRAMS, UnitRunner
+from hostir.runtime.context import MAX_PROGRAMS, Devices, RunBinder, UnitRunner
 from multidevice import Communicator, DeviceMesh, simulate
 from tests.support.handmade_programs import EXAMPLES, enter_streams, leave_streams, unit
 
@@ -226,3 +229,116 @@ def test_the_text_of_units_is_checked() -> None:
     without = parse(section.sub("Host unit 8 :", text))
     with pytest.raises(VerifyError, match="no HostUnit1"):
         verify(without)
+
+
+# ------------------------------------------------------------------ binding the inputs of a run
+def _binder(hic: HostIrContainer, *, is_checked: bool = False, **changed: Any) -> RunBinder:
+    """Returns the binder of a program that launches no kernel and runs no unit."""
+
+    def unused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("binding inputs launches nothing")
+
+    devices = Devices(
+        hic, None, options.settings(), unused, unused, team=(0,), votes=False, late_stream=None
+    )
+    binding = {"device": None, "rank": 0, "number_of_streams": 3, **changed}
+    return RunBinder(hic, Storage.of(hic), devices, is_checked=is_checked, **binding)
+
+
+def _added() -> HostIrContainer:
+    """Returns the program of x [n, 6] + y [n, 6]."""
+    hic = HostIrContainer()
+    with hic:
+        x, y = hic.input([-1, 6]), hic.input([-1, 6])
+        z = hic.tensor(x.shape())
+        hic.append(Allocate(z))
+        hic.append(ops.add(x, y), into=z)
+        hic.add_output(z)
+    return hic
+
+
+def test_a_frame_has_the_inputs_the_sizes_and_the_numbers_of_the_evaluator() -> None:
+    hic = _added()
+    binder, given = _binder(hic), [torch.ones(4, 6), torch.ones(4, 6)]
+    frame = binder.frame([*given])
+    bound = [frame.tensors[tv] for tv in hic.inputs if isinstance(tv, TensorView)]
+    assert list(map(id, bound)) == list(map(id, given))
+    assert (frame.values[RANK], frame.values[NUMBER_OF_STREAMS]) == (0, 3)
+    (out,) = hic.outputs
+    assert frame.local_shape(out) == (4, 6)
+    assert frame.machine.device == torch.device("cpu")
+    # Only the sizes of inputs are a result of the check.
+    assert list(binder.check(given).values()) == [4, 4]
+    # One device has one machine, whose streams persist.
+    assert binder.frame([*given]).machine is frame.machine
+
+
+def test_inputs_that_do_not_fit_are_refused_before_a_frame_is_made() -> None:
+    binder, x = _binder(_added()), torch.ones(4, 6)
+    for wrong, words in (
+        ([x], "1"),
+        ([x, torch.ones(4, 5)], "T1"),
+        ([x, torch.ones(5, 6)], "T1"),
+        ([x, torch.ones(4, 6, dtype=torch.float64)], r"T1.* dtype float"),
+        ([x, 2.0], r"T1.* scalar"),
+        ([x, torch.ones(6, 4).t()], r"T1.* stride"),
+    ):
+        with pytest.raises(InputError, match=words):
+            binder.frame([*wrong])
+    # The caller has checked kinds, dtypes and layouts: only sizes are bound.
+    frame = binder.frame([x, torch.ones(6, 4).t()], checked_on=torch.device("cpu"))
+    assert frame.tensors[frame.program.inputs[1]].stride() == (1, 4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="T1"):
+        binder.frame([x, torch.ones(5, 6)], checked_on=torch.device("cpu"))
+
+
+def test_a_device_that_was_chosen_counts_for_all_inputs() -> None:
+    x = torch.ones(4, 6)
+    with pytest.raises(InputError, match=r"T0.* device meta.* device cpu"):
+        _binder(_added(), device=torch.device("meta")).frame([x, x])
+
+
+def test_an_impossible_local_shape_is_refused_before_anything_runs() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([-1])
+        y = hic.tensor([x.size(0) - 4])
+        hic.append(Allocate(y, zero_init=True))
+        hic.add_output(y)
+    binder = _binder(hic)
+    assert binder.frame([torch.ones(6)]).local_shape(y) == (2,)
+    with pytest.raises(InputError, match=r"axis 0 of T\d+.* = -1"):
+        binder.frame([torch.ones(3)])
+
+
+def test_only_a_binder_that_checks_finds_a_race() -> None:
+    hic = HostIrContainer()
+    with hic:
+        x = hic.input([-1])
+        y, z = hic.tensor(x.shape()), hic.tensor(x.shape())
+        hic.append(Allocate(y), Allocate(z), SetCurrentStream(Stream(as_scalar(0))))
+        hic.append(ops.add(x, 1.0), into=y)
+        hic.append(SetCurrentStream(Stream(as_scalar(1))))
+        hic.append(ops.add(y, 1.0), into=z)  # does not wait for stream 0
+        hic.add_output(z)
+    _binder(hic).frame([torch.ones(4)])
+    with pytest.raises(VerifyError, match="Stream 1"):
+        _binder(hic, is_checked=True).frame([torch.ones(4)])
+
+
+def test_numbers_of_later_inputs_are_checked_only_where_a_dtype_limits_them() -> None:
+    plain = _added()
+    assert _binder(plain).check_of_numbers([torch.ones(4, 6), torch.ones(4, 6)]) is None
+    hic = HostIrContainer()
+    with hic:
+        x, top = hic.input([-1], dtype=DataType.Int32), hic.scalar()
+        y = hic.tensor(x.shape(), dtype=DataType.Int32)
+        hic.append(Allocate(y))
+        hic.append(ops.clamp(x, None, top), into=y)  # pyright: ignore[reportArgumentType]
+        hic.add_output(y)
+    given = torch.arange(4, dtype=torch.int32)
+    check = _binder(hic).check_of_numbers([given, 2])
+    assert check is not None
+    check([given, 2**31 - 1])
+    with pytest.raises(InputError, match=str(2**31)):
+        check([given, 2**31])
