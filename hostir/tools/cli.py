@@ -1,4 +1,4 @@
-"""`python -m hostir COMMAND FILE`: look at, change, check and run host programs as text."""
+"""`python -m hostir COMMAND FILE`: print, change, check and run host programs as text."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from multidevice.job.communicator import Communicator
 from multidevice.job.simulation import simulate
 
 T = TypeVar("T")
-# So many digits of a size fit into 64 bits, whatever they are.
+# Any number with so many digits fits into 64 bits.
 _SIZE_DIGITS = 18
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code (1: an error, or two programs that differ)."""
+    """Runs one command; returns the exit code: 1 for an error, or for programs that differ."""
     parser = _arguments()
     args, rest = parser.parse_known_args(argv)
     if rest:
@@ -72,20 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; nothing may be flushed into the pipe any more.
+        # The reader (head, less) has closed the pipe. Redirect later flushes, which would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (FuserError, OSError) as error:
         launch = read_launch()
         who = f"rank {launch.rank}: " if launch.size > 1 else ""
-        # In one piece: the ranks of a job write to one place.
+        # One write call, because the ranks of a job share stderr.
         sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
         return 1
 
 
 # ------------------------------------------------------------------ the commands
 def _print(args: argparse.Namespace) -> None:
-    """print a program; with --full, everything that it needs to run; with --names, no types"""
+    """print a program; --full adds all that a run needs; --names prints no types"""
     program = read_program(args.file, number=args.program)
     if args.names:
         print(f"// {NOTES['names']}\n{program.names_text()}", end="")
@@ -97,7 +97,7 @@ def _print(args: argparse.Namespace) -> None:
 
 
 def _opt(args: argparse.Namespace) -> None:
-    """run host passes, verifying after each, and print the full form of what they make"""
+    """run host passes, verify after each, and print the full form of the result"""
     program = read_program(args.file, number=args.program)
     chosen = PASSES if args.passes is None else tuple(map(_pass_of, args.passes.split(",")))
     before = [program]
@@ -132,7 +132,7 @@ def _pass_of(name: str) -> Pass:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """run it on simulated ranks, or under mpirun or torchrun on the ranks of the job"""
+    """run a program on simulated ranks, or on the ranks of an mpirun or torchrun job"""
     launch = read_launch()
     if launch.size > 1:
         _run_in_job(args, launch.size)
@@ -159,12 +159,12 @@ def _simulated_ranks(args: argparse.Namespace, program: HostIrContainer) -> int:
     if args.ranks is None:
         return _needed_ranks(program)
     if args.ranks < 1:
-        raise InputError(f"--ranks {args.ranks}: at least 1")
+        raise InputError(f"--ranks {args.ranks}: expected at least 1")
     return args.ranks
 
 
 def _run_in_job(args: argparse.Namespace, size: int) -> None:
-    """Runs as one rank of the job; rank 0 prints for all."""
+    """Runs as one rank of the job; rank 0 prints the results of all ranks."""
     communicator = Communicator.instance()
     program, inputs = _prepared(args, size, communicator)
     outputs = run_here(
@@ -187,8 +187,7 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
 def _prepared(
     args: argparse.Namespace, size: int, communicator: Communicator
 ) -> tuple[HostIrContainer, list[Argument]]:
-    """Returns the program and its global inputs, on a rank of a job; an error of one is one of
-    all."""
+    """Returns the program and its global inputs on a rank of a job; an error is raised on all."""
     try:
         if args.ranks not in (None, size):
             raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
@@ -205,18 +204,18 @@ def _prepared(
 
 
 def _say_unchecked(args: argparse.Namespace) -> None:
-    """Says which checks `--late` leaves out; the results go to stdout as without it."""
+    """Prints a note to stderr that `--late` skips checks before the run."""
     if getattr(args, "late", None) is not None:
         print(
-            "with --late the streams and the meetings of the ranks are not checked before the run: "
-            f"python -m hostir verify {args.file} does that",
+            "with --late, races of streams and communications of ranks are not checked before the "
+            f"run: python -m hostir verify {args.file} checks them",
             file=sys.stderr,
         )
 
 
 def _checked(args: argparse.Namespace) -> HostIrContainer:
     if args.streams < 1:
-        raise InputError(f"--streams {args.streams}: at least 1")
+        raise InputError(f"--streams {args.streams}: expected at least 1")
     program = read_program(args.file, number=args.program)
     program.check_full()
     verify(program, after=f"parsing {args.file}")
@@ -225,7 +224,9 @@ def _checked(args: argparse.Namespace) -> HostIrContainer:
 
 def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument]:
     if args.inputs and args.size:
-        raise InputError("--size is for random inputs: --inputs has sizes of its own")
+        raise InputError(
+            "--size is for random inputs only: the file of --inputs has sizes of its own"
+        )
     if args.inputs:
         return load_inputs(program, args.inputs)
     seed = args.seed or 0
@@ -235,7 +236,7 @@ def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument
 
 
 def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
-    """Says which sizes hold: most are rarely given."""
+    """Prints the sizes of the run, and which of them are defaults."""
     given = _sizes(args.size)
     found = chosen_sizes(program, given)
     if found and not getattr(args, "inputs", None):
@@ -248,7 +249,7 @@ def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
 
 
 def _say_assumed(args: argparse.Namespace, program: HostIrContainer) -> None:
-    """Says for which sizes alone a prediction holds, as nobody gave them."""
+    """Prints the default sizes on which a prediction depends."""
     given = _sizes(args.size)
     found, sizes = assumed_sizes(program, given), chosen_sizes(program, given)
     if found:
@@ -272,7 +273,7 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    """check the rules of host programs, and what streams leave unordered"""
+    """check a program: its rules, races between streams, and communications of ranks"""
     program = _checked(args)
     values = symbol_values(program, _sizes(args.size))
     _say_sizes(args, program)
@@ -289,7 +290,7 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _cost(args: argparse.Namespace) -> None:
-    """predict time, communication, memory and what is waited for, without running anything"""
+    """predict time, communication, memory and waits, without running anything"""
     program, made = _timetable(args)
     found = predict(program, made)
     if args.json:
@@ -303,11 +304,11 @@ def _cost(args: argparse.Namespace) -> None:
 
 
 def _trace(args: argparse.Namespace) -> None:
-    """write the predicted timeline for Perfetto; with --run, beside that of a real run"""
+    """write the predicted timeline for Perfetto; --run adds that of a real run"""
     if not args.run_it:
         for name in ("inputs", "seed", "device"):
             if getattr(args, name) is not None:
-                raise InputError(f"--{name} is for a real run: --run")
+                raise InputError(f"--{name} is for a real run: add --run")
         program, made = _timetable(args)
         _write(args.output, trace_text(program, made))
         _say_sizes(args, program)
@@ -342,7 +343,7 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    """measure this machine for the cost model, once; under mpirun also the links of the ranks"""
+    """measure this machine for the cost model; under mpirun also the links of the ranks"""
     communicator = Communicator.instance()
     told = calibrate.calibrate_here(communicator, args.device, args.output)
     if communicator.rank() == 0:
@@ -365,7 +366,7 @@ def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """compare two programs; the exit code is 1 where they differ"""
+    """compare two programs; the exit code is 1 if they differ"""
     a, b = read_program(args.file), read_program(args.other)
     if a.is_short or b.is_short:
         print(
@@ -377,20 +378,20 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> None:
-    """say where a tensor's sharding came from, and why each communication is there"""
+    """explain a tensor's sharding, and why each communication is necessary"""
     program = read_program(args.file, number=args.program)
     print("\n".join(explain(program, args.tensor)) or "the program communicates nothing")
 
 
 # ----------------------------------------------------------------------
-# Two programs compared by structure: aligned ops, and the first field in which a pair differs.
+# Comparing two programs by structure: ops are aligned, and the first differing field is reported.
 
 
 def differences(a: HostIrContainer, b: HostIrContainer) -> list[str]:
-    """Returns one line per difference, `what: in a | in b`; [] for equal programs.
+    """Returns a line per difference, `what: in a | in b`; [] for equal programs.
 
-    Values are compared by number, as in `equal`; where the user wrote an op does not count. What a
-    short form does not say is not compared.
+    Values are compared by number, as in `equal`. The user's lines are not compared. If a program is
+    in short form, facts that this form lacks are not compared.
     """
     is_short = a.is_short or b.is_short
     found = [
@@ -432,7 +433,7 @@ def _two(what: str, a: object, b: object) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    """Returns a value in few words: tensors without their axes, ops by name."""
+    """Returns a short text of a value: the label of a tensor, the name of an op."""
     match value:
         case TensorView():
             return value.label
@@ -463,7 +464,7 @@ def _values(a: Fusion, b: Fusion, *, is_short: bool) -> Iterator[str]:
 
 
 def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool) -> Iterator[str]:
-    """Compares the domain sections of tensors with one number, line by line."""
+    """Compares the domain sections of tensors with the same number, line by line."""
     mine, theirs = ({tv.number: tv for tv in tensors} for tensors in (a, b))
     for number in sorted({*mine, *theirs}):
         if number not in mine or number not in theirs:
@@ -481,8 +482,10 @@ def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool
 
 # ------------------------------------------------------------------ ops
 def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
-    """Aligns two lists of ops; `where` is the place of the region that they are. The first op is
-    number 1, as in errors about ranks with different programs."""
+    """Aligns two lists of ops, and yields their differences; `where` names their region.
+
+    The first op has number 1, as in errors about ranks with different programs.
+    """
     mine, theirs = list(map(op_key, a)), list(map(op_key, b))
     for kind, i, i_end, j, j_end in SequenceMatcher(None, mine, theirs, False).get_opcodes():
         if kind != "equal":
@@ -492,7 +495,7 @@ def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
 def _block(
     a: Sequence[Op], at: tuple[int, int], b: Sequence[Op], there: tuple[int, int], where: str
 ) -> Iterator[str]:
-    """Compares two runs of ops of which none is equal: those of one class, in order, are pairs."""
+    """Compares two sequences of ops without equal ops: ops of the same class form pairs."""
     kinds = (
         [type(op).__name__ for op in a[slice(*at)]],
         [type(op).__name__ for op in b[slice(*there)]],
@@ -512,7 +515,7 @@ def _block(
 
 
 def _pair(a: Op, b: Op, place: str) -> Iterator[str]:
-    """Yields the first field in which two ops of one class differ, and what differs in regions."""
+    """Yields the first differing field of two ops of one class, and the differences in regions."""
     regions = a.fields_of("region")
     mine, theirs = _fields(op_key(a)), _fields(op_key(b))
     for name in (n for n in mine if mine[n] != theirs[n] and n not in regions):
@@ -540,7 +543,7 @@ def _arguments() -> argparse.ArgumentParser:
     def file(made: argparse.ArgumentParser, name: str = "file") -> None:
         made.add_argument(
             name,
-            help="a program's text, a dump, or what a job printed that has one; -: stdin",
+            help="a program's text, a dump, or the output of a job with a dump; -: stdin",
         )
 
     one = command(_print)
@@ -550,13 +553,15 @@ def _arguments() -> argparse.ArgumentParser:
     file(one)
     opt = command(_opt)
     names = ",".join(p.__name__ for p in PASSES) + "; lower_streams: of a program by hand"
-    opt.add_argument("-p", "--passes", help=f"which, in this order; all by default: {names}")
+    opt.add_argument(
+        "-p", "--passes", help=f"passes to run, in this order; default: all of {names}"
+    )
     opt.add_argument(
         "--print-after-all",
         action="store_true",
-        help="the text before and after each, in place of the full form",
+        help="print the program before and after each pass, not the full form",
     )
-    opt.add_argument("-o", "--output", metavar="FILE", help="where to write the full form")
+    opt.add_argument("-o", "--output", metavar="FILE", help="the file for the full form")
     file(opt)
     run = command(_run)
     run.add_argument(
@@ -565,34 +570,38 @@ def _arguments() -> argparse.ArgumentParser:
     run.add_argument(
         "--late",
         metavar="STREAM",
-        help="a stream's number, entry, or all: hold its work back as far as the program's own "
-        "waits allow (CPU), so that a missing wait shows in the results",
+        help="a stream's number, entry, or all: delay its work as far as the program's own waits "
+        "allow (CPU only), so that a missing wait shows in the results",
     )
     run.add_argument("--save", metavar="DIR", help="write each rank's outputs to DIR/rank<N>.pt")
     file(run)
     verify = command(_verify)
     file(verify)
     cost, trace = command(_cost), command(_trace)
-    cost.add_argument("--json", action="store_true", help="everything, as JSON")
+    cost.add_argument("--json", action="store_true", help="print the whole report as JSON")
     trace.add_argument("-o", "--output", metavar="FILE", required=True, help="such as trace.json")
     trace.add_argument(
         "--run",
         action="store_true",
         dest="run_it",
-        help="run it, on simulated ranks or on those of the job, and write what was measured, too",
+        help="also run the program, on simulated ranks or those of the job, and write its timeline",
     )
-    trace.add_argument("--device", choices=("cpu", "cuda"), help="of the run; default: cpu")
+    trace.add_argument(
+        "--device", choices=("cpu", "cuda"), help="the device of the run; default: cpu"
+    )
     for made in (run, trace):
         made.add_argument(
             "--inputs", help="a .pt file with the list of global inputs; default: random"
         )
-        made.add_argument("--seed", type=int, help="of random inputs; default: 0")
+        made.add_argument("--seed", type=int, help="the seed of random inputs; default: 0")
     for made in (cost, trace):
-        made.add_argument("--ranks", type=int, help="how many; default: those of the meshes")
+        made.add_argument(
+            "--ranks", type=int, help="the number of ranks; default: that of the meshes"
+        )
         made.add_argument(
             "--machine",
             help=f"{', '.join(MACHINES)}, {MEASURED} (see calibrate), or a description: a file "
-            f"NAME.json; default: {MEASURED} where this machine's GPUs were, else h200",
+            f"NAME.json; default: {MEASURED} if this machine's GPUs were measured, else h200",
         )
         file(made)
     for made in (run, verify, cost, trace):
@@ -600,29 +609,31 @@ def _arguments() -> argparse.ArgumentParser:
             "--streams",
             type=int,
             default=DEFAULT_STREAMS,
-            help=f"how many; default: {DEFAULT_STREAMS}",
+            help=f"the number of streams; default: {DEFAULT_STREAMS}",
         )
         made.add_argument(
             *("--size", "-s"),
             action="append",
             default=[],
             metavar="NAME=N",
-            help="a size, as i0=16, or several, as i0=16,i1=8; default: what all meshes divide, at "
-            f"least {SMALLEST_SIZE}",
+            help="a size, as i0=16, or several, as i0=16,i1=8; default: divisible by all meshes, "
+            f"at least {SMALLEST_SIZE}",
         )
     measure = command(_calibrate)
     measure.add_argument("-o", "--output", metavar="FILE.json", help="default: in the cache folder")
     measure.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda where there is one"
+        "--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU"
     )
     diff = command(_diff)
     file(diff)
     file(diff, "other")
     why = command(_why)
-    why.add_argument("tensor", help="T7: this tensor and what touches it; all: every communication")
+    why.add_argument(
+        "tensor", help="T7: this tensor and its communications; all: every communication"
+    )
     file(why)
     for name in ("why", "print", "opt", "run", "verify", "cost", "trace"):
         commands.choices[name].add_argument(
-            "--program", type=int, metavar="N", help="which of several programs, from 0"
+            "--program", type=int, metavar="N", help="which of several programs in the file, from 0"
         )
     return parser

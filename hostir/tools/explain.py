@@ -1,4 +1,7 @@
-"""`python -m hostir why T7 FILE`: where a sharding came from, and why a communication is there.
+"""`python -m hostir why T7 FILE`: explains a tensor's sharding and its communications.
+
+It prints the annotation from which a sharding was propagated, and the op that made a communication
+necessary. Two lines of output, for example:
 
 T7 is cut by mesh_x on axis 1: from T3 (forward through linear at mlp.py:12), annotated by the user
 at mlp.py:9
@@ -35,8 +38,10 @@ _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside a
 
 
 def explain(program: HostIrContainer, name: str) -> list[str]:
-    """Returns why the tensor `T7` lies as it does, and why the communications that touch it are
-    there; for `all`, why every communication is. Inputs that each call cuts are told, too.
+    """Returns lines that explain the sharding of a tensor, such as `T7`, and its communications.
+
+    For `all`, it explains every communication of the program. Further lines name inputs of which
+    each call cuts the shard.
 
     Raises:
         InputError: the program has no such tensor.
@@ -56,10 +61,12 @@ def explain(program: HostIrContainer, name: str) -> list[str]:
 
 @dataclass
 class _Why:
+    """The provenance of one program: rows of its Provenance section, by tensor number."""
+
     program: HostIrContainer
     rows: dict[int, list[Origin]] = field(default_factory=dict[int, list[Origin]])
     tensors: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
-    # A slice or view -> the tensor whose buffer it names.
+    # The number of a slice or view -> the tensor of which it is a part.
     shown: dict[int, TensorView] = field(default_factory=dict[int, TensorView])
     sends: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
     receives: list[P2PCommunication] = field(default_factory=list["P2PCommunication"])
@@ -77,7 +84,7 @@ class _Why:
 
     # ------------------------------------------------------------ tensors
     def tensor(self, tv: TensorView) -> list[str]:
-        """Returns one line per cut of a tensor, or one about its mesh."""
+        """Returns a line for each cut axis of a tensor; one about its mesh if no axis is cut."""
         base = self.base(tv)
         if base.mesh is None and not self.cuts(base):
             return [f"T{tv.number} has no mesh: no annotation reaches it"]
@@ -99,32 +106,36 @@ class _Why:
         return lines
 
     def base(self, tv: TensorView) -> TensorView:
+        """Returns the whole tensor of a slice or view; another tensor itself."""
         while tv.number in self.shown:
             tv = self.shown[tv.number]
         return tv
 
     def unknown(self, tv: TensorView) -> str:
+        """Returns the text for a tensor without a row of provenance."""
         return f"its Provenance section has no row of T{tv.number}" if self.rows else UNKNOWN
 
     def cuts(self, tv: TensorView) -> Cuts:
+        """Returns the cut axes of a tensor, by parallel type."""
         try:
             found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
         except UnsupportedError:
-            return {}  # a part of a tensor, inside of a loop
+            return {}  # a part of a tensor inside a loop
         return {p: axis for p, axis in found.items() if axis >= 0}
 
     def placement(self, tv: TensorView) -> str:
+        """Returns the cuts of a tensor as text, or "whole"."""
         cuts = self.cuts(tv)
         return " and ".join(f"cut by {p.name} on axis {a}" for p, a in cuts.items()) or "whole"
 
     # ------------------------------------------------------------ chains
     def origin(self, number: int, ptype: ParallelType | None) -> str:
-        """Returns where a tensor's cut along a type came from, or (None) its mesh, step by step."""
+        """Returns the chain of steps from the user to a tensor's cut; with None, to its mesh."""
         row = self.row(number, ptype)
         return "it came with the program" if row is None else self.chain(row, ptype)
 
     def row(self, number: int, ptype: ParallelType | None) -> Origin | None:
-        """Returns the row that tells most: of this cut, or of the mesh, else of the placement."""
+        """Returns the most specific row: that of the cut or the mesh, else of the placement."""
         rows = self.rows.get(number, [])
         placed = [r for r in rows if r.what == "placement"]
         if ptype is None:
@@ -135,7 +146,7 @@ class _Why:
         return next(iter(ranked), None)
 
     def chain(self, row: Origin, ptype: ParallelType | None) -> str:
-        """Returns the steps from a row to what the user wrote; of a cut, those of its type."""
+        """Returns the steps from a row back to the user's annotation, for one parallel type."""
         steps: list[str] = []
         seen: set[Origin] = set()
         at: Origin | None = row
@@ -148,12 +159,12 @@ class _Why:
         return ", ".join(steps)
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
-        """Returns the row that tells where a row's source has it from."""
+        """Returns the row of a row's source, which is one step closer to the user's annotation."""
         if row.how == "operand" and ptype is not None and row.result is not None:
             return self.row(row.result, ptype)
         if row.source is None:
             return None
-        # A sum has its device axis from the axis that is summed over, and so have its parts.
+        # A sum and its parts have the device axis of the axis that is summed over.
         number = {"sum": row.tensor, "parts": row.source}.get(row.how)
         if number is not None:
             types = (ptype, None) if row.how == "sum" else (ptype,)
@@ -163,10 +174,11 @@ class _Why:
         return None if row.how == "sum" else self.row(row.source, ptype)
 
     def summed(self, number: int) -> list[Origin]:
-        """Returns the rows of the cuts of axes that a tensor sums over."""
+        """Returns the rows about cuts of the axes over which a tensor is summed."""
         return [r for r in self.rows.get(number, []) if r.what == "cut" and r.axis is None]
 
     def step(self, row: Origin) -> str:
+        """Returns the text of one row: the source and the op through which it was propagated."""
         through = f"{row.op or 'an op'}{_at(row.where)}"
         source = f"T{row.source}"
         match row.how:
@@ -196,7 +208,7 @@ class _Why:
 
     # ------------------------------------------------------------ communications
     def communications(self, tv: TensorView | None) -> list[str]:
-        """Returns a line per communication and local slice that touches `tv` (None: any)."""
+        """Returns a line per communication and local slice of `tv`; with None, of any tensor."""
         base = None if tv is None else self.base(tv)
         lines: list[str] = []
         for op in walk(self.program.ops):
@@ -206,10 +218,10 @@ class _Why:
         return list(dict.fromkeys(lines))
 
     def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:
-        """Returns what an op moves from and to; None for one that moves nothing between placements.
+        """Returns (operand, result) of an op that changes a placement; None for any other op.
 
-        The compiler makes a send with each receive, in one order. Where a text has more of the one
-        than of the other, both ends are the op's own buffer.
+        The compiler makes sends and receives in pairs, in the same order. If a program has more of
+        one kind than of the other, both are the op's own buffer.
         """
         if isinstance(op, P2PCommunication):
             if len(self.sends) != len(self.receives):
@@ -219,6 +231,7 @@ class _Why:
         return op.moved if isinstance(op, HostOp) else None
 
     def communication(self, op: Op, inp: TensorView, out: TensorView) -> str:
+        """Returns the line about a communication: its tensors, and the reason for it."""
         if isinstance(op, P2PCommunication) and len(self.sends) != len(self.receives):
             counts = f"{len(self.sends)} sends and {len(self.receives)} receives"
             return f"{_title(op)} of T{out.number}): it has no partner; the program has {counts}"
@@ -228,6 +241,7 @@ class _Why:
         return f"{head}: {reason}"
 
     def reason(self, row: Origin, inp: TensorView, out: TensorView) -> str:
+        """Returns why a communication from `inp` to `out` is necessary, from the row of `out`."""
         through = f"{row.op or 'an op'}{_at(row.where)}"
         name, change = f"T{out.number}", self.change(inp, out)
         match row.how:
@@ -255,13 +269,13 @@ class _Why:
                 )
 
     def sums(self, inp: TensorView, out: TensorView) -> Iterator[str]:
-        """Yields where the cut of the axis that is summed over came from."""
+        """Yields the chains of the cuts of the axes that are summed over."""
         for row in self.summed(out.number):
             if row.ptype is not None and row.ptype in self.cuts(inp):
                 yield f" by {row.ptype.name} ({self.chain(row, row.ptype)})"
 
     def change(self, inp: TensorView, out: TensorView) -> str:
-        """Returns how `out` is placed where `inp` is placed otherwise."""
+        """Returns, as text, the placement of `out` in the axes in which it differs from `inp`."""
         before, after = self.cuts(inp), self.cuts(out)
         has_steps = any(p.is_stream for p in after) and not any(p.is_stream for p in before)
         before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))
@@ -272,17 +286,17 @@ class _Why:
         return f"{changed}, in the steps of a stream" if has_steps else changed
 
     def had(self, inp: TensorView, out: TensorView) -> str:
-        """Returns which cuts over devices an operand gives up, and where they came from."""
+        """Returns, as text, the device cuts of `inp` that `out` lacks, with their chains."""
         after = self.cuts(out)
         lost = {p: a for p, a in self.cuts(inp).items() if p.is_device and after.get(p) != a}
         cuts = " and ".join(f"cut by {p.name} on axis {a}" for p, a in lost.items())
         return f", and T{inp.number} is {cuts}{self.chains(inp.number, lost)}" if lost else ""
 
     def undivided(self, row: Origin, inp: TensorView, out: TensorView) -> str:
-        """Returns which extents keep a reshape from keeping a cut; "" where its place does.
+        """Returns, as text, the extents that prevent a reshape from keeping a cut; "" if none do.
 
-        A reshape keeps a cut of the outermost axis that it splits or merges if the devices divide
-        that axis before the reshape and behind it.
+        A reshape keeps a cut of the outermost axis that it splits or merges if the number of
+        devices divides the axis before and after the reshape.
         """
         result = self.result_of(row)
         after = self.cuts(out)
@@ -305,20 +319,20 @@ class _Why:
         return ""
 
     def result_of(self, row: Origin) -> TensorView | None:
-        """Returns the result of the op that a row is about, which may be inside of a kernel."""
+        """Returns the result of the op in a row, which may be a tensor inside a kernel."""
         if row.result in self.tensors:
             return self.tensors[row.result]
         kernels = (group.fusion.tensors() for group in self.program.groups.values())
         return next((tv for tvs in kernels for tv in tvs if tv.number == row.result), None)
 
     def chains(self, number: int | None, cuts: Iterable[ParallelType]) -> str:
-        """Returns where a tensor's cuts came from, in parentheses; "" where no row tells."""
+        """Returns the chains of a tensor's cuts in parentheses; "" if there are no rows."""
         rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
         found = dict.fromkeys(self.chain(row, p) for row, p in rows if row is not None)
         return f" ({'; '.join(found)})" if found else ""
 
     def given(self, out: TensorView) -> str:
-        """Returns where the result's own placement came from."""
+        """Returns the chain of the result's own placement in parentheses; "" if unknown."""
         cuts = self.cuts(out)
         rows = [
             r
@@ -331,8 +345,10 @@ class _Why:
 def _outermost_extents(
     inp: TensorView, axis: int, result: TensorView
 ) -> tuple[Scalar, Scalar] | None:
-    """Returns the extents of an axis and of the result's axis that begins with it, where a reshape
-    begins to split or to merge at it; None where it does not."""
+    """Returns the extents of a reshape's operand axis and of the result's axis at that position.
+
+    The axis must be the outermost one that the reshape splits or merges; otherwise returns None.
+    """
     before, behind = (
         [tv.fusion.canonical(a.size) for a in tv.domain.no_reductions] for tv in (inp, result)
     )
@@ -346,6 +362,6 @@ def _at(where: str) -> str:
 
 
 def _title(op: Op) -> str:
-    """Returns `Communication 0 (Allgather`, `LocalSlice (`."""
+    """Returns the begin of a line about an op: `Communication 0 (Allgather`, `LocalSlice (`."""
     name = op.name.removesuffix(")")
     return name if "(" in name else f"{name} (a copy"

@@ -1,4 +1,7 @@
-"""Running a program on simulated ranks, or as one rank of a real job, each with its shards."""
+"""Runs a program on simulated ranks, or as one rank of a real job, from global inputs.
+
+Each rank gets its shards of the inputs, which are random or loaded from a file.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,22 @@ from multidevice.job.communicator import Communicator
 from multidevice.job.shard_tensor import shard_for_rank
 from multidevice.job.simulation import simulate
 
-# Of a run, where nobody says how many.
+# The number of streams of a run without the option `--streams`.
 DEFAULT_STREAMS = 4
 
 
 # ------------------------------------------------------------------ inputs
 def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the value of each size by name, those of `sizes` and the usual ones."""
+    """Returns the value of each size symbol by name: that of `sizes`, or the default."""
     values = {s.name: n for s, n in symbol_values(program, sizes).items()}
     return {name: int(values[name]) for name in size_symbols(program)}
 
 
 def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Returns which extents of inputs have a usual value, as nobody gave them: name -> the first
-    axis of that extent, `axis 1 of T0`. Seeds of random numbers do not count."""
+    """Returns the size symbols with a default value: name -> the first axis with this extent.
+
+    An axis is given as `axis 1 of T0`. Seeds of random numbers do not count.
+    """
     seeds, found = seed_words(program), dict[str, str]()
     for tv in program.inputs:
         if not isinstance(tv, TensorView):
@@ -51,8 +56,10 @@ def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[st
 
 
 def seed_words(program: HostIrContainer) -> dict[str, str]:
-    """Returns what each scalar input is that random ops, also those of kernels, take as seed or
-    offset, by name."""
+    """Returns the scalar inputs that random ops use: name -> `seed` or `offset of random numbers`.
+
+    Ops inside kernels count, too.
+    """
     inputs = {s.name for s in program.inputs if isinstance(s, Symbol)}
     exprs = [op for group in program.groups.values() for op in group.fusion.exprs]
     found: dict[str, str] = {}
@@ -68,10 +75,10 @@ def seed_words(program: HostIrContainer) -> dict[str, str]:
 def random_inputs(
     program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
 ) -> list[Argument]:
-    """Returns global inputs: normal floats and complex numbers, integers in [0, 8); `sizes` sets
-    symbols by name.
+    """Returns random global inputs; `sizes` sets size symbols by name.
 
-    Raises `InputError` for a name that no input has, and for a tensor that is too large.
+    Floats and complex numbers are normally distributed, and integers are in [0, 8). Raises
+    `InputError` for a name that no input has, and for a tensor that does not fit into memory.
     """
     values = symbol_values(program, sizes)
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +97,7 @@ def random_inputs(
                 else:
                     tensor = torch.randint(0, 8, shape, generator=generator)
                 inputs.append(tensor.to(to_torch(value.dtype())))
-            except RuntimeError as error:  # torch's, of what no memory holds
+            except RuntimeError as error:  # torch raises it if there is no memory
                 what = f"{value} of shape {tuple(shape)}"
                 raise InputError(f"no memory for the input {what}: {error}") from None
         else:
@@ -100,17 +107,17 @@ def random_inputs(
 
 
 def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
-    """Returns the global inputs that a .pt file holds as a list.
+    """Returns the global inputs from a .pt file, which has them as a list.
 
-    Raises `InputError` for a file that holds something else, or as many as the program has not.
+    Raises `InputError` for another file, and for a list of the wrong length.
     """
     try:
-        # Nothing but tensors and numbers is read, so that no file can run code.
+        # Only tensors and numbers are read, so that a file cannot run code.
         inputs: object = torch.load(path, weights_only=True)
     except Exception as error:
-        # What torch raises depends on what the file is instead, and may be a page.
+        # torch's error depends on the kind of file, and may be a page long.
         why = str(error).partition("\n")[0].partition(". ")[0]
-        raise InputError(f"{path} is no list of tensors saved by torch: {why}") from None
+        raise InputError(f"{path} is no list of tensors saved by torch.save: {why}") from None
     if not isinstance(inputs, list | tuple):
         raise InputError(f"{path} holds a {type(inputs).__name__}, not the list of all inputs")
     given: list[Argument] = list(inputs)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -120,7 +127,7 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
 
 
 def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
-    """Returns a rank's local shards of global inputs."""
+    """Returns a rank's shards of global inputs; inputs without a mesh are passed whole."""
     return [
         shard_for_rank(value, declared, rank)
         if isinstance(declared, TensorView)
@@ -141,9 +148,9 @@ def run_here(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[torch.Tensor]:
-    """Runs as this rank of the job, simulated or real, with its shards of the global inputs.
+    """Runs as one rank of a job, simulated or real, with this rank's shards of global inputs.
 
-    An error of one rank is an error of all. The options are those of `HostIrEvaluator`.
+    An error on one rank is raised on all. The options are those of `HostIrEvaluator`.
     """
     communicator = Communicator.instance()
     mine = shards_of(program, inputs, communicator.rank())
@@ -168,7 +175,7 @@ def run_simulated(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Runs on simulated ranks, each with its shards of the inputs; returns outputs by rank."""
+    """Runs on simulated ranks, each with its shards of the inputs; returns the outputs by rank."""
     with simulate(ranks) as world:
         return world.run(
             run_here,
@@ -190,8 +197,10 @@ def trace_here(
     machine: str | None = None,
     number_of_streams: int = DEFAULT_STREAMS,
 ) -> Trace:
-    """Traces as this rank of the job, with its shards of the global inputs: on the CPU, or
-    ("cuda") on the GPU that this rank has. See `HostIrEvaluator.trace`."""
+    """Traces as one rank of a job, with this rank's shards of global inputs.
+
+    `device` is "cpu", or "cuda" for the GPU of this rank. See `HostIrEvaluator.trace`.
+    """
     communicator = Communicator.instance()
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -205,8 +214,10 @@ def trace_here(
 
 # ------------------------------------------------------------------ results
 def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
-    """Returns one line per output of a rank: dtype, shape, mean, least and greatest element, and a
-    checksum that depends on where each element stands."""
+    """Returns a line per output of a rank: dtype, shape, mean, minimum, maximum and checksum.
+
+    The checksum depends on the position of each element.
+    """
     return "\n".join(
         f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)}{_spread(out)}"
         for i, out in enumerate(outputs)
@@ -217,7 +228,7 @@ def _spread(out: torch.Tensor) -> str:
     if out.numel() == 0:
         return ""
     wide = out.double().flatten()
-    # Multiples of the golden ratio: no two places within reach weigh the same.
+    # Multiples of the golden ratio: practically all positions have different weights.
     weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device) * 0.618033988
     return (
         f" mean {wide.mean():.6g} min {wide.min():.6g} max {wide.max():.6g}"
@@ -226,21 +237,21 @@ def _spread(out: torch.Tensor) -> str:
 
 
 def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
-    """Writes a rank's outputs (its shards) as the list in `rank<N>.pt` of a folder.
+    """Writes a rank's outputs, its shards, as a list to `rank<N>.pt` in a folder.
 
-    Raises `InputError` where they cannot be written.
+    Raises `InputError` if the file cannot be written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(list(outputs), Path(folder) / f"rank{rank}.pt")
-    except (OSError, RuntimeError) as error:  # torch's, of what it cannot open
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a path
         raise InputError(f"--save {folder}: rank{rank}.pt cannot be written: {error}") from error
 
 
 def together(communicator: Communicator, error: FuserError | OSError | None, text: str) -> str:
-    """Returns the texts of all ranks by rank, on every rank.
+    """Exchanges texts; returns those of all ranks, in order, on every rank.
 
-    Raises this rank's error, or `PeerError` naming another's.
+    Raises `error`, this rank's, or `PeerError` with another rank's.
     """
     communicator.agree(error)
     return "\n".join(t.decode() for t in communicator.exchange(text.encode()) if t)

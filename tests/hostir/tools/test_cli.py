@@ -76,7 +76,7 @@ def test_verify(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         r"Communication 0, started at line \d+ .*, has no Wait", capsys.readouterr().err
     )
     assert main(["verify", str(file), "--streams", "0"]) == 1
-    assert "InputError: --streams 0: at least 1" in capsys.readouterr().err
+    assert "InputError: --streams 0: expected at least 1" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ run
@@ -151,7 +151,7 @@ def test_an_axis_that_is_the_devices_has_their_number(
     assert main(["verify", str(path)]) == 0
     assert main(["run", str(path), "--ranks", "3"]) == 0
     assert "rank 2 output 0: torch.float32 (3, 9)" in capsys.readouterr().out
-    with pytest.raises(ShardingError, match=r"extent 6 .*T0.* of DeviceMesh{0 1 2} along .* 3 dev"):
+    with pytest.raises(ShardingError, match=r"T0.* extent 6.* of DeviceMesh{0 1 2} along .* 3"):
         local_sizes(x, [6, 9])
 
 
@@ -169,7 +169,7 @@ def test_an_axis_that_is_the_devices_has_their_number(
         (["--inputs", "ONE"], "InputError: ONE: expected 5 inputs, got 1"),
         (["--inputs", "ONE", "--size", "i0=3"], "InputError: --size is for random inputs"),
         (["--ranks", "1"], "ShardingError: DeviceMesh{0 1} of T0_g_float names rank 1"),
-        (["--ranks", "0"], "InputError: --ranks 0: at least 1"),
+        (["--ranks", "0"], "InputError: --ranks 0: expected at least 1"),
         (
             ["--seed", "99999999999999999999"],
             "InputError: --seed 99999999999999999999: expected 64",

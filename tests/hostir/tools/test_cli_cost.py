@@ -134,7 +134,7 @@ def test_what_the_commands_refuse(
         (["--ranks", "1"], "--ranks 1: the program's meshes need 2"),
         (["--ranks", "1000000"], "--ranks 1000000: the program's meshes need 2"),
         (["--machine", ""], "there is no machine ''"),
-        (["--streams", "0"], "--streams 0: at least 1"),
+        (["--streams", "0"], "--streams 0: expected at least 1"),
         (["--size", "i9=1"], "no input has a size 'i9'"),
     ):
         assert main(["cost", str(file), *args]) == 1
@@ -268,7 +268,7 @@ def test_a_real_run_is_traced_beside_the_predicted_one(
     assert main(args) == 0
     capsys.readouterr()
     for wrong, message in (
-        (["-o", str(out), "--seed", "1"], "InputError: --seed is for a real run: --run"),
+        (["-o", str(out), "--seed", "1"], "InputError: --seed is for a real run: add --run"),
         (["-o", str(out), "--device", "cpu"], "--device is for a real run"),
         (["-o", str(tmp_path / "no" / "t.json"), "--run"], "InputError: trace: path="),
         (["-o", str(out), "--run", "--machine", "h100"], "there is no machine 'h100'"),
