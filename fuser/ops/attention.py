@@ -253,5 +253,5 @@ class _Axes:
             else:
                 axes[c] = fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
         dtype = self._op.DTYPES.get(field, (self._given["query"].dtype(),))[0]
-        # Not `new_output`: it refuses UInt64, which only attention stores.
+        # Not `new_output`, which rejects UInt64: only attention stores this dtype.
         return fusion.new_tensor(list(axes.values()), dtype, mesh=mesh_of(self._given.values()))

@@ -101,15 +101,22 @@ def _make(name: str) -> Callable[..., Operand]:
 
     function = {1: unary, 2: binary, 3: ternary}[arity]
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = _help_of(name, POINTWISE[kind].meaning)
+    function.__doc__ = _help_of(name, kind)
     return function
 
 
-def _help_of(name: str, meaning: str) -> str:
-    """Returns the docstring of an op of the table, whose meaning may be "As `torch.acos`."."""
+def _help_of(name: str, kind: str) -> str:
+    """Returns the docstring of an op of the table, from the meaning of its kind.
+
+    The meaning may be "As `torch.acos`." or a sentence. A name other than that of the kind has its
+    own dtype rule: `truediv` is `div`, computed in floats.
+    """
+    meaning = POINTWISE[kind].meaning
+    if name != kind:
+        return f"Computes `{kind}` of each element in floats, also for integers."
     if meaning.startswith("As `torch."):
         return f"Computes {name} of each element, as {meaning[3:-1]} does."
-    return f"Computes {name} of each element: {meaning}"
+    return f"{meaning} The op is applied element by element."
 
 
 ELEMENTWISE: dict[str, Callable[..., Operand]] = {name: _make(name) for name in PUBLIC}

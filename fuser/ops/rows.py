@@ -76,8 +76,8 @@ class OpRow:
     - `shape`: a sentence on the shape of the result.
     - `sample`: which operands tests draw (`tests.support.op_samples`). "" stands for the class that
       the row of the pointwise table names.
-    - `takes_scalars`: the op also takes scalars alone and then returns a scalar. Other ops refuse
-      that.
+    - `takes_scalars`: the op also takes scalars only, and then returns a scalar. Other ops raise an
+      error for that.
     """
 
     name: str

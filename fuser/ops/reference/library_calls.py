@@ -1,8 +1,8 @@
 """Calls of torch that write the results of library ops into given tensors.
 
 A *call* is bound once for operands and results of one shape, dtype, layout and device. Its results
-equal those of `fuser.ops.reference.meaning` bit for bit. So the first run of a program agrees with
-later runs, and ranks agree of which one runs the program for the first time.
+equal those of `fuser.ops.reference.meaning` bit for bit. So first and later runs of a program
+agree, also if they are on different ranks.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fuser import ops
 from fuser.ir.dtypes import DataType, to_torch
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
@@ -130,6 +131,19 @@ def test_the_page_of_ops_is_that_of_the_rows() -> None:
 
 def test_the_signatures_for_type_checkers_are_those_of_the_rows() -> None:
     assert document_ops.STUB.read_text() == document_ops.stub(), "python scripts/document_ops.py"
+
+
+@pytest.mark.parametrize("name", [row.name for row in ROWS.values() if row.is_implemented])
+def test_help_shows_meaning_shape_and_dtype_rule(name: str) -> None:
+    row, text = ROWS[name], getattr(ops, name).__doc__
+    assert text.startswith(inspect.getdoc(row.function))
+    assert text.splitlines()[0][0].isupper() and f"Shape: {row.shape}" in text
+    assert f"rule `{row.dtype}`" in text and DTYPE_RULES[row.dtype].sentence in text
+
+
+def test_help_of_a_division_in_floats_does_not_speak_of_truncation() -> None:
+    div, truediv = (inspect.getdoc(op) or "" for op in (ops.div, ops.truediv))
+    assert "truncated" in div and "truncated" not in truediv and "in floats" in truediv
 
 
 def test_no_name_is_told_twice() -> None:
