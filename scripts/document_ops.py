@@ -43,10 +43,12 @@ DIFFERENCES = _ROOT / "docs" / "explanation" / "differences-from-nvfuser.md"
 OPTIONS = _ROOT / "docs" / "reference" / "options.md"
 HOST_PAGE = _ROOT / "docs" / "reference" / "host-operations.md"
 
-_HEAD = """# Ops
+_HEAD = """# Operations
 
-This page lists the functions of `fd.ops`: their arguments, meaning, dtype rule and result shape.
-`help(fd.ops.NAME)` shows more about one of them.
+For everyone who writes a definition. After this page you know the functions of `fd.ops`: their
+arguments, meaning, dtype rule and result shape. `help(fd.ops.NAME)` shows more about one of them.
+[Families of operations](operation-families.md) explains random numbers, lookups, scans, floats of
+one byte, complex numbers and attention.
 
 - Operands before `/` are passed by position only.
 - The dtype rules are explained [below](#dtype-rules).
