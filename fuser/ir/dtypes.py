@@ -226,7 +226,7 @@ def _is_in_range(value: int | float, dtype: DataType, kind: Category) -> bool:
 
 
 def _short(value: int | float) -> str:
-    """Returns a number as text, shortened if it has more than 128 bits."""
+    """Returns a number as text; an integer of more than 128 bits is abbreviated to `2**200..`."""
     if isinstance(value, float) or value.bit_length() <= 128:
         return str(value)
     return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."

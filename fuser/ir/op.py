@@ -9,7 +9,7 @@ An op class lists its fields in order with `operand()`, `operands()`, `result()`
         flags: tuple[bool, ...] = attr()
         TEXT = "{out}\n   = squeeze( {inp}, flags = {flags} )"
 
-Two ops are equal only if they are the same object (comparison by identity).
+`==` compares ops by identity; `fuser.ir.canonical_form.equal_ops` compares their structure.
 """
 
 from __future__ import annotations

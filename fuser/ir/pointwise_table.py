@@ -262,7 +262,7 @@ def _fmod(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
+    """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
     return _where_divisible(torch.remainder, a, b, torch.clone)
 
 

@@ -264,7 +264,7 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Returns the contiguity of the new axes: iterated ones, in their old order, keep flags."""
+    """Returns the contiguity after an rfactor: iterated axes keep their flags and their order."""
     flags: Mapping[int, bool | None] = dict(
         enumerate(
             flag

@@ -246,11 +246,11 @@ def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the rem
 @overload
 def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
 @overload
-def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
+def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
 @overload
-def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
+def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
 @overload
-def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with the sign of rhs; for integers, that of x by 0 is x."""
+def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
 @overload
 def complex(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Computes lhs + i * rhs of two tensors or two scalars."""
 @overload

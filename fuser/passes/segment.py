@@ -226,8 +226,8 @@ class _Segmenter:
     def _views_wanted_in_memory(self) -> set[TensorOp]:
         """Returns the view ops whose result must be in memory.
 
-        Through views alone, it reaches a library op, a communication, a lookup's table, or a kernel
-        that may not contain the view.
+        Such a result is read, directly or through other views, by a library op, a communication, a
+        lookup as its table, or a kernel that may not contain the view.
         """
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):

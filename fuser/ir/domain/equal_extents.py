@@ -1,7 +1,8 @@
-"""Equality classes of extents: which sizes of a fusion are equal, and which one represents a class.
+"""Equality classes of extents: which sizes of a fusion are equal, and how each one is written.
 
-Ops that join axes require equal extents. The representative of a class is a constant, else the
-symbol with the lowest number; every other symbol of the class is replaced by it.
+Ops that join axes require equal extents. If one side is a symbol, it is replaced by the other side
+everywhere. Of two symbols, the one with the higher number is replaced. The replacement is called
+the representative of the class.
 
 Some equalities cannot replace a symbol: `2*i0 = 3*i1`, `i0 = min(4, i0)`. They are kept as stated,
 and an extent that equals the left side as a whole is replaced by the right side. Every equality is

@@ -140,14 +140,14 @@ class AttentionOp(LibraryOp):
         return tuple(None if k in whole else position for k, position in found)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the pairs of positions with equal letters."""
+        """Yields the pairs of positions of axes with equal letters in two results."""
         theirs = self.result_letters(sibling)
         for k, c in enumerate(self.result_letters(out)):
             if c in theirs:
                 yield k, theirs.index(c)
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the pairs of positions with equal letters, where h and g count as one letter."""
+        """Yields the pairs of positions of axes that are sharded together in two results."""
         theirs = _cut_letters(self.result_letters(sibling))
         for k, c in enumerate(_cut_letters(self.result_letters(out))):
             # A single head of keys, which all heads of queries read, cannot be sharded.
@@ -155,11 +155,11 @@ class AttentionOp(LibraryOp):
                 yield k, theirs.index(c)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns all axes of a result but batches and heads."""
+        """Returns the axes of a result that cannot be sharded: all but batches and heads."""
         return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns all axes of an operand but batches and heads."""
+        """Returns the axes of an operand that cannot be sharded: all but batches and heads."""
         letters = self.operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 

@@ -78,11 +78,11 @@ class LookupOp(TensorOp):
         return _without(self.narrowed(), self.axis_map(operand_index))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the narrowed axes, which cannot be sharded."""
+        """Returns the narrowed axes of the result, which cannot be sharded."""
         return self.narrowed()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the looked-up axis of the table, and narrowed axes."""
+        """Returns the operand axes that cannot be sharded: the looked-up axis and narrowed axes."""
         narrowed = self.narrowed()
         if operand_index == self.TABLE:
             pairs = enumerate(self.table_map())
@@ -167,10 +167,11 @@ class IndexSelectOp(LookupOp):
         return "index_select"
 
     def index_map(self) -> AxisMap:
-        """Returns `dim` for the one axis of the index."""
+        """Returns (dim,): the axis of the index becomes axis `dim` of the result."""
         return (self.dim,)
 
     def _ranks_agree(self) -> bool:
+        """Returns whether the index has one axis."""
         return self.index.ndim == 1
 
 
@@ -298,20 +299,20 @@ class ScatterOp(LibraryOp):
         return {self.dim, *(k for k, _ in self.limits())}
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the axes of inp one by one; of other operands, those with equal extents."""
+        """Returns all axes for inp; for other operands, the axes of equal extents except `dim`."""
         places = tuple(range(self.out.ndim))
         return places if operand_index == 0 else _without(self._whole(), places)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axes that all operands share with equal extents, `dim` excluded."""
+        """Returns the axes that may be sharded: all but `dim` and axes of different extents."""
         return _without(self._whole(), tuple(range(self.out.ndim)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns `dim` and the axes of different extents."""
+        """Returns the result axes that cannot be sharded: `dim` and axes of different extents."""
         return tuple(sorted(self._whole()))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns `dim` and the axes of different extents."""
+        """Returns the operand axes that cannot be sharded: `dim` and axes of different extents."""
         return tuple(sorted(self._whole()))
 
     def verify(self) -> None:
@@ -350,13 +351,13 @@ class IndexPutAccumulateOp(LibraryOp):
         return "index_put_accumulate"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the axes of acc one by one; of other operands, those that `cut_map` has."""
+        """Returns all axes for acc; for other operands, those of `cut_map`."""
         if operand_index == 0:
             return tuple(range(self.out.ndim))
         return self.cut_map(operand_index, self.out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns all axes but the rows (axis 0) and axes of one element."""
+        """Returns the axes that may be sharded: all but the rows (axis 0) and axes of size 1."""
         tv = (self.acc, self.index, self.value)[operand_index]
         axes = tv.domain.no_reductions if tv is not self.index else ()
         is_one = [a.is_broadcast and a.expanded is None for a in axes]
@@ -364,11 +365,11 @@ class IndexPutAccumulateOp(LibraryOp):
         return (*found, *[None] * (self.out.ndim - len(found)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the rows (axis 0), any of which may receive any row of value."""
+        """Returns (0,): any row of the result may receive any row of value."""
         return (0,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the rows (axis 0)."""
+        """Returns (0,): the rows cannot be sharded."""
         return (0,)
 
     def verify(self) -> None:

@@ -341,15 +341,15 @@ class GroupedScalesOp(LibraryOp):
         return "preprocess_grouped_matmul_input_sf"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns None for both axes: rows and columns of tiles are no axes of the operands."""
+        """Returns (None, None): rows and columns of tiles correspond to no operand axis."""
         return (None, None)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns both axes."""
+        """Returns (0, 1): the result cannot be sharded."""
         return (0, 1)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns all axes of the operand."""
+        """Returns all axes of the operand, which cannot be sharded."""
         return tuple(range(self.inputs[operand_index].ndim))
 
     def verify(self) -> None:

@@ -51,7 +51,7 @@ class UnaryOp(TensorOp):
 
 
 class CastOp(TensorOp):
-    """out = inp converted to the dtype of out, elementwise."""
+    """Converts inp to the dtype of out, elementwise."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -135,7 +135,7 @@ class FullOp(TensorOp):
         return "full"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the value if it is an integer."""
+        """Returns the value if it is an integer; it must not wrap around in the dtype of out."""
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
@@ -162,7 +162,7 @@ class IotaOp(TensorOp):
         return (None,)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the one axis: no operand has a sharding that it could follow."""
+        """Returns (0,): there is no operand whose sharding the result could follow."""
         return (0,)
 
 
@@ -637,7 +637,7 @@ class PadOp(TensorOp):
         return "pad"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the added value if it is an integer."""
+        """Returns the added value if it is an integer; it must not wrap around in out's dtype."""
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     @property
@@ -692,7 +692,7 @@ class CatOp(TensorOp):
         return "cat"
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns `dim`: blocks of the result may consist of elements of several pieces."""
+        """Returns (dim,): a block of the result may have elements of several pieces."""
         return (self.dim,)
 
 

@@ -32,15 +32,15 @@ class AlongAxisOp(LibraryOp):
     KEEPS_EXPANDED: ClassVar[bool] = False
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns all axes but `dim`."""
+        """Returns the axes that may be sharded: all but `dim`."""
         return tuple(None if k == self.dim else k for k in range(out.ndim))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns `dim`."""
+        """Returns (dim,), the result axis that cannot be sharded."""
         return (self.dim,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns `dim`."""
+        """Returns (dim,), the operand axis that every result needs completely."""
         return (self.dim,)
 
     def verify(self) -> None:

@@ -83,7 +83,10 @@ _REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
 
 
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Joins c*(x / b)*b + c*(x % b) to c*x, and computes one of the three from the others."""
+    """Joins quotients and remainders of the same x and b, for either division.
+
+    c*(x / b)*b + c*(x % b) becomes c*x. Two of these three terms are replaced by the third one.
+    """
     while True:
         terms = {m: c for m, c in terms.items() if c}
         found = _whole(terms) or _part(terms)
