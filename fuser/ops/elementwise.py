@@ -551,8 +551,8 @@ DTYPE_RULES: dict[str, DtypeRule] = {
     ),
     "equal": DtypeRule("All operands have one dtype, which is also the result's."),
     "indexed": DtypeRule(
-        "The result has the dtype of the tensor that is read or copied; values that are written have "
-        "the same dtype. An index is Int or Int32."
+        "The result has the dtype of the tensor that is read or copied; values that are written "
+        "have the same dtype. An index is Int or Int32."
     ),
     "places": DtypeRule("The result is Int."),
     "found": DtypeRule("The values have the dtype of the operand; their indices are Int."),
