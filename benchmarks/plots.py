@@ -21,7 +21,7 @@ ASSETS = ROOT / "docs" / "assets"
 PAGE = ROOT / "docs" / "performance" / "index.md"
 OURS, OTHERS, PLAIN = "#2f6fa8", "#d9853b", "#9aa5b1"
 WIDTH, LEFT = 760, 230
-# What torch answers faster than any kernel starts is a view: not compared.
+# A result that torch returns faster than any kernel starts is a view: it is not compared.
 VIEW_US = 0.5
 Row = dict[str, Any]
 
@@ -45,6 +45,7 @@ def table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 # ------------------------------------------------------------------ drawing
 def text(x: float, y: float, words: str, anchor: str = "start", fill: str = "#1f2933") -> str:
+    """Returns a text of an SVG picture; (x, y) is the place of its anchor."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{escape(words)}</text>'
     )
@@ -66,6 +67,7 @@ def picture(title: str, height: int, parts: Iterable[str]) -> str:
 
 
 def legend(names: Sequence[tuple[str, str]], y: float) -> list[str]:
+    """Returns the legend of a plot: a coloured square and a name for each series."""
     parts: list[str] = []
     for k, (name, colour) in enumerate(names):
         x = LEFT + 165 * k
@@ -154,6 +156,7 @@ def kernel_ratios(dtype: str) -> dict[str, list[float]]:
 
 
 def kernels() -> dict[str, str]:
+    """Returns the tables and plots of generated kernels against torch.compile, by name."""
     by_dtype = {dtype: kernel_ratios(dtype) for dtype in ("bfloat16", "float32")}
     lines: list[list[object]] = []
     for dtype, found in by_dtype.items():
@@ -172,6 +175,7 @@ def kernels() -> dict[str, str]:
 
 # ------------------------------------------------------------------ overlap
 def overlap() -> dict[str, str]:
+    """Returns the table and plot of overlapped communication, by name."""
     by_shape: dict[str, dict[str, float]] = {}
     heads: dict[str, str] = {}
     for row in rows("h200x4_overlap"):
@@ -199,6 +203,7 @@ def overlap() -> dict[str, str]:
 
 # ------------------------------------------------------------------ allreduces
 def allreduces() -> dict[str, str]:
+    """Returns the table and plot of allreduces on 2 and 4 GPUs, by name."""
     times: dict[tuple[str, int], dict[int, float]] = {}
     for name, gpus in (("h200x2_allreduce", 2), ("h200x4_allreduce", 4)):
         for row in rows(name):
@@ -227,6 +232,7 @@ HOST_COMMIT = "af6ec42"
 
 
 def host_time() -> dict[str, str]:
+    """Returns the table and plot of the host's time per call, by name."""
     found: dict[str, dict[str, float]] = {}
     for row in rows("h200_host"):
         if row["commit"] != HOST_COMMIT:
@@ -254,6 +260,7 @@ def page(tables: dict[str, str]) -> str:
 
 
 def main() -> None:
+    """Writes the pictures, and the tables into the page on performance."""
     tables = {**kernels(), **overlap(), **allreduces(), **host_time()}
     PAGE.write_text(page(tables))
 

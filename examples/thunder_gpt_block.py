@@ -7,8 +7,8 @@ place.
 Thunder traces the module, forward and backward, and gives regions of it to an executor. That for
 nvFuser imports `nvfuser_direct`, writes each region as a FusionDefinition and executes that; here
 `fuser` has this name. Thunder wants CUDA tensors; without a GPU, names of its executor are set so
-that it takes CPU tensors. Prints what was fused, and how far from torch in float64 it is. What
-Thunder needs and what it does without is in docs/how-to/use-with-thunder.md.
+that it takes CPU tensors. Prints the fused regions, and their largest difference from torch in
+float64. docs/how-to/use-with-thunder.md says what Thunder needs, and what it does without.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def executor(device: str) -> Any:
     found.nvfuser_version = lambda: version
     impl: Any = import_module("thunder.executors.nvfuserex_impl")
     cpu = import_module("thunder.core.devices").DeviceType.CPU
-    # What it compares a tensor's device with: CPU tensors pass for CUDA ones, none is a CPU scalar.
+    # The devices that it compares: CPU tensors pass for CUDA ones, and none is a CPU scalar.
     impl.DeviceType = types.SimpleNamespace(CUDA=cpu)
     impl.cpu = None
     impl.device_supports_fp8 = lambda: False
@@ -73,6 +73,7 @@ class Block(torch.nn.Module):
         self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes the block: x [batch, tokens, width] -> the same shape."""
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm_1(x)).split(c, dim=2)
         q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in (q, k, v))
@@ -91,6 +92,7 @@ def gradients(block: torch.nn.Module, function: Any, x: torch.Tensor) -> list[to
 
 
 def main() -> None:
+    """Runs the block with Thunder, with and without this project's kernels, and compares."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         ex = executor(device)

@@ -1,4 +1,4 @@
-"""What runs when in a linear layer whose allgather runs in chunks: measured, and as predicted.
+"""Measures and predicts a timeline of a linear layer whose allgather runs in chunks.
 
 mpirun -np 2 python examples/traced_linear.py                # on the GPUs, if there are
 mpirun -np 2 python examples/traced_linear.py other.json --device cpu

@@ -1,4 +1,4 @@
-"""What all tests share: rank-aware selection, the communicator, printed seeds.
+"""Hooks and fixtures of all tests: rank-aware selection, the communicator, printed seeds.
 
 Marks: `mpi` tests run on every rank under mpirun, and nowhere else; `gpu` tests need a CUDA device
 and everything under `tests/gpu` carries that mark; the tests that `slow.txt` names are `slow`. A

@@ -106,6 +106,7 @@ class LruFusionCache:
         self._cache = LRUCache(max_fusions)
 
     def __call__(self, define: Callable[P, FusionDefinition]) -> Callable[P, FusionDefinition]:
+        """Returns the decorated function, which gives equal definitions one program."""
         cache = self._cache
 
         def defined(*args: P.args, **kwargs: P.kwargs) -> FusionDefinition:

@@ -1326,6 +1326,7 @@ class Sizes(Values[Scalar]):
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as of every list)
 
     def __call__(self, *dims: object) -> Sizes:
+        """Returns the sizes, as torch's method `size` does."""
         if dims:
             raise ArgumentError(
                 f"shape() takes no axis, got {show(dims[0])}: write x.shape[{show(dims[0])}], or "

@@ -56,6 +56,7 @@ class Values(list[T]):
     """
 
     def __call__(self) -> Values[T]:
+        """Returns the values in a new list, for which both spellings of nvFuser work."""
         return Values(self)
 
     def __contains__(self, value: object) -> bool:

@@ -24,6 +24,7 @@ class Timer:
     """The host's clock. Each call first waits until the current GPU is idle."""
 
     def __call__(self) -> float:
+        """Returns the time in seconds."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -81,6 +82,7 @@ class CuptiTimer:
         self._now = 0.0
 
     def __call__(self) -> float:
+        """Returns the seconds of GPU work between each pair of calls so far."""
         if self._is_on:
             self._now += sum(a.end - a.begin for a in self._profiler.stop())
         else:
@@ -101,6 +103,7 @@ class FusionProfileTimer:
         self._now = 0.0
 
     def __call__(self) -> float:
+        """Returns the seconds of the host between each pair of calls so far."""
         if self._is_on:
             self._now += get_fusion_profile().host_time_ms * 1e-3
         else:

@@ -67,6 +67,7 @@ class MultiDeviceExecutorParams:
     inter_stream_synchronization: bool = False
 
     def __new__(cls, *given: object, **named: object) -> MultiDeviceExecutorParams:
+        """Checks the names and types of the parameters."""
         if len(given) > len(_KINDS):
             raise ArgumentError(
                 f"{cls.__name__}: {len(given)} values for the {len(_KINDS)} parameters "

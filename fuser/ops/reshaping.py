@@ -55,6 +55,7 @@ class AxisGroup:
 
     @property
     def is_kept(self) -> bool:
+        """Whether the group is one axis before and after the reshape."""
         return len(self.ins) == len(self.outs) == 1
 
 

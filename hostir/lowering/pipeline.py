@@ -54,7 +54,8 @@ NO_SIZES: Mapping[Symbol, int] = {}
 class KeepsDump(Protocol):
     """Stores the text of a stage if its option asks for the dump."""
 
-    def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None: ...
+    def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None:
+        """Stores the text of the stage `name`."""
 
 
 class Overlap(Protocol):
@@ -64,7 +65,8 @@ class Overlap(Protocol):
     communications.
     """
 
-    def __call__(self, fusion: Fusion, /) -> str: ...
+    def __call__(self, fusion: Fusion, /) -> str:
+        """Adds the steps to the fusion in place."""
 
 
 def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:

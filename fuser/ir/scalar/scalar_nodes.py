@@ -280,6 +280,7 @@ class Const(Scalar):
     value: Number
 
     def __new__(cls, value: AnyNumber, dtype: DataType) -> Const:
+        """Returns the constant of this value and dtype; equal ones are one object."""
         kind = category(dtype)
         value = converted(value, kind)
         # repr() distinguishes 0.0 from -0.0, and equal texts of nan are equal keys.
@@ -315,6 +316,7 @@ class Symbol(Scalar):
     def __new__(
         cls, name: str, dtype: DataType, *, lo: int | None = None, hi: Scalar | int | None = None
     ) -> Symbol:
+        """Returns the symbol of this name, dtype and range; equal ones are one object."""
         hi = const(hi) if isinstance(hi, int) else hi
         key = (Symbol, name, dtype, lo, hi)
         made, is_new = _interned(cls, key, dtype)
@@ -349,6 +351,7 @@ class Apply(Scalar):
     op: str
 
     def __new__(cls, op: str, args: tuple[Scalar, ...], dtype: DataType) -> Apply:
+        """Returns the op on these arguments; equal ones are one object."""
         args = alike_literals(args)
         key = (Apply, op, dtype, args)
         made, is_new = _interned(cls, key, dtype, 1 + max((a.depth for a in args), default=0))
@@ -393,6 +396,7 @@ class Poly(Scalar):
     terms: Terms
 
     def __new__(cls, terms: Terms, dtype: DataType) -> Poly:
+        """Returns the polynomial of these terms; equal ones are one object."""
         key = (Poly, dtype, terms)
         depth = 1 + max((a.depth for m, _ in terms for a in m), default=0)
         made, is_new = _interned(cls, key, dtype, depth)

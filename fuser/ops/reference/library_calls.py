@@ -57,6 +57,7 @@ class WritingOne(NamedTuple):
     out: int
 
     def __call__(self, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> object:
+        """Computes into the output tensor."""
         return self.function(ins[0], *self.numbers, out=outs[self.out])
 
 

@@ -47,6 +47,7 @@ class Product:
     result: ViewOf | None = None
 
     def __call__(self, ins: Sequence[Tensor], out: Tensor) -> None:
+        """Computes into `out`."""
         operands = [ins[i] if view is None else view(ins[i]) for i, view in self.operands]
         self.function(*operands, out=out if self.result is None else self.result(out))
 

@@ -24,7 +24,8 @@ class MakeInput(Protocol):
 
     def __call__(
         self, dims: Sequence[Dim], dtype: str, fill: str | Sequence[str] | None = None, /
-    ) -> str: ...
+    ) -> str:
+        """Appends the input and returns its name."""
 
 
 # ------------------------------------------------------------------ the oracle
