@@ -95,7 +95,7 @@ class Sent:
     stream: int = 0
 
 
-class Page:
+class Mailbox:
     """The mailbox of one team, as this rank sees it: records between all pairs of members, and
     votes.
     """
@@ -246,9 +246,9 @@ class PeerBackend(CheckedBackend):
     def __init__(self, control: Control) -> None:
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
-        self._pages: dict[Team, Page] = {}
+        self._mailboxes: dict[Team, Mailbox] = {}
         # The mailbox of the team that voted last: of all ranks of the program that runs.
-        self._voting: Page | None = None
+        self._voting: Mailbox | None = None
         # The run that this rank is in, its part of the tags, and the number of calls started in it.
         self._run: tuple[Team, int] = (), 0
         self._first_tag = 0
@@ -293,59 +293,59 @@ class PeerBackend(CheckedBackend):
 
     @abstractmethod
     def _carry_out(
-        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
+        self, mailbox: Mailbox, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> Work:
         """Starts transfers; those of a step end before the next step begins."""
 
     # ------------------------------------------------------------ teams
     def connect(self, team: Team) -> None:
         """Makes the mailbox of a team if there is none; collective over the team then."""
-        self.page(team)
+        self.mailbox(team)
 
-    def page(self, team: Team) -> Page:
+    def mailbox(self, team: Team) -> Mailbox:
         """Returns the team's mailbox; collective over the team at first use.
 
         Raises `UnsupportedError` where the ranks do not share a host.
         """
-        found = self._pages.get(team)
+        found = self._mailboxes.get(team)
         if found is None:
-            words = self.control.page(Page.nbytes(len(team)), team)
+            words = self.control.page(Mailbox.nbytes(len(team)), team)
             if words is None:
                 raise UnsupportedError(
                     f"backend CUDA: ranks {team_text(team)} cannot map each other's memory: "
                     "they run on several hosts, or in containers of their own; use NCCL"
                 )
-            found = Page(words, team, self.control)
+            found = Mailbox(words, team, self.control)
             self._connected(found)
-            self._pages[team] = found
+            self._mailboxes[team] = found
         return found
 
-    def _connected(self, page: Page) -> None:
+    def _connected(self, mailbox: Mailbox) -> None:
         """Prepares a new mailbox; all of its members call this."""
 
     def _forget(self, key: Calls) -> None:
         """Drops the mailbox of a team whose members no longer count its calls equally."""
-        self._give_up([t for t in self._pages if t == key.team])
+        self._give_up([t for t in self._mailboxes if t == key.team])
 
     def _give_up(self, teams: Sequence[Team]) -> None:
         for team in teams:
-            self.control.ledger.entered.pop(self._pages.pop(team).votes, None)
+            self.control.ledger.entered.pop(self._mailboxes.pop(team).votes, None)
         if teams:
             self.make_void()
 
     # ------------------------------------------------------------ votes
     def vote(self, team: Team, kind: int) -> tuple[int, ...]:
         """Implements `Captured.vote`: collective over the team. Raises the errors of its wait."""
-        page = self._voting = self.page(team)
-        return page.said.tell(kind, self.control.ledger.enter(page.votes))
+        mailbox = self._voting = self.mailbox(team)
+        return mailbox.said.tell(kind, self.control.ledger.enter(mailbox.votes))
 
     def start_over(self, team: Team) -> None:
         """Implements `Captured.start_over`: unanswered records never match later calls."""
         self.control.begin_run(team)
         # Teams that are part of this one have mailboxes, too, with records that will not be
         # answered.
-        self._give_up([t for t in self._pages if {*t} <= {*team}])
-        self.page(team)
+        self._give_up([t for t in self._mailboxes if {*t} <= {*team}])
+        self.mailbox(team)
 
     def take_back(self, team: Team) -> None:
         """Implements `Captured.take_back`: makes the others drop graphs captured together."""
@@ -369,10 +369,10 @@ class PeerBackend(CheckedBackend):
         return number
 
     def _start(self, call: CollectiveCall) -> Work:
-        page = self.page(call.team)
+        mailbox = self.mailbox(call.team)
         number = self._number(call.team) % (_TRANSFERS // _PARTS)
         first = _COLLECTIVE | self._first_tag | number << _CALL_SHIFT
-        return self._carry_out(page, self._numbered(call, first), call)
+        return self._carry_out(mailbox, self._numbered(call, first), call)
 
     def _numbered(self, call: CollectiveCall, first: int) -> Iterable[list[Numbered]]:
         counts: dict[tuple[str, int], int] = {}
@@ -385,15 +385,15 @@ class PeerBackend(CheckedBackend):
             yield [number(t) for t in step]
 
     def _start_batch(self, batch: Exchange) -> Work:
-        page = self.page(batch.team)
+        mailbox = self.mailbox(batch.team)
         numbers = [self._number((t.kind, t.peer, batch.team)) for t in batch.transfers]
         step = [
             Numbered(t, self._first_tag | number % _TRANSFERS, seq + 1)
             for t, number, seq in zip(batch.transfers, numbers, batch.sequence, strict=True)
         ]
-        return self._carry_out(page, [step], batch)
+        return self._carry_out(mailbox, [step], batch)
 
-    def _post(self, page: Page, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
+    def _post(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
         """Posts the record of the data, in memory that the receiver can map."""
         tensor, peer = one.transfer.tensor.detach(), one.transfer.peer
         place = self.name_of(tensor) if tensor.numel() else ((0,) * NAME_WORDS, 0)
@@ -403,24 +403,24 @@ class PeerBackend(CheckedBackend):
             tensor = staged.copy_(tensor)
             place = self.name_of(tensor)
             assert place is not None, "memory made for peers has a name"
-        slot = page.free_slot(peer)
+        slot = mailbox.free_slot(peer)
         if slot < 0:
-            self._poll(lambda: page.free_slot(peer) >= 0, call, (one,))
-            slot = page.free_slot(peer)
-        sent = page.post(peer, slot, one.tag, tensor, *place, self._use(page, peer, slot))
+            self._poll(lambda: mailbox.free_slot(peer) >= 0, call, (one,))
+            slot = mailbox.free_slot(peer)
+        sent = mailbox.post(peer, slot, one.tag, tensor, *place, self._use(mailbox, peer, slot))
         self.control.wake((peer,))
         return sent
 
-    def _use(self, page: Page, peer: int, slot: int) -> int:
+    def _use(self, mailbox: Mailbox, peer: int, slot: int) -> int:
         """Returns the number of the transfer that uses a slot now."""
-        return page.next_use(peer, slot)
+        return mailbox.next_use(peer, slot)
 
-    def _check_fits(self, page: Page, one: Numbered, record: Record) -> None:
+    def _check_fits(self, mailbox: Mailbox, one: Numbered, record: Record) -> None:
         """Raises `CommunicationError`, on both sides, where sender and receiver disagree."""
         tensor, peer = one.transfer.tensor, one.transfer.peer
         if (record.dtype, record.elements) == (tensor.dtype, tensor.numel()):
             return
-        page.answer(peer, record.slot, one.tag, fits=False)
+        mailbox.answer(peer, record.slot, one.tag, fits=False)
         self.control.wake((peer,))
         kind = str(record.dtype).removeprefix("torch.")
         raise CommunicationError(

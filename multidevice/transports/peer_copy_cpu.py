@@ -18,7 +18,7 @@ from multidevice.coordination.control_channel import Control
 from multidevice.transports.base.checked_backend import CollectiveCall, Exchange
 from multidevice.transports.memory.handles import side_by_side
 from multidevice.transports.memory.host_shared import SharedMemory
-from multidevice.transports.peer_copy import Numbered, Page, PeerBackend, Sent
+from multidevice.transports.peer_copy import Mailbox, Numbered, PeerBackend, Sent
 
 # The errors of a transfer itself. Any other error was raised by a signal handler at an arbitrary
 # place: the peers still need the transfer.
@@ -31,17 +31,17 @@ class _Copies:
     def __init__(
         self,
         backend: CpuPeerBackend,
-        page: Page,
+        mailbox: Mailbox,
         steps: Iterator[list[Numbered]],
         call: CollectiveCall | Exchange,
     ) -> None:
-        self._backend, self._page, self._steps, self._call = backend, page, steps, call
+        self._backend, self._mailbox, self._steps, self._call = backend, mailbox, steps, call
         self.run = backend.control.run
         self._sent: list[tuple[Sent, Numbered]] = []
         self._open: list[Numbered] = []
         self._ended = False
         self._error: Exception | None = None
-        self.page = page
+        self.mailbox = mailbox
         # A wait for a free slot progresses all communications, including this one.
         self._is_posting = False
         self._begin_step()
@@ -55,7 +55,7 @@ class _Copies:
         self._is_posting = True
         try:
             self._sent = [
-                (self._backend.posted(self._page, one, self._call), one)
+                (self._backend.posted(self._mailbox, one, self._call), one)
                 for one in step
                 if one.transfer.kind == "send"
             ]
@@ -70,8 +70,8 @@ class _Copies:
             while not self._ended:
                 if self._is_posting:
                     return False
-                self._open = [o for o in self._open if not self._backend.received(self._page, o)]
-                self._sent = [s for s in self._sent if not self._page.answered(s[0])]
+                self._open = [o for o in self._open if not self._backend.received(self._mailbox, o)]
+                self._sent = [s for s in self._sent if not self._mailbox.answered(s[0])]
                 if self._open or self._sent:
                     return False
                 self._begin_step()
@@ -119,15 +119,15 @@ class CpuPeerBackend(PeerBackend):
 
     def _give_up(self, teams: Sequence[Team]) -> None:
         super()._give_up(teams)
-        kept = [*self._pages.values()]
+        kept = [*self._mailboxes.values()]
         works = self.control.works
-        works -= {w for w in works if isinstance(w, _Copies) and w.page not in kept}
+        works -= {w for w in works if isinstance(w, _Copies) and w.mailbox not in kept}
 
     def _mend(self, team: Team) -> None:
         """Drops the mailboxes of a team and of parts of it: slots may contain records without
         answers.
         """
-        self._give_up([t for t in self._pages if {*t} <= {*team}])
+        self._give_up([t for t in self._mailboxes if {*t} <= {*team}])
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
@@ -156,9 +156,9 @@ class CpuPeerBackend(PeerBackend):
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def _carry_out(
-        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
+        self, mailbox: Mailbox, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> _Copies:
-        work = _Copies(self, page, iter(steps), call)
+        work = _Copies(self, mailbox, iter(steps), call)
         # Keep it even if this rank does not wait for it: the peers need it.
         works = self.control.works
         if len(works) >= 64:
@@ -169,24 +169,24 @@ class CpuPeerBackend(PeerBackend):
             work.receive()
         return work
 
-    def posted(self, page: Page, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
+    def posted(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
         """Posts a send."""
-        return self._post(page, one, call)
+        return self._post(mailbox, one, call)
 
-    def received(self, page: Page, one: Numbered) -> bool:
+    def received(self, mailbox: Mailbox, one: Numbered) -> bool:
         """Copies the data that a peer has posted; returns False if it has not posted yet."""
         peer, tensor = one.transfer.peer, one.transfer.tensor.detach()
-        record = page.find(peer, one.tag)
+        record = mailbox.find(peer, one.tag)
         if record is None:
             return False
-        self._check_fits(page, one, record)
+        self._check_fits(mailbox, one, record)
         if record.nbytes:
             memory = self._memory.mapped(record.name, peer)
             source = memory[record.offset : record.offset + record.nbytes]
             # A tensor of one element is contiguous with any stride, also 0.
             flat = tensor.as_strided((tensor.numel(),), (1,))
             flat.copy_(source.view(flat.dtype))
-        page.answer(peer, record.slot, one.tag)
+        mailbox.answer(peer, record.slot, one.tag)
         self.control.wake((peer,))
         return True
 

@@ -67,8 +67,8 @@ from multidevice.transports.memory.handles import side_by_side
 from multidevice.transports.peer_copy import (
     NAME_WORDS,
     SLOTS,
+    Mailbox,
     Numbered,
-    Page,
     PeerBackend,
     Record,
     Sent,
@@ -115,11 +115,11 @@ class _Enqueued:
     def __init__(
         self,
         backend: CudaPeerBackend,
-        page: Page,
+        mailbox: Mailbox,
         sent: list[Sent],
         call: CollectiveCall | Exchange,
     ) -> None:
-        self._backend, self._page, self._sent, self._call = backend, page, sent, call
+        self._backend, self._mailbox, self._sent, self._call = backend, mailbox, sent, call
 
     def wait(self) -> None:
         """Makes the current stream wait until the peers have copied the data that this rank
@@ -129,7 +129,7 @@ class _Enqueued:
 
     def _wait_on(self, stream: object) -> None:
         if self._sent:
-            self._backend.settle(self._page, self._sent, stream)
+            self._backend.settle(self._mailbox, self._sent, stream)
             self._sent = []
 
     def synchronize(self) -> None:
@@ -150,14 +150,14 @@ class CudaPeerBackend(PeerBackend):
         self._current = raw_stream_on(device)
         # Per mailbox: this rank's flags [ready, done][member][slot], and the addresses of the
         # others' flags.
-        self._flags: dict[Page, torch.Tensor] = {}
-        self._theirs: dict[Page, dict[int, int]] = {}
+        self._flags: dict[Mailbox, torch.Tensor] = {}
+        self._theirs: dict[Mailbox, dict[int, int]] = {}
         # Sends that no stream has waited for: peers may still read their data.
-        self._held: dict[Sent, Page] = {}
+        self._held: dict[Sent, Mailbox] = {}
         self._is_captured = capturing_on(device)
         self._capture: _Capture | None = None
         # How many transfers to each member are in graphs.
-        self._graphed: dict[Page, Counter[int]] = {}
+        self._graphed: dict[Mailbox, Counter[int]] = {}
         self.kernels = AllreduceKernels(
             control,
             device,
@@ -230,12 +230,12 @@ class CudaPeerBackend(PeerBackend):
 
         They have mapped the memory then. A stream may wait for a peer even where the host does not.
         """
-        open_ones = {page: page.unanswered() for page in self._pages.values()}
+        open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 
         def is_found() -> bool:
-            for page, some in list(open_ones.items()):
-                is_given_up = self._pages.get(page.team) is not page
-                open_ones[page] = [] if is_given_up else page.still_unanswered(some)
+            for mailbox, some in list(open_ones.items()):
+                is_given_up = self._mailboxes.get(mailbox.team) is not mailbox
+                open_ones[mailbox] = [] if is_given_up else mailbox.still_unanswered(some)
             return not any(open_ones.values())
 
         return is_found
@@ -285,9 +285,9 @@ class CudaPeerBackend(PeerBackend):
         self.control.poll_until(stream.query, what=lambda: f"the work before {what}", needs=list)
 
     # ------------------------------------------------------------ flags
-    def _connected(self, page: Page) -> None:
+    def _connected(self, mailbox: Mailbox) -> None:
         """Makes the flags, and maps those of the others."""
-        team = page.team
+        team = mailbox.team
         flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
         # Also waits for all earlier work: a stream that waits for a failed rank may never finish.
         self.control.poll_until(
@@ -311,31 +311,31 @@ class CudaPeerBackend(PeerBackend):
         # Wait for all members: none may set a flag that is not cleared yet, or copy where another
         # cannot.
         self.control.agree(error, team=team)
-        self._flags[page], self._theirs[page] = flags, theirs
+        self._flags[mailbox], self._theirs[mailbox] = flags, theirs
 
     def _give_up(self, teams: Sequence[Team]) -> None:
         super()._give_up(teams)
-        kept = set(self._pages.values())
-        for page in [p for p in self._flags if p not in kept]:
-            del self._flags[page], self._theirs[page]
-            self._graphed.pop(page, None)
+        kept = set(self._mailboxes.values())
+        for mailbox in [p for p in self._flags if p not in kept]:
+            del self._flags[mailbox], self._theirs[mailbox]
+            self._graphed.pop(mailbox, None)
 
     def _flag(
-        self, page: Page, kind: int, of: int, about: int, slot: int, use: int
+        self, mailbox: Mailbox, kind: int, of: int, about: int, slot: int, use: int
     ) -> tuple[int, int]:
         """Returns the address of a flag, and the value that it reaches by this use of the slot.
 
         The flag has a kind (_READY, _DONE), is in the memory of rank `of`, and is about rank
         `about`.
         """
-        base = self._flags[page].data_ptr() if of == self.rank else self._theirs[page][of]
-        member = kind * len(page.team) + page.team.index(about)
+        base = self._flags[mailbox].data_ptr() if of == self.rank else self._theirs[mailbox][of]
+        member = kind * len(mailbox.team) + mailbox.team.index(about)
         place, value = (SLOTS + use - _IN_GRAPHS, 1) if use >= _IN_GRAPHS else (slot, use)
         return base + (member * _FLAGS + place) * _FLAG_NBYTES, value
 
-    def _set(self, page: Page, kind: int, of: int, slot: int, use: int, stream: int) -> None:
+    def _set(self, mailbox: Mailbox, kind: int, of: int, slot: int, use: int, stream: int) -> None:
         """Makes a stream set a flag in the memory of rank `of`."""
-        address, value = self._flag(page, kind, of, self.rank, slot, use)
+        address, value = self._flag(mailbox, kind, of, self.rank, slot, use)
         capture = self._capture
         if capture is None:
             self._memory.set_flag(address, value, stream)
@@ -349,10 +349,10 @@ class CudaPeerBackend(PeerBackend):
             self._memory.aside(write, stream)
 
     def _await(
-        self, page: Page, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
+        self, mailbox: Mailbox, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
         """Makes a stream wait for flags of ranks: (rank, slot, use)."""
-        flags = [self._flag(page, kind, self.rank, by, slot, use) for by, slot, use in uses]
+        flags = [self._flag(mailbox, kind, self.rank, by, slot, use) for by, slot, use in uses]
         capture = self._capture
         if capture is None:
             for address, value in flags:
@@ -406,27 +406,27 @@ class CudaPeerBackend(PeerBackend):
         call: CollectiveCall | Exchange,
         open_ones: Sequence[Numbered],
     ) -> None:
-        page = self._voting
-        if self._capture is None or page is None:
+        mailbox = self._voting
+        if self._capture is None or mailbox is None:
             super()._poll(done, call, open_ones)
             return
 
         def gone() -> list[int]:
-            number = self.control.ledger.entered.get(page.votes, 0)
-            return page.said.who_says(NOT_CAPTURED, number)
+            number = self.control.ledger.entered.get(mailbox.votes, 0)
+            return mailbox.said.who_says(NOT_CAPTURED, number)
 
         super()._poll(lambda: done() or bool(gone()), call, open_ones)
         if not done():
             raise CommunicationError(f"ranks {team_text(gone())} could not capture it")
 
-    def _use(self, page: Page, peer: int, slot: int) -> int:
+    def _use(self, mailbox: Mailbox, peer: int, slot: int) -> int:
         if self._capture is None:
             # Flags of a slot are written in order: its last transfer must be done before the next
             # is ready.
-            if use := page.uses(peer, slot):
-                self._await(page, _DONE, [(peer, slot, use)], self._current())
-            return page.next_use(peer, slot)
-        count = self._graphed.setdefault(page, Counter[int]())
+            if use := mailbox.uses(peer, slot):
+                self._await(mailbox, _DONE, [(peer, slot, use)], self._current())
+            return mailbox.next_use(peer, slot)
+        count = self._graphed.setdefault(mailbox, Counter[int]())
         if count[peer] == _GRAPH_SLOTS:
             raise CommunicationError(
                 f"graphs already contain the largest number of transfers to rank {peer}, "
@@ -446,7 +446,7 @@ class CudaPeerBackend(PeerBackend):
 
     # ------------------------------------------------------------ transfers
     def _carry_out(
-        self, page: Page, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
+        self, mailbox: Mailbox, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> _Enqueued:
         stream = self._handle(call.stream)
         if self._capture is None and self._captures_now(stream):
@@ -457,53 +457,57 @@ class CudaPeerBackend(PeerBackend):
         sent: list[Sent] = []
         with self._on(call.stream):
             for step in steps:
-                self.settle(page, sent, call.stream)
+                self.settle(mailbox, sent, call.stream)
                 # All sends are posted first: where two ranks exchange data, neither waits for the
                 # other.
                 sent = [
-                    self._send(page, one, call, stream)
+                    self._send(mailbox, one, call, stream)
                     for one in step
                     if one.transfer.kind == "send"
                 ]
-                self._pull(page, [o for o in step if o.transfer.kind == "recv"], call, stream)
+                self._pull(mailbox, [o for o in step if o.transfer.kind == "recv"], call, stream)
         if self._capture is None:
-            self._held.update(dict.fromkeys(sent, page))
+            self._held.update(dict.fromkeys(sent, mailbox))
         else:
-            self._capture.held.append(self._flags[page])
-        return _Enqueued(self, page, sent, call)
+            self._capture.held.append(self._flags[mailbox])
+        return _Enqueued(self, mailbox, sent, call)
 
     def _send(
-        self, page: Page, one: Numbered, call: CollectiveCall | Exchange, stream: int
+        self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange, stream: int
     ) -> Sent:
-        sent = self._post(page, one, call)
+        sent = self._post(mailbox, one, call)
         sent.stream = stream
-        self._set(page, _READY, sent.peer, sent.slot, sent.use, stream)
+        self._set(mailbox, _READY, sent.peer, sent.slot, sent.use, stream)
         if self._capture is not None:
             self._capture.open.add(sent)
         return sent
 
     def _pull(
-        self, page: Page, ones: Sequence[Numbered], call: CollectiveCall | Exchange, stream: int
+        self,
+        mailbox: Mailbox,
+        ones: Sequence[Numbered],
+        call: CollectiveCall | Exchange,
+        stream: int,
     ) -> None:
         """Makes a stream copy the data of peers: one copy after another, when all of it is
         ready.
         """
-        found = [(one.transfer, *self._find(page, one, call)) for one in ones]
+        found = [(one.transfer, *self._find(mailbox, one, call)) for one in ones]
         if not found:
             return
         uses = [(t.peer, record.slot, record.use) for t, record, _ in found]
-        self._await(page, _READY, uses, stream)
+        self._await(mailbox, _READY, uses, stream)
         for t, record, seen in found:
             if seen is not None:
                 source = seen.address + record.offset
                 self._memory.copy(t.tensor.data_ptr(), source, record.nbytes, stream)
-            self._set(page, _DONE, t.peer, record.slot, record.use, stream)
+            self._set(mailbox, _DONE, t.peer, record.slot, record.use, stream)
         if self._capture is not None:
             copies = self._memory.captured(stream)
             self._capture.copied[stream] = copies, set(self._capture.open)
 
     def _find(
-        self, page: Page, one: Numbered, call: CollectiveCall | Exchange
+        self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange
     ) -> tuple[Record, Seen | None]:
         """Returns a peer's record once its host has posted it, and the address of its memory;
         answers it.
@@ -511,15 +515,15 @@ class CudaPeerBackend(PeerBackend):
         The address is None if the data is empty.
         """
         peer = one.transfer.peer
-        record = page.find(peer, one.tag)
+        record = mailbox.find(peer, one.tag)
         if record is None:
-            self._poll(lambda: page.find(peer, one.tag) is not None, call, (one,))
-            record = page.find(peer, one.tag)
+            self._poll(lambda: mailbox.find(peer, one.tag) is not None, call, (one,))
+            record = mailbox.find(peer, one.tag)
         assert record is not None, "it was found"
-        self._check_fits(page, one, record)
+        self._check_fits(mailbox, one, record)
         # The peer may free the memory only after this rank has mapped it and answered.
         seen = self._seen(record.name, peer) if record.nbytes else None
-        page.answer(peer, record.slot, one.tag)
+        mailbox.answer(peer, record.slot, one.tag)
         return record, seen
 
     def _seen(self, name: tuple[int, ...], peer: int) -> Seen:
@@ -532,7 +536,7 @@ class CudaPeerBackend(PeerBackend):
             capture.held.append(seen)
         return seen
 
-    def settle(self, page: Page, sent: list[Sent], stream: object) -> None:
+    def settle(self, mailbox: Mailbox, sent: list[Sent], stream: object) -> None:
         """Makes a stream wait until the receivers have copied the data of `sent`."""
         handle = self._handle(stream)
         if sent:
@@ -541,10 +545,10 @@ class CudaPeerBackend(PeerBackend):
             if were_open.issuperset(sent):
                 # Peers copy these when this rank copies theirs, so the wait need not follow later
                 # work.
-                wait = partial(self._await, page, _DONE, uses, handle)
+                wait = partial(self._await, mailbox, _DONE, uses, handle)
                 self._memory.beside(wait, copies, handle)
             else:
-                self._await(page, _DONE, uses, handle)
+                self._await(mailbox, _DONE, uses, handle)
         for one in sent:
             if self._capture is not None:
                 self._capture.open.discard(one)
@@ -565,7 +569,7 @@ class CudaPeerBackend(PeerBackend):
 
     def drain(self) -> None:
         """Waits for the device, until the deadline: peers may read this rank's memory."""
-        if self._closed or not (self._pages or self.kernels.is_used):
+        if self._closed or not (self._mailboxes or self.kernels.is_used):
             return
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))

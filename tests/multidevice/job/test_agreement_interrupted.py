@@ -321,8 +321,8 @@ def test_votes_begin_anew_with_each_page(comm: Communicator) -> None:
     team = tuple(range(comm.size()))
     peers: Any = comm.peers_for("cpu")
     peers.connect(team)
-    page = peers.page(team)
-    comm._control.ledger.entered[page.votes] = 40_000
+    mailbox = peers.mailbox(team)
+    comm._control.ledger.entered[mailbox.votes] = 40_000
     peers.start_over(team)
     for number in range(4):
         assert peers.vote(team, 7 + number) == (7 + number,) * len(team)

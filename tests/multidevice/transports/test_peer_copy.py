@@ -20,7 +20,7 @@ from multidevice.job.agreement import counts_of, realign
 from multidevice.transports import peer_copy_cuda
 from multidevice.transports.base.protocol import FIRST_GRAPH, NAME_WORDS, NOT_CAPTURED, Transfer
 from multidevice.transports.memory.host_shared import SharedMemory
-from multidevice.transports.peer_copy import SLOTS, Page
+from multidevice.transports.peer_copy import SLOTS, Mailbox
 from tests.support import mpi_abort
 from tests.support.jobs import needs_mpi, run_job
 from tests.support.rank_programs import collectives
@@ -151,7 +151,7 @@ def test_a_capture_ends_where_any_rank_of_the_program_gave_it_up(
     in.
     """
     monkeypatch.setattr(peer_copy_cuda, "IpcMemory", lambda *about: SharedMemory())
-    monkeypatch.setattr(peer_copy_cuda.CudaPeerBackend, "_connected", lambda self, page: None)
+    monkeypatch.setattr(peer_copy_cuda.CudaPeerBackend, "_connected", lambda self, mailbox: None)
     peers, world = peer_copy_cuda.CudaPeerBackend(comm._control, CPU), tuple(range(comm.size()))
     call: Any = SimpleNamespace(team=(0, 1), describe=lambda: "a recv", needs=list)
     try:
@@ -214,9 +214,9 @@ def test_a_transfer_that_does_not_fit_is_named_on_both_sides(comm: Communicator)
 
 
 def test_a_slot_is_free_when_its_record_was_answered() -> None:
-    words = memoryview(bytearray(Page.nbytes(2))).cast("Q")
+    words = memoryview(bytearray(Mailbox.nbytes(2))).cast("Q")
     controls: Any = [SimpleNamespace(rank=rank, ledger=Ledger()) for rank in (3, 5)]
-    sender, receiver = (Page(words, (3, 5), control) for control in controls)
+    sender, receiver = (Mailbox(words, (3, 5), control) for control in controls)
     x = torch.arange(6, dtype=torch.int16)
     sent = [
         sender.post(5, sender.free_slot(5), tag, x, (0,) * NAME_WORDS, 8 * tag, 1)

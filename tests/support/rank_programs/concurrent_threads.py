@@ -74,7 +74,9 @@ page = control.page
 
 
 def held_page(nbytes: int, team: tuple[int, ...]) -> memoryview | None:
-    """Returns a mailbox once the other thread wants it too, or waits for this call."""
+    """Returns a team's shared memory once the other thread wants it too, or waits for this
+    call.
+    """
     pages.append(threading.current_thread().name)
     is_inside.set()
     wait(lambda: comm.turns.latecomer or len(pages) > 1)
