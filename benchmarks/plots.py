@@ -2,8 +2,9 @@
 
 python benchmarks/plots.py
 
-It reads `benchmarks/results`, writes `docs/assets/performance-*.svg` and the parts of the page
-between the comments that name this file. A test compares. Nothing is measured.
+It reads `benchmarks/results` and measures nothing. It writes `docs/assets/performance-*.svg`, and
+the parts of the page between the comments that name this file. A test checks that they are up to
+date.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ ASSETS = ROOT / "docs" / "assets"
 PAGE = ROOT / "docs" / "performance" / "index.md"
 OURS, OTHERS, PLAIN = "#2f6fa8", "#d9853b", "#9aa5b1"
 WIDTH, LEFT = 760, 230
-# A result that torch returns faster than any kernel starts is a view: it is not compared.
+# A torch call that takes less than this launches no kernel (it returns a view): not compared.
 VIEW_US = 0.5
 Row = dict[str, Any]
 
 
 def rows(name: str) -> list[Row]:
-    """Returns the lines of a file of results."""
+    """Returns the rows of a file of results."""
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def mean(ratios: Iterable[float]) -> float:
-    """Returns the geometric mean."""
+    """Returns the geometric mean of ratios."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs))
 
 
 def table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Returns a table in Markdown; numbers are aligned at the right."""
+    """Returns a table in Markdown; numbers are right-aligned."""
     head = [titles, ["---", *["---:"] * (len(titles) - 1)], *lines]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in head)
 
 
 # ------------------------------------------------------------------ drawing
 def text(x: float, y: float, words: str, anchor: str = "start", fill: str = "#1f2933") -> str:
-    """Returns a text of an SVG picture; (x, y) is the place of its anchor."""
+    """Returns an SVG text at a position."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{escape(words)}</text>'
     )
 
 
 def picture(title: str, height: int, parts: Iterable[str]) -> str:
-    """Returns an SVG picture on a white card, which both colour schemes of the site show."""
+    """Returns an SVG picture on a white background, for light and dark colour schemes."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -67,7 +68,7 @@ def picture(title: str, height: int, parts: Iterable[str]) -> str:
 
 
 def legend(names: Sequence[tuple[str, str]], y: float) -> list[str]:
-    """Returns the legend of a plot: a coloured square and a name for each series."""
+    """Returns a coloured square and a name for each candidate."""
     parts: list[str] = []
     for k, (name, colour) in enumerate(names):
         x = LEFT + 165 * k
@@ -84,7 +85,9 @@ def bars(
     mark: float,
     most: float,
 ) -> str:
-    """Returns horizontal bars, several per group; a line marks one value."""
+    """Returns a picture of horizontal bars, several per group, with a line at the value
+    `mark`.
+    """
     size, gap = 13, 9
     step = size * len(names) + gap
     scale = (WIDTH - LEFT - 60) / most
@@ -111,7 +114,7 @@ def bars(
 def curves(
     title: str, series: Sequence[tuple[str, str, Sequence[tuple[float, float]]]], unit: str
 ) -> str:
-    """Returns curves on logarithmic axes: bytes to the right, times upwards."""
+    """Returns a picture of curves on logarithmic axes: bytes to the right, times upwards."""
     height, bottom, top = 400, 350, 50
     xs = [x for _, _, points in series for x, _ in points]
     ys = [y for _, _, points in series for _, y in points]
@@ -143,7 +146,7 @@ def curves(
 
 # ------------------------------------------------------------------ kernels
 def kernel_ratios(dtype: str) -> dict[str, list[float]]:
-    """Returns the least of torch's medians over ours, of each shape of a pattern."""
+    """Returns, per pattern, the ratio of each shape: torch's smallest median divided by ours."""
     found: dict[str, list[float]] = {}
     for row in rows("h200_cells"):
         times = row.get("us", {})
@@ -156,7 +159,7 @@ def kernel_ratios(dtype: str) -> dict[str, list[float]]:
 
 
 def kernels() -> dict[str, str]:
-    """Returns the tables and plots of generated kernels against torch.compile, by name."""
+    """Draws the speed of generated kernels; returns the table of its ratios."""
     by_dtype = {dtype: kernel_ratios(dtype) for dtype in ("bfloat16", "float32")}
     lines: list[list[object]] = []
     for dtype, found in by_dtype.items():
@@ -175,7 +178,7 @@ def kernels() -> dict[str, str]:
 
 # ------------------------------------------------------------------ overlap
 def overlap() -> dict[str, str]:
-    """Returns the table and plot of overlapped communication, by name."""
+    """Draws the times of matmuls overlapped with communication; returns their table."""
     by_shape: dict[str, dict[str, float]] = {}
     heads: dict[str, str] = {}
     for row in rows("h200x4_overlap"):
@@ -203,7 +206,7 @@ def overlap() -> dict[str, str]:
 
 # ------------------------------------------------------------------ allreduces
 def allreduces() -> dict[str, str]:
-    """Returns the table and plot of allreduces on 2 and 4 GPUs, by name."""
+    """Draws the times of allreduces in a CUDA graph; returns their table."""
     times: dict[tuple[str, int], dict[int, float]] = {}
     for name, gpus in (("h200x2_allreduce", 2), ("h200x4_allreduce", 4)):
         for row in rows(name):
@@ -232,7 +235,7 @@ HOST_COMMIT = "af6ec42"
 
 
 def host_time() -> dict[str, str]:
-    """Returns the table and plot of the host's time per call, by name."""
+    """Returns the table of host times per call."""
     found: dict[str, dict[str, float]] = {}
     for row in rows("h200_host"):
         if row["commit"] != HOST_COMMIT:
@@ -249,7 +252,7 @@ def host_time() -> dict[str, str]:
 
 
 def page(tables: dict[str, str]) -> str:
-    """Returns the page with its tables made anew."""
+    """Returns the text of the page with new tables."""
     found = PAGE.read_text()
     for name, made in tables.items():
         begin, end = f"<!-- {name}: benchmarks/plots.py -->\n", "\n<!-- -->"
@@ -260,7 +263,7 @@ def page(tables: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Writes the pictures, and the tables into the page on performance."""
+    """Draws all plots and updates the page."""
     tables = {**kernels(), **overlap(), **allreduces(), **host_time()}
     PAGE.write_text(page(tables))
 
