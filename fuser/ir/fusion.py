@@ -1157,7 +1157,7 @@ class Axis(Val):
 
     @property
     def ptype(self) -> ParallelType:
-        """The parallel type."""
+        """The parallel type: serial, or a device, stream, block or thread type."""
         return self.state.ptype
 
     @property

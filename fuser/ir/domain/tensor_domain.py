@@ -721,7 +721,7 @@ def domain_problem(domain: TensorDomain) -> str | None:
     for axis, flag in zip(axes, domain.contiguity, strict=True):
         skipped = axis.kind in (IterType.broadcast, IterType.reduction)
         if skipped != (flag is None):
-            return f"contiguity {flag} of {axis}"
+            return f"axis {axis} has contiguity {flag}, expected {'None' if skipped else 'a bool'}"
     problem = _UNDERIVED if domain.is_undecided else derivation_problem(domain)
     if problem:
         return problem
