@@ -1,1 +1,1 @@
-"""A second opinion on host programs: their meaning, without the runtime."""
+"""An interpreter of host programs that is independent of the runtime, for comparison in tests."""

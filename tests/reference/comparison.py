@@ -10,7 +10,7 @@ from hostir import HostIrContainer, HostIrEvaluator
 from multidevice import Communicator, simulate
 from tests.reference.host_program import Argument, interpret
 
-# The ways to run: at once or recorded and replayed, and whose work is held back.
+# The ways to run: (method of the evaluator, stream whose work is held back).
 WAYS: tuple[tuple[str, str | int | None], ...] = (
     ("run", None),
     ("evaluate", None),
@@ -30,9 +30,11 @@ def check_run(
     late: str | int | None = None,
     exact: bool = False,
 ) -> None:
-    """Makes calls with one evaluator per rank, and compare outputs and inputs with what they mean.
+    """Makes calls with one evaluator per rank, and compares results with the interpreter's.
 
-    A call has every rank's shards. `exact`: bit by bit."""
+    `calls` has each call's shards by rank. Results are the outputs and the inputs after the run.
+    `exact` compares them bit by bit.
+    """
     meant = [interpret(program, call, number_of_streams=streams) for call in calls]
 
     def body() -> None:
@@ -58,7 +60,7 @@ def check_run(
                     continue
                 difference = differing(got, want, exact=exact)
                 assert difference is None, f"call {number}, rank {rank}, result {i}: {difference}"
-            # Results of a call are the caller's: no later call changes them.
+            # The caller owns the results of a call: no later call changes them.
             kept += [(got, got.clone()) for got in outputs]
         assert all(differing(got, copy, exact=True) is None for got, copy in kept)
 
@@ -70,7 +72,7 @@ def check_run(
 
 
 def differing(got: torch.Tensor, want: torch.Tensor, *, exact: bool) -> str | None:
-    """Returns how two results differ, None where they are alike."""
+    """Returns the difference of two results as text; None if they are equal."""
     if got.dtype is not want.dtype or got.shape != want.shape:
         return f"{got.dtype} {tuple(got.shape)}, expected {want.dtype} {tuple(want.shape)}"
     if got.dtype.is_floating_point and not exact:

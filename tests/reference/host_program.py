@@ -5,9 +5,9 @@ The meanings are those of `docs/reference/host-operations.md`.
     runs = interpret(program, [shards_of(program, inputs, r) for r in range(ranks)])
     runs[rank].outputs, runs[rank].inputs
 
-There is no recording, no plan and no stream: each rank carries out its ops in the order of the
-text, and stops at a `Wait` until its partners have posted their parts. Memory without contents, the
-destination of a communication before its Wait and what was given back hold poison.
+There is no recording, no plan and no stream. Each rank runs its ops in the order of the text, and
+stops at a `Wait` until its partners have posted their parts. Three kinds of memory hold poison: new
+buffers, the destination of a communication before its Wait, and deallocated buffers.
 
 Nothing of `hostir.runtime` or `hostir.analysis` is used.
 """
@@ -54,7 +54,7 @@ Argument = Tensor | Number
 Values = dict[Symbol, Number]
 Steps = Generator[None, None, None]
 _BLOCKS: tuple[Block, ...] = ("first", "last", "empty")
-# Ops whose meaning the extents of their results are a part of.
+# Ops whose meaning depends on the extents of their results.
 _SIZED = (ExpandOp, ReshapeOp, SliceOp, PadOp, CatOp, LookupOp, ScatterOp, FullOp, IotaOp, RandomOp)
 _HALF = (torch.float16, torch.bfloat16)
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -67,15 +67,15 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class MeaninglessError(AssertionError):
-    """The program has no meaning: it uses what it gave back, ranks do not meet, ..."""
+    """The program has no meaning: it uses a deallocated buffer, a rank is missing, ..."""
 
 
 @dataclass
 class Run:
-    """A rank's outputs, None for those that other ranks have, and its inputs after the run.
+    """A rank's outputs (None for those of other ranks only), and its inputs after the run.
 
-    `order` is what its streams are told: ("enter", stream), ("join", stream), ("wait", n) for the
-    n-th communication that moves something, ("join mark", n) for where the n-th of all started.
+    `order` has the expected calls of its streams: ("enter", stream), ("join", stream), ("wait", n)
+    for the n-th communication that moves data, ("join mark", n) for the mark of the n-th of all.
     """
 
     outputs: list[Tensor | None]
@@ -86,9 +86,9 @@ class Run:
 def interpret(
     program: HostIrContainer, by_rank: Sequence[Sequence[Argument]], *, number_of_streams: int = 4
 ) -> list[Run]:
-    """Runs the program on ranks 0, 1, ..., given each one's shards; the inputs are not written.
+    """Runs the program on ranks 0, 1, ... with each rank's shards, and does not change these.
 
-    Raises `MeaninglessError`.
+    Raises `MeaninglessError` for a program without a meaning.
     """
     sizes = _sizes(program, by_rank)
     sizes[ops.NUMBER_OF_STREAMS] = number_of_streams
@@ -128,7 +128,7 @@ def _fill(tensor: Tensor, value: float | None = None) -> None:
 
 
 def _stored(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns one element along each axis of which the memory of `like` has one for all."""
+    """Returns the tensor with one element along each expanded axis of `like`."""
     for axis, (n, step) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if n > 1 and step == 0:
             tensor = tensor.narrow(axis, 0, 1)
@@ -137,12 +137,12 @@ def _stored(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _write(out: Tensor, value: Tensor) -> None:
     if _storage(out) == _storage(value):
-        value = value.clone()  # all is read before anything is written
+        value = value.clone()  # read all elements before one is written
     _stored(out, out).copy_(_stored(value.reshape(out.shape), out))
 
 
 def _in_order(tv: TensorView, tensor: Tensor) -> Tensor:
-    """Returns a shard with its axes in the order of memory: as it travels between ranks."""
+    """Returns a shard with its axes in memory order, as ranks exchange it."""
     order = ops.AxisOrder.of(tv)
     for axis in order.expanded:
         tensor = tensor.narrow(axis, 0, min(1, tensor.shape[axis]))
@@ -170,8 +170,10 @@ class _Pending:
 
 
 class _Network:
-    """Boxes in which ranks post parts, and from which each reader takes them in order: one per
-    sender and receiver, and one per team and member."""
+    """Boxes in which ranks post parts; each reader takes them in order.
+
+    There is a box per pair of sender and receiver, and one per team and member.
+    """
 
     def __init__(self) -> None:
         self._boxes: dict[object, list[tuple[object, Tensor | None]]] = {}
@@ -185,7 +187,7 @@ class _Network:
     def take(
         self, keys: Sequence[object], reader: int, then: Callable[[list[Tensor | None]], None]
     ) -> _Pending:
-        """Returns what ends, with `then`, when the reader's next part is in each of the boxes."""
+        """Returns steps that wait for the reader's next part in each box, and then call `then`."""
         places = [self._taken.get((key, reader), 0) for key in keys]
         self._taken.update({(key, reader): n + 1 for key, n in zip(keys, places, strict=True)})
 
@@ -215,7 +217,7 @@ class _Kernels:
         self._local: dict[tuple[object, Block | None], Fusion] = {}
 
     def _fusion(self, op: Op, block: Block | None) -> Fusion:
-        """Returns what one step computes of its block, or (None) an op of whole shards."""
+        """Returns the fusion that computes a step's block; with None, that of whole shards."""
         key = op.group if isinstance(op, ops.LaunchKernel) else op, block
         if key in self._local:
             return self._local[key]
@@ -236,7 +238,7 @@ class _Kernels:
     def compute(
         self, op: Op, given: Sequence[Tensor], outs: Sequence[Tensor | None], values: Values
     ) -> list[Tensor]:
-        """Returns the results, given the operands and the places that results have."""
+        """Returns the results of an op for its operands and the memory of its results."""
         if not isinstance(op, VIEW_OPS):
             given = [_wide(t) for t in given]
         if isinstance(op, TensorOp) and not isinstance(op, _SIZED):
@@ -261,28 +263,30 @@ class _Kernels:
 def _evaluated(op: TensorOp, known: dict[TensorView, Tensor], values: Values) -> list[Tensor]:
     operands = [known[v] if isinstance(v, TensorView) else None for v in op.inputs]
     if isinstance(op, LinearOp) and operands[1] is not None and operands[1].ndim == 1:
-        # A step's row of the weight gives one column of the result.
+        # The weight's row of a step computes one column of the result.
         operands = [operands[0], *(t if t is None else t.unsqueeze(0) for t in operands[1:])]
     results = evaluate_op(op, operands, values, dtype=torch.float64)
     return [_rounded(t, to_torch(out.dtype())) for t, out in zip(results, op.outputs, strict=True)]
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a result as its type holds it: of one and two bytes it is rounded at once."""
+    """Returns a result rounded to its dtype; dtypes of one or two bytes round immediately."""
     is_narrow = dtype.is_floating_point and dtype.itemsize < 4
     return value.to(dtype).to(value.dtype) if is_narrow else value
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Returns what is computed with: floats of 64 bits, rounded where memory holds a result."""
+    """Returns an operand in the dtype of computation: floats have 64 bits until they are stored."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _fitted(tv: TensorView, tensor: Tensor, values: Values) -> Tensor | None:
-    """Returns a tensor with the axes of `tv`, where a step may lack those of one element; None for
-    another shape."""
+    """Returns a tensor with the axes of `tv`; axes of one element may be missing in a step.
+
+    Returns None if the shapes differ otherwise.
+    """
     shape = [_int(tv.fusion, a.size, values) for a in tv.domain.no_reductions]
     if [n for n in shape if n != 1] != [n for n in tensor.shape if n != 1]:
         return None
@@ -295,7 +299,7 @@ def _int(fusion: Fusion, x: Scalar, values: Values) -> int:
 
 # ------------------------------------------------------------------ one rank
 class _Rank:
-    """A rank: the memory that its names mean, the numbers, and what is in flight."""
+    """One rank: the memory of its names, the values of scalars, and communications in flight."""
 
     def __init__(
         self,
@@ -313,11 +317,11 @@ class _Rank:
         for declared, value in zip(program.inputs, self.inputs, strict=True):
             if isinstance(declared, TensorView) and isinstance(value, Tensor):
                 self.names[declared] = value
-        # Without an Allocate of its own, what updates an input is written straight into it.
+        # A result that updates an input and has no Allocate is written directly into the input.
         for alias in program.aliases:
             if alias.out is not alias.into and self.has(alias.into):
                 self.names[alias.out] = self.names[alias.into]
-        # Names with a place of their own, into which ops write; the other results are made anew.
+        # Names with memory of their own, into which ops write; other results get new memory.
         self.placed = set(self.names)
         self.owners: set[TensorView] = set()
         self.dead: dict[int, Tensor] = {}
@@ -328,7 +332,8 @@ class _Rank:
         self.order: list[tuple[str, object]] = []
         self.stream: object = ENTRY
         self.captured: dict[str, object] = {"Default": ENTRY}
-        # By number: which start it is among all, and (None: a copy of its own) among the others.
+        # By number of a communication: its index among all starts, and its index among those that
+        # move data between ranks (None for a local copy).
         self.starts: dict[int, tuple[int, int | None]] = {}
         self.started, self.moved = 0, 0
 
@@ -345,7 +350,7 @@ class _Rank:
         return tv.mesh is None or tv.mesh.has(self.rank)
 
     def read(self, tv: TensorView) -> Tensor:
-        """Returns the memory that a name means."""
+        """Returns the memory of a name."""
         if tv not in self.names:
             raise MeaninglessError(f"rank {self.rank}: {tv} has no buffer")
         if _storage(self.names[tv]) in self.dead:
@@ -356,7 +361,7 @@ class _Rank:
         return _int(self.program.values, x, self.values)
 
     def fresh(self, tv: TensorView, step: Scalar | None = None) -> Tensor:
-        """Returns new memory for the local shard, or for a step's block of it: poison."""
+        """Returns new memory, full of poison, for the local shard or for a step's block of it."""
         shape = [self.number(n) for n in local_extents(tv)]
         for axis in stream_axes(tv) if step is not None else ():
             n = shape[axis.position]
@@ -369,7 +374,7 @@ class _Rank:
         return made.expand(shape)
 
     def put(self, tv: TensorView, value: Tensor, *, is_view: bool = False) -> None:
-        """Lets a result have its value: in its place, or as a new name."""
+        """Stores the value of a result in its memory, or binds it to a new name."""
         if tv in self.placed:
             _write(self.read(tv), value)
             return
@@ -408,7 +413,7 @@ class _Rank:
                 self.start(op.number, pending, moves=self.group_moves)
             case ops.Communication() | ops.P2PCommunication() | ops.CollectivePermute():
                 if not isinstance(op, ops.P2PCommunication) and not op.team.ranks(self.rank):
-                    self.flight[op.number] = []  # other ranks meet
+                    self.flight[op.number] = []  # only other ranks take part
                     return
                 pending, moves = self.posted(op), self.moves(op)
                 if self.group is None:
@@ -425,7 +430,7 @@ class _Rank:
                     self.local(op)
 
     def local(self, op: Op) -> None:
-        """Carries out what concerns this rank alone."""
+        """Runs an op that concerns this rank alone."""
         match op:
             case ops.Allocate():
                 self.names[op.buffer] = self.fresh(op.buffer, op.stream_index)
@@ -450,7 +455,7 @@ class _Rank:
                 whole, mesh = self.read(op.inp), op.out.mesh
                 assert mesh is not None
                 if op.inp.domain.no_reductions[op.axis].is_broadcast:
-                    # Each part of an expanded axis is the same element, as often as declared.
+                    # Each part of an expanded axis is the same element, repeated.
                     sizes = [self.number(n) for n in local_extents(op.out)]
                     one = whole.narrow(op.axis, 0, min(1, whole.shape[op.axis]))
                     self.put(op.out, one.expand(sizes))
@@ -512,7 +517,7 @@ class _Rank:
             self.dead[_storage(memory)] = memory
 
     def view_of_shards(self, op: ops.SymmetricContiguousView) -> Steps:
-        """The view is a copy: while it lasts nobody writes."""
+        """Copies the shards into a view; no rank may write to them while the view exists."""
         if not self.has(op.inp):
             return
         shard = self.read(op.inp)
@@ -556,7 +561,7 @@ class _Rank:
         part: Tensor | None,
         then: Callable[[list[Tensor | None]], None],
     ) -> _Pending:
-        """Posts a part to all members of a team; `then` gets everybody's."""
+        """Posts a part to all members of a team; `then` is called with the parts of all."""
         self.network.post((team, self.rank), kind, part)
         return self.network.take([(team, member) for member in team], self.rank, then)
 
@@ -568,7 +573,7 @@ class _Rank:
         self.started, self.moved = self.started + 1, self.moved + moves
 
     def moves(self, op: ops.P2PCommunication | ops.CollectivePermute | ops.Communication) -> bool:
-        """Whether more happens than a copy on this rank."""
+        """Whether a communication does more than a copy on this rank."""
         if not isinstance(op, ops.CollectivePermute):
             return True
         place = op.team.ranks(self.rank).index(self.rank)
@@ -589,7 +594,7 @@ class _Rank:
         del self.flight[number]
 
     def posted(self, op: Op) -> list[_Pending]:
-        """Posts this rank's part: what it sends as it is now, and poison in what it receives."""
+        """Posts this rank's part with its current values, and poisons the destination."""
         match op:
             case ops.P2PCommunication():
                 peer = self.number(op.peer)
@@ -647,7 +652,7 @@ class _Rank:
 
 
 def _collected(op: ops.Communication, posted: list[Tensor], place: int) -> Tensor:
-    """Returns what the member at `place` of a team receives, given the parts that were posted."""
+    """Returns the data that member `place` of a team receives, from the parts of all members."""
     size = op.team.size
     match op.type:
         case "Allgather" | "Gather":
@@ -667,8 +672,10 @@ def _collected(op: ops.Communication, posted: list[Tensor], place: int) -> Tenso
 
 
 def _chunk(size: int, index: int, count: int) -> tuple[int, int]:
-    """Returns (start, length) of one of `count` equal chunks, rounded up: the last ones may be
-    short or empty."""
+    """Returns (start, length) of one of `count` chunks of equal, rounded up length.
+
+    The last chunks may be shorter or empty.
+    """
     full = -(-size // count)
     start = min(index * full, size)
     return start, min(full, size - start)

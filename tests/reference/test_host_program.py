@@ -1,4 +1,4 @@
-"""Tests of the interpreter: it says what torch says, and refuses programs without a meaning."""
+"""Tests the interpreter: it equals torch, and raises an error for programs without a meaning."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_programs_without_meaning_are_refused(
 
 
 def test_what_a_communication_writes_is_poison_until_its_wait() -> None:
-    """A copy between the start and the Wait shows NaN."""
+    """A copy between the start of a communication and its Wait reads NaN."""
     hic = HostIrContainer()
     with hic:
         x, y, team = _gathered(hic)

@@ -1,4 +1,4 @@
-"""Measured timelines of programs by hand: sums, slices, tracks, attribution, clocks."""
+"""Tests measured timelines of hand-written programs: sums, slices, tracks, attribution, clocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.support.handmade_programs import EXAMPLES, Example
 
 
 def traced(example: Example, **options: Any) -> list[Trace]:
-    """Traces on simulated ranks; on one, without a communicator."""
+    """Returns the traces of simulated ranks; one rank has no communicator."""
 
     def here(communicator: Communicator | None) -> Trace:
         program = example.build()
@@ -63,7 +63,7 @@ def traced(example: Example, **options: Any) -> list[Trace]:
 
 
 def counted(rank: RankTrace) -> Busy:
-    """Returns the sums of the last run from its slices, moment by moment."""
+    """Computes the sums of the last run from its slices, one interval at a time."""
     wall = rank.runs[-1].wall
     work = [s for s in rank.slices if not s.on_host]
     marks = sorted({0.0, wall, *(s.begin for s in work), *(s.end for s in work)})
@@ -111,7 +111,7 @@ MODELLED = [n for n in EXAMPLES if "unit" not in n and "HI-7" not in n]
 
 @pytest.mark.parametrize("name", MODELLED)
 def test_every_op_is_there_as_often_as_the_loops_say(name: str) -> None:
-    """On the streams that the cost model has it on, which unrolls programs in its own way."""
+    """Compares with the cost model, which unrolls programs independently."""
     example = EXAMPLES[name]
     trace = traced(example, predicted="h200")[-1]
     rank = trace.ranks[-1]
@@ -123,7 +123,7 @@ def test_every_op_is_there_as_often_as_the_loops_say(name: str) -> None:
     work = [w for w in made.of_class(number) if not isinstance(w.item.site.op, TRANSFERS)]
     want = Counter((w.item.site.place(lines), w.streams[number]) for w in work)
     assert found == want
-    # What moves between ranks is one op for all that it starts.
+    # A communication is one op, also a group that starts several transfers.
     moved = [op for op in ops if op.kind == "communication"]
     assert bool(moved) == any(w.is_transfer for w in made.of_class(number))
     assert all(op.tensors for op in ops)
@@ -142,7 +142,7 @@ def test_a_steps_work_stands_on_its_stream() -> None:
 
 
 def test_what_is_announced_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of its own writes `FUSER_DUMP=communication`."""
+    """With `FUSER_DUMP=communication`, an extra step writes a line; it must not count as work."""
     monkeypatch.setenv("FUSER_DUMP", "communication")
     rank = traced(EXAMPLES["HO-3 on 2"])[0].ranks[0]
     works = [rank.ops[s.op].kind for s in rank.slices if not s.on_host]
@@ -232,7 +232,7 @@ def test_the_file_is_a_chrome_trace_with_a_track_per_stream_and_rank(tmp_path: P
         assert mine == {"host", *streams}
         theirs = {n.partition(": ")[2] for n in tracks if n.startswith(f"{rank}, ")}
         assert theirs == {*streams, "link out", "link in"}
-        # What is called alike is called alike.
+        # Streams have the same names in both timelines.
         for stream in streams:
             alike = [tracks[f"{rank}{beside}: {stream}"] for beside in ("", ", predicted on h200")]
             measured, predicted = (
@@ -307,7 +307,7 @@ def test_ranks_that_ask_for_different_runs_are_refused() -> None:
         mine = shards_of(evaluator.program, example.arguments(0), rank)
         with pytest.raises(ProgramMismatchError, match=r"(?s)traced: warm_up=3, repeat=1, .*=2"):
             evaluator.trace(mine, repeat=1 + rank)
-        # What each makes of it is its own matter.
+        # The prediction may differ between ranks.
         return evaluator.trace(mine, repeat=1, predicted="h200" if rank else None)
 
     with simulate(2) as world:
@@ -346,7 +346,7 @@ def test_the_ways_to_tell_the_time_of_a_gpu() -> None:
 
 
 class FakeEvent:
-    """An event of a device that does everything at once."""
+    """Stands in for a CUDA event of a device that finishes all work immediately."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -363,7 +363,7 @@ class FakeEvent:
 
 
 def watched_by(monkeypatch: pytest.MonkeyPatch, *ways: Callable[..., HostWatch]) -> None:
-    """Lets traces tell the time in these ways, whatever the device."""
+    """Makes traces use these sources of time on any device."""
     monkeypatch.setattr("hostir.profiling.tracer.ways_to_time", lambda *_: [*ways])
 
 
@@ -390,7 +390,7 @@ no_gpu = pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_what_does_not_work_is_said_and_the_next_way_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU torch.profiler sees the steps, and nothing on a device."""
+    """On a CPU, torch.profiler records the steps but no work of a device."""
     watched_by(monkeypatch, CuptiWatch, HostWatch)
     (trace,) = traced(EXAMPLES["rows"])
     assert trace.source == HostWatch.source
@@ -403,7 +403,7 @@ def test_what_does_not_work_is_said_and_the_next_way_is_taken(
 
 
 class Refusing(HostWatch):
-    """A way that fails on rank 1 before anything ran."""
+    """A source of times that fails on rank 1 before anything runs."""
 
     source = "refusing"
     left: list[int] = []  # noqa: RUF012
@@ -426,7 +426,7 @@ def test_all_ranks_tell_the_time_in_one_way(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Failing(HostWatch):
-    """A way that ends the first watched run of rank 1."""
+    """A source of times that raises an error in the first traced run of rank 1."""
 
     def begin_round(self) -> None:
         if Communicator.instance().rank() == 1:
@@ -500,7 +500,7 @@ def test_kernels_belong_to_the_op_that_launched_them(monkeypatch: pytest.MonkeyP
 
 
 class Shifting(Injecting):
-    """Has a clock that is a second ahead of the host's."""
+    """A source of times whose clock is one second ahead of the host's."""
 
     def stop(self) -> None:
         super().stop()
@@ -572,7 +572,7 @@ def test_what_is_no_profile_is_refused(text: str) -> None:
 
 # ------------------------------------------------------------------ clocks
 class FakeRanks:
-    """Rank 1 of two, whose clock is `ahead` of this one; a barrier takes about a millisecond."""
+    """Stands in for two ranks: the clock of the other is `ahead`; a barrier takes about 1 ms."""
 
     rank = 1
 

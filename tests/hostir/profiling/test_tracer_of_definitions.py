@@ -1,4 +1,4 @@
-"""`FusionDefinition.trace`: on one rank, on simulated ranks, and under mpirun."""
+"""Tests `FusionDefinition.trace` on one rank, on simulated ranks, and under mpirun."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def streamed_linear(d: int) -> tuple[FusionDefinition, list[torch.Tensor], torch
 
 
 def row_parallel(ranks: tuple[int, ...]) -> FusionDefinition:
-    """x [t, k] and w [n, k], both cut on k: one allreduce."""
+    """Defines x [t, k] and w [n, k], both cut on k, so that the result needs one allreduce."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         w = fd.define_tensor([-1, -1], contiguity=True)
@@ -111,7 +111,7 @@ def check_differing_calls(folder: Path) -> None:
 
 
 def check_an_error_of_one_rank(folder: Path) -> None:
-    """Is one of all, before anything runs."""
+    """An error of one rank is raised on all ranks before anything runs."""
     rank = Communicator.instance().rank()
     fd = row_parallel((0, 1))
     path = folder / "t.json"

@@ -1,4 +1,4 @@
-"""Programs by hand on several ranks: the ranks agree on each run, as they do for `execute`."""
+"""Tests that ranks of hand-written programs agree on each run, as for `execute`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sharded(program: HostIrContainer, *, rows: int = 2, is_input: bool = False) 
 
 
 def gathered(factor: float = 1.0, *, backend: str = "NCCL") -> HostIrContainer:
-    """A program that gathers `factor * x`."""
+    """Returns a program that gathers `factor * x`."""
     program = HostIrContainer()
     with program:
         x, t = sharded(program, is_input=True), sharded(program)
@@ -85,7 +85,7 @@ WAYS = {"run": _run, "evaluate": _evaluate, "run_with_input": _with_buffer}
 
 
 def refused_once(way: Callable[..., list[torch.Tensor]], backend: str) -> list[str]:
-    """Runs six times, the third time on what rank 1 refuses; returns the errors."""
+    """Runs six times, with an input that rank 1 refuses in the third run; returns the errors."""
     communicator = Communicator.instance()
     evaluator, errors = HostIrEvaluator(gathered(backend=backend)), list[str]()
     for i in range(6):

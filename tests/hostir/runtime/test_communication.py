@@ -1,4 +1,4 @@
-"""Every communication type moves what its name says, for contiguous and permuted shards."""
+"""Tests the data of every communication type, for contiguous and permuted shards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _inputs() -> list[torch.Tensor]:
 
 
 def _expected(kind: str, rank: int) -> torch.Tensor | None:
-    """What rank `rank` receives when every rank passes its input (or its first part of it)."""
+    """Returns the data that a rank receives if every rank passes its input, or its first part."""
     operands = [x[:PART] if COLLECTIVES[kind].growth > 0 else x for x in _inputs()]
     return MEANINGS[kind].results(operands, 1)[rank]
 
@@ -118,7 +118,7 @@ def test_an_expanded_axis_is_sent_once() -> None:
     "x", [torch.zeros(4, 6)[:, :3], torch.zeros(3, 4).t(), torch.zeros(4, 1).expand(4, 3)]
 )
 def test_a_shard_that_is_not_dense_in_its_order_is_refused(x: torch.Tensor) -> None:
-    """Sent as it lies it would arrive as other numbers."""
+    """Sent in its memory order, the shard would arrive as other numbers."""
     op = _communication("Allreduce")
     backend = Communicator.instance().backend_for("cpu")
     for inp, out in ((x, torch.zeros(4, 3)), (torch.zeros(4, 3), x)):

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
-    """What captured, one per stream and arena."""
+    """Returns the graph makers that have captured, one per stream and arena."""
     monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     return stand_in(monkeypatch)
 
@@ -51,7 +51,7 @@ def test_runs_are_repeated(name: str, made: list[CpuGraphs]) -> None:
 
 
 def test_what_the_host_reads_is_not_repeated(made: list[CpuGraphs]) -> None:
-    """A graph would take the groups of its capture for those of every run."""
+    """A graph would repeat the groups of its capture in every run."""
     with FusionDefinition() as fd:
         tokens, experts = fd.define_tensor([8, 4]), fd.define_tensor([2, 4, 4])
         ends = fd.define_tensor([2], dtype=DataType.Int32)
@@ -82,7 +82,7 @@ def test_an_update_in_place_is_repeated(made: list[CpuGraphs]) -> None:
 
 
 def _cast() -> ExitStack:
-    """As torch.autocast does, which asks for a GPU."""
+    """Casts as torch.autocast does, which itself needs a GPU."""
     stack = ExitStack()
     stack.callback(torch.set_autocast_enabled, "cuda", torch.is_autocast_enabled("cuda"))
     torch.set_autocast_enabled("cuda", True)
@@ -170,7 +170,7 @@ def test_calls_of_a_capture_that_is_refused_are_counted_once(
 
 
 def test_a_thread_is_no_user_for_having_the_number_of_one(made: list[CpuGraphs]) -> None:
-    """Numbers of threads that have ended are given to others."""
+    """The operating system reuses the ids of threads that have ended."""
     case = CASES["layers"]
 
     def use() -> int:
@@ -196,7 +196,7 @@ def test_a_thread_is_no_user_for_having_the_number_of_one(made: list[CpuGraphs])
 
 
 def test_nothing_is_captured_while_another_thread_runs_programs(made: list[CpuGraphs]) -> None:
-    """It might wait for the whole device, which the driver refuses during a capture."""
+    """Another thread might synchronise the device, which the driver forbids during a capture."""
     fd, case = defined(CASES["layers"]), CASES["layers"]
     other = defined(CASES["layers"])
     has_begun, may_end = threading.Event(), threading.Event()
@@ -224,7 +224,7 @@ def test_nothing_is_captured_while_another_thread_runs_programs(made: list[CpuGr
 def test_what_a_caller_captures_has_memory_of_its_own(
     made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else later runs, and larger ones, would take away what the caller's graph writes into."""
+    """Otherwise later, larger runs would free memory to which the caller's graph writes."""
     is_captured = False
     monkeypatch.setattr(arena, "capturing_on", lambda device: lambda stream: is_captured)
     lent: list[weakref.ref[arena.Arena]] = []
@@ -253,7 +253,7 @@ def test_what_a_caller_captures_has_memory_of_its_own(
 
 
 def test_no_garbage_is_collected_before_the_last_capture_ends() -> None:
-    """Captures of several threads begin and end in any order."""
+    """Captures of several threads overlap; the collector stays off until the last one ends."""
     first, second = ExitStack(), ExitStack()
     assert gc.isenabled()
     first.enter_context(uncollected)
@@ -265,7 +265,7 @@ def test_no_garbage_is_collected_before_the_last_capture_ends() -> None:
 
 
 def test_kernels_find_tensors_in_other_places(made: list[CpuGraphs]) -> None:
-    """A program of kernels alone has one graph, whatever its tensors' addresses."""
+    """A program of kernels alone has one graph for all addresses of its tensors."""
     case = CASES["kernels"]
     fd = defined(case)
     kept: list[object] = []
@@ -279,7 +279,7 @@ def test_kernels_find_tensors_in_other_places(made: list[CpuGraphs]) -> None:
 
 
 def test_an_output_that_is_a_view_of_another_one(made: list[CpuGraphs]) -> None:
-    """A program by hand: each run names the places of its own outputs, whoever enqueued it."""
+    """Each run of a hand-written program makes views of its own outputs, also after a launch."""
     hic = HostIrContainer()
     with hic:
         x, w = hic.input([8, 12]), hic.input([6, 12])
@@ -371,7 +371,7 @@ def test_few_steps_are_not_captured(made: list[CpuGraphs], monkeypatch: pytest.M
 def test_a_kernel_alone_is_captured_later(
     made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph saves little of each run, which many shapes that come a few times must not pay."""
+    """A graph saves little per run; many shapes with few runs must not pay for captures."""
     monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 3)
     monkeypatch.setenv("FUSER_DISABLE", "compiled_runner")
     with FusionDefinition() as fd:
@@ -389,7 +389,7 @@ def test_a_kernel_alone_is_captured_later(
 def test_tensors_that_take_turns_have_a_twin_each(
     made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that no kernel is told anything, once each place has come."""
+    """With a copy of the graph per address, no kernel needs an update any more."""
     monkeypatch.setenv("FUSER_DISABLE", "compiled_runner")
     case = CASES["kernels"]
     fd, sets = defined(case), [case.make(CPU) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Graphs that the compiled runner launches, on a stand-in for CUDA graphs."""
+"""Tests graphs that the compiled runner launches, with a stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _runner() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
-    """What captured, one per stream and arena."""
+    """Returns the graph makers that have captured, one per stream and arena."""
     monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     return stand_in(monkeypatch)
 
@@ -67,7 +67,7 @@ def test_graphs_are_told_where_tensors_lie(made: list[CpuGraphs]) -> None:
 
 
 def _captures_per_batch(made: list[CpuGraphs]) -> list[int]:
-    """Six layers, each of its own weights, feed one another in every batch."""
+    """Runs six layers with different weights, one after the other, in every batch."""
     case, captured = CASES["layers"], list[int]()
     fd = defined(case)
     weights = [[torch.randn(12, 16) / 4, torch.randn(16, 12) / 4] for _ in range(6)]
@@ -85,7 +85,7 @@ def _captures_per_batch(made: list[CpuGraphs]) -> list[int]:
 def test_as_soon_as_without_the_runner(
     made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps nothing, and allocates nothing twice: tensors lie where they lay without it."""
+    """The runner keeps no tensor and allocates none twice, so addresses recur as without it."""
     with_it = _captures_per_batch(made)
     made.clear()
     monkeypatch.setattr(plan, "_POOLS", {})
@@ -95,7 +95,7 @@ def test_as_soon_as_without_the_runner(
 
 
 class _Raw:
-    """A graph that C launches by address: functions of Python behind C's."""
+    """A graph that C launches by address; its C functions call Python."""
 
     def __init__(self, graph: Any) -> None:
         import ctypes

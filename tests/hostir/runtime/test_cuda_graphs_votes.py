@@ -26,7 +26,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CpuGraphs]:
 
 
 def replays(made: list[CpuGraphs]) -> int:
-    """The first launch of each graph is its capture."""
+    """Returns the number of launches, without the first of each graph, which captures it."""
     return sum(graph.launches - 1 for maker in made for graph in maker.made)
 
 
@@ -42,7 +42,7 @@ def test_all_ranks_repeat_a_run(name: str, comm: Communicator, made: list[CpuGra
 def test_ranks_whose_tensors_lie_elsewhere(
     name: str, comm: Communicator, made: list[CpuGraphs]
 ) -> None:
-    """Each rank has its own rhythm: after 1, 2 or 3 runs it takes its other tensors."""
+    """Each rank alternates between two sets of tensors, after 1, 2 or 3 runs."""
     case, rank = Case(name, comm, CPU), comm.rank()
     case.repeat(120, [case.inputs(0), case.inputs(0)], lambda run: run // (rank + 1) % 2)
     assert len(set(comm.exchange(str(replays(made)).encode()))) == 1
@@ -52,7 +52,7 @@ def test_ranks_whose_tensors_lie_elsewhere(
 def test_what_is_dropped_is_dropped_on_all_ranks(
     comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank has many tensors, the others few."""
+    """One rank uses many different tensors, the others few."""
     monkeypatch.setattr(cuda_graphs, "MAX_KEYS", 32)
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 8)
     case, rank = Case("gather", comm, CPU), comm.rank()
@@ -84,7 +84,7 @@ def test_one_rank_that_cannot_capture(
 def test_one_rank_with_another_thread(
     comm: Communicator, made: list[CpuGraphs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is begun that would have to be given up again in each third run."""
+    """No capture is started that would have to be dropped again in every third run."""
     began: list[Vote] = []
     monkeypatch.setattr(Vote, "start_over", began.append)
     case, is_last = Case("gather in steps", comm, CPU), comm.rank() == comm.size() - 1

@@ -1,4 +1,4 @@
-"""Runs equal torch; the replay equals the reference evaluation; inputs are checked first."""
+"""Tests that runs equal torch, replays equal `evaluate`, and inputs are checked first."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_visible_update_returns_the_input_itself() -> None:
 
 
 def test_an_output_beside_an_update_sees_the_old_value() -> None:
-    """In one kernel, whose compiler may read again what was just written."""
+    """Both are in one kernel, whose compiler may read the value that was just written."""
 
     def define() -> None:
         x, y = tensor(-1, -1), tensor(-1, -1)
@@ -201,7 +201,7 @@ def test_an_output_beside_an_update_sees_the_old_value() -> None:
 
 
 def test_two_outputs_behind_an_update_see_the_old_value() -> None:
-    """All three in one kernel, the update defined first."""
+    """All three are in one kernel, and the update is defined first."""
 
     def define() -> None:
         a, c, x = (tensor(-1, -1) for _ in range(3))
@@ -305,7 +305,7 @@ def test_duplicate_and_input_outputs() -> None:
 
 @pytest.mark.parametrize("order", ["xp", "px", "xyp", "xpy", "pxy", "xy"])
 def test_an_input_that_updates_others_is_returned_itself(order: str) -> None:
-    """It came back as the tensor it was written into, with its old values."""
+    """Once, it was returned as the tensor that it updates, with the old values."""
 
     def define() -> None:
         x, y, z = (tensor(-1, -1) for _ in range(3))
@@ -376,7 +376,7 @@ def test_junk_inputs_are_refused_before_and_after_a_run(method: str) -> None:
 
 
 def test_a_storage_that_is_resized_after_a_run_is_refused() -> None:
-    """Warm kernels and library calls read where there was no memory."""
+    """Once, replayed kernels and library calls read freed memory."""
     for name in ("linear_relu_sum", "duplicates"):
         evaluator = HostIrEvaluator(build(CASES[name]))
         inputs = _GOOD if name == "linear_relu_sum" else [torch.zeros(5, 6)]
@@ -389,7 +389,7 @@ def test_a_storage_that_is_resized_after_a_run_is_refused() -> None:
 
 
 def test_an_error_of_a_later_run_names_op_and_line() -> None:
-    """Only that of a first run did."""
+    """Once, only errors of a first run had op and line."""
     hic = HostIrContainer()
     with hic:
         x, w = hic.input([4, 4]), hic.input([4, 4])

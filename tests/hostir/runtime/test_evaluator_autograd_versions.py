@@ -1,4 +1,4 @@
-"""What a run writes in place, autograd hears of: a backward pass that needs an old value raises."""
+"""Tests that autograd notices in-place updates: a backward pass that needs an old value raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def added() -> FusionDefinition:
 
 
 def by_hand() -> HostIrEvaluator:
-    """An op that is written into an input, without a word of an alias."""
+    """Returns a program whose op writes into an input without a declared alias."""
     hic = HostIrContainer()
     with hic:
         a, b = hic.input([-1]), hic.input([-1])

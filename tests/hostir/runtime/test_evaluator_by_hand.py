@@ -1,4 +1,4 @@
-"""Running programs that were built by hand: buffers of the caller, streams that persist, errors."""
+"""Tests runs of hand-written programs: the caller's buffers, persistent streams, errors."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_ops_write_into_what_the_caller_binds(name: str, late: str | None) -> No
             (got,) = evaluator.run_with_input({**by_name, out: buffer})
             assert got is buffer
             _assert_close(buffer, want)
-        # What lies between the slice's elements stays.
+        # Elements between those of the slice keep their values.
         inside.fill_(7.0)
         assert (wide == 7.0).all()
         # No buffer: a new tensor, or a view, which later runs leave alone.
@@ -144,7 +144,7 @@ def test_ops_write_into_what_the_caller_binds(name: str, late: str | None) -> No
 
 @pytest.mark.parametrize("method", ["run", "evaluate"])
 def test_one_program_takes_either_branch(method: str) -> None:
-    """HI-10: ones become 3 or 2."""
+    """HI-10: a branch turns ones into 3 or 2."""
     evaluator = HostIrEvaluator(counting())
     for is_twice, want in ((True, 3.0), (False, 2.0), (True, 3.0)):
         given = torch.ones(5)
@@ -526,7 +526,7 @@ def test_a_name_that_is_no_stream_number_is_refused_when_it_runs() -> None:
 
 
 def test_a_missing_wait_is_seen_when_a_stream_is_late() -> None:
-    """The same program without one of its joins is wrong for some late stream, and right else."""
+    """Without one of its joins, the program is wrong for some late stream and right otherwise."""
     program = rows_on_streams()
     loops = [op for op in program.ops if isinstance(op, hostir.ForLoop)]
     for broken in (loops[0], loops[-1]):
@@ -558,7 +558,7 @@ def test_the_mistake_of_a_select_on_the_wrong_tensor() -> None:
 def test_a_program_that_waits_for_no_stream_leaves_it_to_its_caller(
     streams: int, steps: int
 ) -> None:
-    """HI-7 as it is stated: it runs, says what it leaves, and its last stream stays current."""
+    """HI-7: the program runs, warns about its open streams, and its last stream stays current."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([4, 8, 32])
@@ -576,7 +576,7 @@ def test_a_program_that_waits_for_no_stream_leaves_it_to_its_caller(
     for got in results:
         torch.testing.assert_close(got.double(), (t.double() * 2).sum(0), atol=1e-5, rtol=1e-5)
     assert evaluator.current_stream() == (steps - 1) % streams
-    # What it does to itself is refused all the same.
+    # A race within the program still raises an error.
     with HostIrContainer() as again:
         x = again.input([4])
         y = again.tensor([4])
@@ -591,7 +591,7 @@ def test_a_program_that_waits_for_no_stream_leaves_it_to_its_caller(
 
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_what_is_only_allocated_has_a_shape(in_loop: bool) -> None:
-    """HI-11: the last allocation of a loop is visible behind it."""
+    """HI-11: the last allocation inside a loop is visible after the loop."""
     hic = HostIrContainer()
     with hic:
         y = hic.tensor([2, 3])

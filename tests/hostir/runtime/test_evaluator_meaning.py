@@ -52,7 +52,7 @@ Calls = list[list[list[Any]]]
 def calls_of(
     program: HostIrContainer, ranks: int, inputs: Callable[[int], list[Any]], count: int = CALLS
 ) -> Calls:
-    """Returns the shards of every rank in each of some calls."""
+    """Returns the shards by rank for each of several calls."""
     return [
         [shards_of(program, given, rank) for rank in range(ranks)]
         for given in map(inputs, range(count))
@@ -94,7 +94,7 @@ def test_compiled_programs(name: str, way: str, late: str | int | None) -> None:
 
 @pytest.mark.parametrize(("way", "late"), WAYS[:3])
 def test_numbers_of_kernels(way: str, late: str | int | None) -> None:
-    """A kernel takes a number that changes from call to call, and one that is computed from it."""
+    """A kernel reads a number that changes between calls, and one that is computed from it."""
     fusion = Fusion()
     with FusionGuard(fusion):
         t, by = define_tensor([-1, -1], contiguity=True), fusion.new_symbol(DataType.Float)
@@ -108,7 +108,7 @@ def test_numbers_of_kernels(way: str, late: str | int | None) -> None:
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize(("way", "late"), WAYS[:3])
 def test_inputs_that_kernels_update(way: str, late: str | int | None, is_read: bool) -> None:
-    """A kernel writes straight into an input; or into memory that is read again, and copied."""
+    """A kernel writes directly into an input, or into memory that is copied to the input later."""
     fusion = Fusion()
     with FusionGuard(fusion):
         x, y = (define_tensor([-1, -1], contiguity=True) for _ in range(2))
@@ -124,7 +124,7 @@ def test_inputs_that_kernels_update(way: str, late: str | int | None, is_read: b
 
 @pytest.mark.parametrize("name", host_programs.CASES)
 def test_compiled_programs_of_other_sizes(name: str) -> None:
-    """Sizes that come, come again, and come back, of the axes that are free."""
+    """Uses new, repeated and returning sizes of the free axes."""
     case = host_programs.CASES[name]
     program = host_programs.build(case)
     free = [
@@ -148,7 +148,7 @@ def test_compiled_programs_of_other_sizes(name: str) -> None:
 # ------------------------------------------------------------------ programs of this file
 @dataclass(frozen=True)
 class Case:
-    """A program, and the global inputs of each call; `exact`: data only moves."""
+    """A program with the global inputs of each call; `exact`: results are equal in every bit."""
 
     define: Callable[[HostIrContainer], None]
     calls: tuple[tuple[Any, ...], ...]
@@ -179,7 +179,7 @@ def chunk(hic: HostIrContainer, whole: TensorView, count: int, index: Scalar) ->
 
 
 def numbers_decide(hic: HostIrContainer) -> None:
-    """How often a loop runs, from where and in which steps, and which branch, are inputs."""
+    """Inputs decide the range of a loop and the branch."""
     x, start, stop = hic.input([-1, 4]), hic.scalar(DataType.Int), hic.scalar(DataType.Int)
     flag = hic.scalar(DataType.Bool)
     total = allocated(hic, hic.tensor([4]), zero=True)
@@ -193,7 +193,7 @@ def numbers_decide(hic: HostIrContainer) -> None:
 
 
 def an_input_is_updated(hic: HostIrContainer) -> None:
-    """Rows of an input are written in place, and read again after."""
+    """Updates rows of an input in place, and reads them afterwards."""
     x, scale = hic.input([-1, 5]), hic.scalar(DataType.Float)
     seen = allocated(hic, hic.tensor([x.size(0), 5]), zero=True)
     with hic.loop(x.size(0) - 1) as i:
@@ -204,7 +204,7 @@ def an_input_is_updated(hic: HostIrContainer) -> None:
 
 
 def step_buffers(hic: HostIrContainer) -> None:
-    """Blocks on streams, each with a buffer of its own; the last ones are short, or empty."""
+    """Computes blocks on streams, each with its own buffer; the last ones are short or empty."""
     x = hic.input([-1, 4])
     y = allocated(hic, hic.tensor([x.size(0), 4]))
     enter_streams(hic, NUMBER_OF_STREAMS)
@@ -222,7 +222,7 @@ def step_buffers(hic: HostIrContainer) -> None:
 
 
 def columns(hic: HostIrContainer) -> None:
-    """Elements along an inner axis, then along an outer one; what is written is exchanged."""
+    """Selects elements along an inner and then an outer axis; ranks exchange the results."""
     x = hic.input([3, -1, 2])
     y = allocated(hic, hic.tensor([3, x.size(1), 2]))
     with hic.loop(x.size(1)) as j:
@@ -233,7 +233,7 @@ def columns(hic: HostIrContainer) -> None:
 
 
 def results_of_their_own(hic: HostIrContainer) -> None:
-    """Results without a buffer, in a loop, and views of them; they are added up, too."""
+    """Has results without buffers in a loop, views of them, and their sum."""
     x = hic.input([-1, 6])
     y, total = (allocated(hic, hic.tensor([n, 3]), zero=True) for n in (x.size(0), 2))
     with hic.loop(x.size(0)) as i:
@@ -252,7 +252,7 @@ def results_of_their_own(hic: HostIrContainer) -> None:
 
 
 def units_in_a_loop(hic: HostIrContainer) -> None:
-    """A fusion of its own per block, of which the last has another size, and one of all."""
+    """Runs a host unit per block, the last of another size, and one on the whole tensor."""
     x = hic.input([-1, 4])
     y, z = (allocated(hic, hic.tensor([x.size(0), 4])) for _ in range(2))
     number = hic.unit(unit(lambda x: (ops.mul(x, 3.0), ops.neg(x)), 2))
@@ -266,7 +266,7 @@ def units_in_a_loop(hic: HostIrContainer) -> None:
 
 
 def a_number_of_a_unit(hic: HostIrContainer) -> None:
-    """A unit takes a number, as it is and computed."""
+    """Passes a unit an input number and a computed number."""
     x, scale = hic.input([-1, 3]), hic.scalar(DataType.Float)
     fusion = Fusion()
     with FusionGuard(fusion):
@@ -327,7 +327,7 @@ def every_root(hic: HostIrContainer) -> None:
 
 
 def exchanges(hic: HostIrContainer) -> None:
-    """An all-to-all, and the same by sends and receives in one group, in the other order."""
+    """Does an all-to-all, and the same by grouped sends and receives in reverse order."""
     mesh, team = _mesh(3)
     x = spread(hic.input([3, 3, 4], mesh=mesh))
     y, z = (allocated(hic, spread(hic.tensor([3, 3, 4], mesh=mesh), 1)) for _ in range(2))
@@ -350,7 +350,7 @@ def exchanges(hic: HostIrContainer) -> None:
 
 
 def two_in_flight(hic: HostIrContainer) -> None:
-    """Permutes of two distances under way at once, waited for in the other order."""
+    """Has two permutations in flight at once, and waits for them in reverse order."""
     mesh, team = _mesh(3)
     x = spread(hic.input([3, -1], mesh=mesh))
     n = x.size(1)
@@ -369,7 +369,7 @@ def two_in_flight(hic: HostIrContainer) -> None:
 
 
 def parts_of_ranks(hic: HostIrContainer) -> None:
-    """Each rank's part of a replicated tensor along each axis of a mesh of two axes."""
+    """Takes each rank's part of a replicated tensor along both axes of a mesh."""
     mesh = DeviceMesh([[0, 1], [2, 3]])
     x = hic.input([-1, 6], mesh=mesh)
     for axis, ptype in ((0, ParallelType.mesh_y), (1, ParallelType.mesh_x)):
@@ -382,7 +382,7 @@ def parts_of_ranks(hic: HostIrContainer) -> None:
 
 
 def ranks_take_branches(hic: HostIrContainer) -> None:
-    """What a rank does depends on its number, in a loop whose length does, too."""
+    """The branch and the length of a loop depend on the rank."""
     mesh, team = _mesh(4)
     x = spread(hic.input([4, 3], mesh=mesh))
     y = allocated(hic, spread(hic.tensor([4, 3], mesh=mesh)), zero=True)
@@ -397,7 +397,7 @@ def ranks_take_branches(hic: HostIrContainer) -> None:
 
 
 def shards_seen_whole(hic: HostIrContainer) -> None:
-    """In every step all shards are seen side by side, and written again after."""
+    """In every step, reads all shards as one tensor, and writes them again afterwards."""
     mesh, _ = _mesh(2)
     x = spread(hic.input([2, 1024], mesh=mesh))
     shard = spread(hic.tensor([2, 1024], mesh=mesh, memory=MemoryType.symmetric))

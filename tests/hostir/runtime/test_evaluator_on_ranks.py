@@ -1,4 +1,4 @@
-"""Host programs on the ranks of a real job (mpirun)."""
+"""Tests host programs on the ranks of a real job (mpirun)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 @pytest.mark.parametrize("name", ["mlp2", "mlp4", "sequence2", "slice2", "mesh2x2", "encoder2"])
 def test_programs_equal_torch(name: str, comm: Communicator) -> None:
-    """Also from text; ranks outside the mesh take no part."""
+    """Also runs programs from their text; ranks outside the mesh do not take part."""
     case = CASES[name]
     if comm.size() < case.ranks:
         pytest.skip(f"needs {case.ranks} ranks")

@@ -25,7 +25,7 @@ RUNS = 3
 
 
 class Watch:
-    """What one rank's streams and communications are told."""
+    """Records the calls of one rank's streams and communications."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: dict[int, Told] = {}
@@ -72,7 +72,7 @@ class Watch:
 
     @contextmanager
     def run(self) -> Iterator[Told]:
-        """Counts from here; yields what this rank is told."""
+        """Restarts the counts; yields the list of this rank's calls."""
         rank = _rank()
         self.told[rank], self._works[rank], self._marks[rank] = [], {}, -1
         yield self.told[rank]
@@ -109,7 +109,7 @@ def check(
 
 
 def relevant(told: Told, meant: Told) -> Told:
-    """Leaves out marks where none are meant."""
+    """Removes the calls about marks if the expected order has none."""
     has_marks = any(what == "join mark" for what, _ in meant)
     return [(what, which) for what, which in told if has_marks or what != "join mark"]
 

@@ -31,7 +31,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """An op on N x N tensors: how it is defined, and its torch meaning."""
+    """An op on N x N tensors: its definition and its meaning in torch."""
 
     arity: int
     define: Callable[..., Any]
@@ -80,7 +80,7 @@ class Program:
             out(values[value], None if into is None else values[into])
 
     def expected(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns the visible outputs, and update the inputs: old values first, writes last."""
+        """Returns the visible outputs and updates the inputs: reads old values, then writes."""
         values = [x.double().clone() for x in inputs]
         for row, operands in self.statements:
             values.append(row.torch(*(values[k] for k in operands)))
@@ -158,7 +158,7 @@ def evaluator_of(program: Program, inputs: Tensors, options: Settings) -> HostIr
 @pytest.mark.parametrize("schedules", ["cpu", "h200"])
 @pytest.mark.parametrize("batch", range(PROGRAMS // BATCH))
 def test_random_updates(batch: int, schedules: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program three times: recorded, replayed, and with other memory."""
+    """Runs each program three times: recorded, replayed, and with other memory."""
     # A thousand small kernels, of kinds that other tests compile for a GPU as well.
     monkeypatch.setattr(executor, "compile_kernels", compile_kernels)
     options = settings([] if schedules == "cpu" else ["schedules_for(h200)"])

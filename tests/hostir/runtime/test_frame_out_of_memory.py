@@ -1,4 +1,4 @@
-"""Sizes for which there is no memory: the error is typed, and names op, tensor, bytes and line."""
+"""Tests the error for sizes without memory: its type, op, tensor, bytes and line."""
 
 from __future__ import annotations
 

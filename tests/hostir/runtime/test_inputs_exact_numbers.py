@@ -1,4 +1,4 @@
-"""Integers of a call beside tensors of 32 bits: as torch's, or refused where these would wrap."""
+"""Tests integer inputs with 32-bit tensors: results equal torch's, or an error is raised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.tensor([-7, -1, 0, 1, 4, 9], dtype=torch.int32)
 END = 2**31
 LARGE = (END, -END - 1, 2**32 + 1, 2**40, -(2**63), 2**63 - 1)
 
-# What refuses such integers, and torch's meaning.
+# Ops that raise an error for such integers, with their meaning in torch.
 REFUSED: dict[str, tuple[Write, Callable[[torch.Tensor, int], torch.Tensor]]] = {
     "clamp above": (lambda fd, x, s: fd.ops.clamp(x, None, s), lambda x, n: x.clamp(max=n)),
     "clamp below": (lambda fd, x, s: fd.ops.clamp(x, s, None), lambda x, n: x.clamp(min=n)),
@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Write, Callable[[torch.Tensor, int], torch.Tensor]]] = 
     "mod": (lambda fd, x, s: fd.ops.mod(x, s), lambda x, n: torch.fmod(x, n)),
     "remainder": (lambda fd, x, s: fd.ops.remainder(x, s), lambda x, n: torch.remainder(x, n)),
 }
-# What wraps them, as torch does: the results are right modulo 2**32, or torch's by its own words.
+# Ops that wrap them, as torch does: results are correct modulo 2**32, or documented by torch.
 WRAPPED: dict[str, tuple[Write, Callable[[torch.Tensor, int], torch.Tensor]]] = {
     "add": (lambda fd, x, s: fd.ops.add(x, s), lambda x, n: x + n),
     "sub": (lambda fd, x, s: fd.ops.sub(s, x), lambda x, n: n - x),

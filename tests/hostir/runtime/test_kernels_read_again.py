@@ -1,4 +1,4 @@
-"""Two kernels that read the same tensor: what the first leaves in the cache, the second finds."""
+"""Tests L2 reuse of two kernels that read the same tensor."""
 
 from __future__ import annotations
 

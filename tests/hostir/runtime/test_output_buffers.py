@@ -36,7 +36,7 @@ LATE = pytest.mark.parametrize("late", [None, "all"])
 def program(
     make: Build, *shapes: tuple[int, ...]
 ) -> tuple[HostIrContainer, tuple[TensorView, ...]]:
-    """Returns a program of ops in the order of its results, all of which are outputs."""
+    """Returns a program of ops, in order, whose results are all outputs."""
     hic = HostIrContainer()
     with hic:
         results = make(*(hic.input(shape) for shape in shapes))
@@ -74,7 +74,7 @@ def test_a_buffer_that_overlaps_itself_is_refused(strides: Any, late: str | None
 
 @LATE
 def test_elements_are_written_over_their_operands(late: str | None) -> None:
-    """The op that reads last may write there, where it computes all before it writes."""
+    """The last reader may write to the memory if it computes all elements before it writes."""
     makes: list[tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = [
         (lambda x: ops.add(x, 1.0), lambda x: x + 1),
         (lambda x: ops.add(x, ops.permute(x, [1, 0])), lambda x: x + x.t()),
@@ -153,7 +153,7 @@ def test_an_input_that_is_returned_or_updated_is_not_written_over() -> None:
 
 
 def in_rows(*, streamed: bool, turned: bool) -> tuple[HostIrContainer, TensorView, TensorView]:
-    """Row i of y is relu of row i of x, or of row 7 - i."""
+    """Returns a program: row i of y is relu of row i of x, or of row 7 - i."""
     hic = HostIrContainer()
     with hic:
         x, y, caller = hic.input([8, 4]), hic.tensor([8, 4]), Stream(name="S0")
@@ -216,7 +216,7 @@ def test_an_update_takes_no_other_buffer() -> None:
 
 
 def test_a_communication_takes_no_buffer_with_gaps() -> None:
-    """One rank found out when the others were waiting."""
+    """Once, only one rank raised the error, while the others waited."""
     mesh = DeviceMesh([0, 1])
     hic = HostIrContainer()
     with hic:

@@ -1,4 +1,4 @@
-"""Intermediates share one buffer by liveness; what the caller gets never lies in it."""
+"""Tests that intermediates share one buffer by liveness, and results are never stored in it."""
 
 from __future__ import annotations
 

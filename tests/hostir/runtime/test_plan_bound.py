@@ -1,4 +1,4 @@
-"""Bound plans: what a replay relies on is checked, and runs beside one another stay apart."""
+"""Tests bound plans: the checks before a replay, and the separation of concurrent runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.host_programs import CASES, build
 
 
 def _chain() -> FusionDefinition:
-    """A kernel, a matmul and a kernel: intermediates between them lie in the arena."""
+    """Defines a kernel, a matmul and a kernel, whose intermediates are stored in the arena."""
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         y = fd.ops.matmul(fd.ops.tanh(x), w)
@@ -48,7 +48,7 @@ def test_a_steady_call_asks_no_kernel_executor(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tensors_at_other_places_of_a_vector_take_another_plan() -> None:
-    """A kernel made for aligned rows reads vectors of 16 bytes, which fault elsewhere."""
+    """A kernel for aligned rows reads 16-byte vectors, which fault at other alignments."""
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1], contiguity=True) for _ in range(2))
         fd.add_output(fd.ops.add(x, y))
@@ -111,7 +111,7 @@ def test_threads_run_one_definition_at_once() -> None:
 
 
 def test_a_run_inside_of_a_run_has_its_own_launches() -> None:
-    """As a thread that takes over between the kernels of another one, but every time."""
+    """Like a thread that runs between the kernels of another thread, but in every run."""
     case = CASES["linear_relu_sum"]
     evaluator = HostIrEvaluator(build(case))
     outer, inner = case.inputs(), [t * 2 for t in case.inputs()]
@@ -143,7 +143,7 @@ def test_a_run_inside_of_a_run_has_its_own_launches() -> None:
 
 # ------------------------------------------------------------------ new shapes
 def test_a_new_shape_binds_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes the plan does; the run finds that again."""
+    """Kernels are bound when the plan is made; the run finds them again."""
     fd, binds = _chain(), list[str]()
     # Equal definitions share kernels: sizes that no other test here has.
     fd.execute([torch.randn(20, 20), torch.randn(20, 20)])

@@ -1,4 +1,4 @@
-"""The plan cache without an evaluator: plans are names here."""
+"""Tests the plan cache without an evaluator; names stand for plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Bound:
-    """Stands for the arenas of a plan: notes which plans were let go of."""
+    """Stands for the arenas of a plan: notes the plans that were released."""
 
     gone: list[Any] = field(default_factory=list[Any])
 
@@ -42,14 +42,14 @@ def named(name: str, bound: Bound) -> Plan:
 
 
 def cache(*dtypes: DataType, free: frozenset[int] = frozenset(), **options: Any) -> PlanCache:
-    """Returns the cache of a program of a tensor and numbers."""
+    """Returns the cache of a program with a tensor and scalar inputs."""
     fusion = Fusion()
     x = fusion.new_tensor([fusion.new_axis(fusion.new_extent())], DataType.Float)
     return PlanCache([x, *map(fusion.new_symbol, dtypes)], free, **options)
 
 
 def beginning_at(place: int, n: int = 4) -> torch.Tensor:
-    """Returns a tensor that begins `place` bytes behind a multiple of 16."""
+    """Returns a tensor whose address is `place` bytes after a multiple of 16."""
     room = torch.zeros(n + 16)
     first = (-room.data_ptr() % 16 + place) // 4
     return room[first : first + n]

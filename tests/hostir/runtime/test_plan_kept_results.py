@@ -1,4 +1,4 @@
-"""Results that torch allocates itself take the place of a buffer, where none was made."""
+"""Tests that results which torch allocates replace buffers, which are then not allocated."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Tensor = torch.Tensor
 
 
 def beside(t: Tensor) -> Tensor:
-    """Lays heads beside one another, as torch's kernel of the CPU writes its output."""
+    """Stores heads next to each other, as torch's CPU kernel writes its output."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Notes where torch's kernel of the CPU writes its outputs."""
+    """Notes the addresses to which torch's CPU kernel writes its outputs."""
     places: list[int] = []
     kernel: Callable[..., Any] = attention_kernels.TorchAttention.cpu
 
@@ -42,7 +42,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_output_is_what_torch_made(written: list[int]) -> None:
-    """From the second run on; each run's is its own."""
+    """Holds from the second run on; each run has its own output."""
     fd, held = define(backward=False), list[tuple[Tensor, Tensor]]()
     for seed in range(5):
         given = [beside(t) for t in draw([(2, 3, 5, 8)] * 3, seed=seed)]
@@ -57,7 +57,7 @@ def test_an_output_is_what_torch_made(written: list[int]) -> None:
 @pytest.mark.finding("G1")
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_a_steady_call_of_attention_adds_few_python_functions_to_torch(*, is_dense: bool) -> None:
-    """The step, its call, the kernel's call and what keeps the result, or a copy of it."""
+    """Counts functions: the step, its call, the kernel's call, keeping or copying the result."""
     with FusionDefinition() as fd:
         q, k, v = (fd.define_tensor([-1] * 4, contiguity=False) for _ in range(3))
         fd.add_output(fd.ops.sdpfa_fwd(q, k, v)[0])
@@ -92,7 +92,7 @@ def test_what_lies_otherwise_is_copied() -> None:
 
 
 def _scaled() -> FusionDefinition:
-    """Attention between two kernels."""
+    """Defines attention between two kernels."""
     with FusionDefinition() as fd:
         q, k, v = (fd.ops.neg(fd.define_tensor([-1] * 4, contiguity=False)) for _ in range(3))
         out = fd.ops.sdpfa_fwd(q, k, v)[0]
@@ -107,7 +107,7 @@ def _expected(given: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def test_an_intermediate_has_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of no size: those that take the steps of the first, too."""
+    """Holds for all sizes, also for those that use the steps of the first one."""
     bound: dict[Plan, list[tuple[int, ...]]] = {}
     bind = Plan.bind
 
@@ -128,7 +128,7 @@ def test_an_intermediate_has_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_graph_writes_into_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output of a run that a graph repeats is made before it."""
+    """If a graph replays a run, its outputs are allocated before it."""
     monkeypatch.setattr(cuda_graphs, "MIN_STEPS", 1)
     made: list[CpuGraphs] = stand_in(monkeypatch)
     fd, given = define(backward=False), [beside(t) for t in draw([(2, 3, 5, 8)] * 3)]

@@ -1,4 +1,4 @@
-"""Programs of one stream share the memory of their intermediates: bounded, counted, given back."""
+"""Tests the memory that programs of one stream share: its limit, its count and its release."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.finding("G30")
 
 @pytest.fixture(autouse=True)
 def pools(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, Pool]:
-    """The pools of this test alone."""
+    """Returns pools that only this test uses."""
     found: dict[torch.device, Pool] = {}
     monkeypatch.setattr(arenas_of, "_POOLS", found)
     return found
 
 
 def program(scale: float = 1.0, steps: int = 1) -> FusionDefinition:
-    """relu(matmul(relu(a), a)), of a text of its own for each scale."""
+    """Defines relu(matmul(relu(a), a)) with a different text for each scale."""
     with FusionDefinition() as fd:
         a = y = fd.define_tensor([-1, -1], contiguity=True)
         for _ in range(steps):
@@ -92,7 +92,7 @@ def test_a_larger_program_moves_the_buffer_and_nothing_keeps_the_smaller_one() -
 
 
 def _users(storage: torch.UntypedStorage) -> int:
-    """Returns how many tensors and storages see this memory."""
+    """Returns the number of tensors and storages that use this memory."""
     return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -127,7 +127,7 @@ def test_threads_never_share_a_buffer_at_one_time() -> None:
 
 
 def with_one(fd: FusionDefinition) -> int:
-    """Returns the bytes of the largest buffer where a definition is bound."""
+    """Returns the bytes of the largest buffer to which a definition is bound."""
     found = [arena.nbytes for one in fd.fec._by_signature.values() for arena in _arenas(one)]
     return max(found)
 

@@ -88,7 +88,7 @@ def _in_steps(case: streamed.Case) -> Run:
 
 
 def copies_of_inputs() -> HostIrContainer:
-    """Results in an input's own memory, which the caller must not get."""
+    """Has results in the memory of an input, which must be copied for the caller."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([4, 6])
@@ -101,7 +101,7 @@ def copies_of_inputs() -> HostIrContainer:
 
 
 def outputs_of_one_rank() -> HostIrContainer:
-    """Two ranks, each of which computes another output."""
+    """Has two ranks, each of which computes another output."""
     hic = HostIrContainer()
     with hic:
         for rank in range(2):
@@ -141,7 +141,7 @@ CASES = [pytest.param(g, n, id=f"{g} {n}") for g, group in GROUPS.items() for n 
 
 
 def seen_in(run: Run) -> list[Seen]:
-    """Returns the plans that evaluators record in a run, and the inputs that each was made for."""
+    """Returns the plans that evaluators record in a run, each with its inputs."""
     found: list[Seen] = []
     with watched_plans(lambda *seen: found.append(seen)):
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def seen_in(run: Run) -> list[Seen]:
 
 
 def told(seen: Sequence[Seen]) -> str:
-    """Returns the plans as text, each rank's in the order in which it has made them."""
+    """Returns the plans as text, by rank, in the order in which they were made."""
     texts: dict[int, list[str]] = {}
     for evaluator, plan, inputs in seen:
         rank = values_of(evaluator, inputs)[1]
@@ -160,7 +160,7 @@ def told(seen: Sequence[Seen]) -> str:
 
 # ------------------------------------------------------------------ golden texts
 def section(group: str, name: str) -> str:
-    """Returns the golden text of a program, "" where there is none."""
+    """Returns the golden text of a program; "" if there is none."""
     path = GOLDEN / f"{group}.txt"
     text = path.read_text() if path.exists() else ""
     parts = dict(part.split(" ==\n", 1) for part in text.split("== ")[1:])
@@ -168,7 +168,7 @@ def section(group: str, name: str) -> str:
 
 
 def write_section(group: str, name: str, text: str) -> None:
-    """Puts the text of a program into its file, whose programs are in the order of the group."""
+    """Writes the text of a program into its file, in the order of the group."""
     names = [*GROUPS.get(group, SIZED)]
     parts = {n: section(group, n) for n in names} | {name: text}
     GOLDEN.mkdir(exist_ok=True)
@@ -185,7 +185,7 @@ def assert_golden(group: str, name: str, text: str) -> None:
 @pytest.mark.parametrize(("group", "name"), CASES)
 def test_programs_record_the_steps_of_the_golden_texts(group: str, name: str) -> None:
     seen = seen_in(GROUPS[group][name])
-    # What is done may depend on the value of a float: then each run reads the program.
+    # If the value of a float decides the steps, each run walks the program.
     assert_golden(group, name, told(seen) if seen else "no plan\n")
 
 
@@ -255,7 +255,7 @@ def _sets(ops: Any, x: Any) -> list[Any]:
 
 
 def _in_chunks(fixed: str) -> Run:
-    """A program in as many steps for all sizes of the other axes."""
+    """Defines a program with the same number of steps for all sizes of the other axes."""
 
     def body() -> None:
         ring = streamed.ring_of_any_rows(2) if fixed == "ring" else None
@@ -276,7 +276,7 @@ def _in_chunks(fixed: str) -> Run:
 
 
 def _two_layers(ranks: int) -> Run:
-    """Weights cut by columns, then by rows: an allreduce at the end."""
+    """Defines layers with weights cut by columns, then by rows, and an allreduce at the end."""
 
     def body() -> None:
         rank = Communicator.instance().rank()
@@ -383,7 +383,7 @@ def test_a_step_that_is_twice_there_or_not_there_is_told(which: str) -> None:
 
 
 def test_a_transfer_of_a_group_that_is_started_twice_is_told() -> None:
-    """The group is one step, which says how many it starts."""
+    """The group is one step, whose text has the number of transfers."""
     groups = 0
     for evaluator, plan, inputs in seen_in(GROUPS["streams"]["ring_linear"]):
         for k, (step, op) in enumerate(plan.steps):

@@ -1,4 +1,4 @@
-"""Size-generic plans: the plans that they make for new sizes are those of a dry run or a run."""
+"""Tests that size-generic plans make the same plans as a dry run or a run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_plans_of_random_programs_are_those_of_dry_runs(
 
 
 def _of_all_kinds() -> FusionDefinition:
-    """Views of every kind, a scalar that a kernel reads, products of views and with a bias."""
+    """Defines views of every kind, a scalar in a kernel, and products of views and with a bias."""
     with FusionDefinition() as fd:
         x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
         b, s = fd.define_tensor([-1], contiguity=True), fd.define_scalar(None, DataType.Double)
@@ -133,7 +133,7 @@ def test_views_without_a_tensor_are_those_of_torch() -> None:
 
 # ------------------------------------------------------------------ ranks
 def _two_layers(communicator: Communicator) -> FusionDefinition:
-    """Weights cut by columns, then by rows, with an allgather and an allreduce."""
+    """Defines layers with weights cut by columns, then by rows, an allgather and an allreduce."""
     with FusionDefinition() as fd:
         x, v, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(3))
         y = fd.ops.relu(fd.ops.linear(x, v))
@@ -183,7 +183,7 @@ def test_later_sizes_of_what_communicates_are_not_walked(monkeypatch: pytest.Mon
 
 
 def test_what_is_bound_is_bound_after_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend binds a communication that it has carried out; later runs take what it bound."""
+    """A backend binds a communication after its first start; later runs use the binding."""
     bound, taken = list[int](), list[int]()
 
     def at(address: int, like: torch.Tensor) -> torch.Tensor:

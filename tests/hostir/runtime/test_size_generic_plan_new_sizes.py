@@ -1,4 +1,4 @@
-"""New sizes of programs that have run: right at once, and bound with no look at the program."""
+"""Tests new sizes of programs that have run: right at the first call, without another walk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIZES = [5, 1, 0, 2, 3, 8, 64, 7, 16, 33, 100, 1, 17, 0, 31]
 
 # ------------------------------------------------------------------ programs
 def _layers() -> FusionDefinition:
-    """Three matmuls, a kernel before and between them, a norm of columns."""
+    """Defines three matmuls, kernels before and between them, and a norm of columns."""
     with FusionDefinition() as fd:
         x, *weights = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(4))
         y = fd.ops.relu(x)
@@ -57,7 +57,7 @@ def _layers_meaning(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tenso
 
 
 def _rows() -> FusionDefinition:
-    """A kernel of any layout; an output that a reshape views; a scalar."""
+    """Defines a kernel for any layout, an output that is a reshaped view, and a scalar."""
     with FusionDefinition() as fd:
         x, y = (fd.define_tensor([-1, -1]) for _ in range(2))
         s = fd.define_scalar(None, DataType.Double)
@@ -111,7 +111,7 @@ def test_the_first_run_of_a_bound_program_equals_evaluate_bit_for_bit(name: str)
 
 @pytest.mark.parametrize("schedules", [(), ("schedules_for(h200)",)])
 def test_layouts_and_places_of_new_sizes(schedules: Sequence[str]) -> None:
-    """Transposed, with gaps, and in any place of a vector of memory."""
+    """Uses tensors that are transposed, have gaps, and have any alignment."""
     fd, memory = _rows(), _normal(4096, seed=1)
     for n, m in [(4, 8), (5, 7), (1, 9), (8, 1), (0, 4), (3, 0), (16, 12), (6, 20), (13, 13)]:
         for start in (0, 1, 4, 2):
@@ -191,7 +191,7 @@ def test_a_first_run_replays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_bound_and_what_evaluate_runs_are_the_same_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Later sizes make more kernels, of which another might fit as well and round otherwise."""
+    """Later sizes add kernels; another kernel might fit, too, and round differently."""
     case = CASES["linear_relu_sum"]
     evaluator, inputs = ProgramEvaluator(build(case)), case.inputs()
     want = evaluator.run(inputs)
@@ -225,7 +225,7 @@ def test_without_memory_for_all_at_once_a_first_run_goes_op_by_op(
 
 
 def test_what_only_a_run_tells_is_not_bound_before() -> None:
-    """Communications wait for the agreement of ranks, streams belong to a run."""
+    """Communications need the agreement of ranks, and streams belong to a run."""
     for name, case in CASES.items():
         program = build(case)
         assert can_bind(program) is not bool(program.started()), name
@@ -262,7 +262,7 @@ def test_compilers_are_not_asked_for_new_sizes_of_a_stream(
 
 # ------------------------------------------------------------------ size-generic plans
 def _linears() -> FusionDefinition:
-    """Products that torch sees with other shapes, and a kernel of any layout."""
+    """Defines products whose shapes differ for torch, and a kernel for any layout."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1, -1])
         w, v = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
@@ -280,7 +280,7 @@ def _linears_meaning(
 
 
 def _linear_inputs(n: int, start: int) -> list[torch.Tensor]:
-    """Inputs of which the first begins anywhere in a vector, and has gaps for some sizes."""
+    """Returns inputs; the first has any alignment, and gaps for some sizes."""
     memory = _normal(4 * n * 9 + 8)
     x = memory[start : start + 3 * n * 9].view(3, n, 9)[:, :, : 9 - n % 2]
     k = x.shape[2]
@@ -300,7 +300,7 @@ def _assert_alike(made: Plan, told: Plan) -> None:
                 for i, _ in one.numbers:
                     one.args[i] = None  # of some earlier call
             assert replace(launches[0], numbers=()) == replace(launches[1], numbers=())
-            # What a run's scalars change: which parameters, and their values for those of now.
+            # The parameters that depend on a run's scalars, and their current values.
             assert repr(a.numbers) == repr(b.numbers) and (a.read is None) is (b.read is None)
             values = [[(i, repr(of(a.numbers))) for i, of in one.numbers] for one in launches]
             assert values[0] == values[1]
@@ -359,7 +359,7 @@ def test_later_sizes_have_no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unusual_sizes_have_a_dry_run() -> None:
-    """No elements, and the sizes that come after them."""
+    """Uses sizes without elements, and ordinary sizes after them."""
     fd = _linears()
     for n in (8, 9, 0, 10, 0, 11):
         inputs = _linear_inputs(n, 0) if n else [torch.zeros(3, 0, 9), *_linear_inputs(4, 0)[1:]]
@@ -415,7 +415,7 @@ def test_a_new_size_looks_at_no_program_again(schedules: Sequence[str]) -> None:
 
 
 class _Garbage:
-    """What only the collector frees, which calls a function of Python for each."""
+    """Garbage in a cycle: the collector frees it and calls a Python function for each object."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -425,7 +425,7 @@ class _Garbage:
 
 
 def test_what_the_collector_does_is_not_counted() -> None:
-    """Where tests before this one leave garbage, and how soon it is collected, is chance."""
+    """The amount of garbage of earlier tests, and the time of its collection, are random."""
 
     def run() -> None:
         _Garbage()
@@ -442,7 +442,7 @@ def test_what_the_collector_does_is_not_counted() -> None:
 
 
 def test_functions_that_look_at_programs_are_counted() -> None:
-    """Under another name than theirs they would be counted 0 times for ever."""
+    """A renamed function would always be counted 0 times."""
 
     def run() -> None:
         with FusionDefinition() as fd:
@@ -459,7 +459,7 @@ def test_functions_that_look_at_programs_are_counted() -> None:
 
 @pytest.mark.parametrize("modes", [(True, False), (False, True)])
 def test_inference_mode_comes_and_goes(modes: tuple[bool, bool]) -> None:
-    """What later runs write into may be written in every mode, whichever the first run had."""
+    """Buffers of later runs are writable in every autograd mode, for any mode of the first run."""
     fd, inputs = _layers(), _square(6)
     (want,) = _layers_meaning(*inputs)
     for mode in modes * 2:

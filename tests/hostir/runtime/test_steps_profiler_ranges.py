@@ -1,4 +1,4 @@
-"""torch.profiler sees a range for each op of a run, with its name and the user's line."""
+"""Tests that torch.profiler has a range per op of a run, with its name and the user's line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = __file__
 
 
 def layered() -> tuple[FusionDefinition, list[int]]:
-    """relu, a matmul and a softmax, with the lines of the ops."""
+    """Defines relu, a matmul and a softmax; returns the lines of the ops."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=True)
         y = fd.ops.relu(x)
@@ -67,7 +67,7 @@ def test_each_op_is_a_range_in_the_first_run_in_later_ones_and_after_the_compile
 
 
 def test_a_walk_op_by_op_has_the_same_ranges() -> None:
-    """With streams held back, nothing is replayed."""
+    """If streams hold work back, the program is walked in each run."""
     fd, lines = layered()
     inputs = [torch.randn(8, 8)]
     with profile(activities=[ProfilerActivity.CPU]) as prof:

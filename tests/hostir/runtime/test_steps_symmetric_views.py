@@ -1,4 +1,4 @@
-"""SymmetricContiguousView over several ranks: the shards of all as one tensor, without a copy."""
+"""Tests SymmetricContiguousView: the shards of several ranks as one tensor, without a copy."""
 
 # Host programs by hand take plain numbers where a Scalar is declared.
 # pyright: reportArgumentType=false, reportOperatorIssue=false
@@ -49,7 +49,7 @@ alone = pytest.mark.skipif(mpi_abort.world_size() > 1, reason="starts jobs of it
 
 
 class Parts:
-    """A program in pieces: x is doubled into the shards t, which `view` shows, doubled into y."""
+    """The parts of a program: x is doubled into shards t; all are viewed and doubled into y."""
 
     def __init__(self, ranks: int = 2) -> None:
         self.mesh = multidevice.DeviceMesh(range(ranks))
@@ -122,7 +122,7 @@ def test_bytes_that_kernels_read_from_others_are_predicted(ranks: int) -> None:
 
 @pytest.mark.parametrize("late", ["all", "entry", 0])
 def test_held_back_streams_see_all_shards(late: str | int) -> None:
-    """The view on a stream of its own, which waits for the shards, and is waited for."""
+    """The view is on another stream, which waits for the shards; the caller's waits for it."""
     parts = Parts()
     program = parts.made(
         *parts.head,
@@ -149,7 +149,7 @@ def test_held_back_streams_see_all_shards(late: str | int) -> None:
 
 
 def test_a_view_copies_nothing() -> None:
-    """What a member writes later shows in memory that was mapped before."""
+    """A later write of a member is visible in memory that was mapped before."""
     memory = SharedMemory()
     shards = [memory.empty(mmap.PAGESIZE).fill_(k) for k in (1, 2, 3)]
     names = [memory.name_of(shards[k]) for k in (2, 0, 1)]
@@ -161,7 +161,7 @@ def test_a_view_copies_nothing() -> None:
 
 # ------------------------------------------------------------------ refused on all ranks
 def refused(program: HostIrContainer, of: type[Exception]) -> str:
-    """Returns what all simulated ranks say."""
+    """Returns the errors of all simulated ranks."""
 
     def body() -> str:
         with pytest.raises(of) as error:
@@ -301,7 +301,7 @@ def test_a_result_of_a_view_is_on_all_ranks() -> None:
 
 
 def _on_streams(p: Parts, *, before: bool = True, after: bool = True) -> HostIrContainer:
-    """The shard is written on the caller's stream, the view is read on another one."""
+    """Returns a program that writes the shard on one stream and reads the view on another."""
     opens = [Synchronize(MAIN)] if before else []
     closes = [Synchronize(Stream(0))] if after else []
     return p.made(
@@ -346,7 +346,7 @@ def test_a_rank_that_does_not_come_to_a_view_is_found() -> None:
 
 
 def test_shards_that_are_columns_do_not_lie_back_to_back_as_the_whole() -> None:
-    """As where they are gathered: reported, though a program by hand may mean it."""
+    """The check reports it as for a gather, although a hand-written program may intend it."""
     mesh, program = multidevice.DeviceMesh(range(2)), HostIrContainer()
     with program:
         x = program.input([4, 2048], mesh=mesh)
@@ -363,7 +363,7 @@ def test_shards_that_are_columns_do_not_lie_back_to_back_as_the_whole() -> None:
 
 
 def test_one_rank_sees_its_shard_as_it_is() -> None:
-    """Nothing meets, and nothing has to be given up."""
+    """One rank has no other ranks to wait for."""
     parts = Parts(1)
     program = parts.made(*parts.head, parts.shows, double(parts.y, parts.view))
     x = torch.randn(1, 4, 256)

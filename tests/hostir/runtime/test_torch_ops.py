@@ -1,4 +1,4 @@
-"""Library calls: partial results of any mesh, views decided once, and a light first call."""
+"""Tests library calls: partial results of any mesh, views decided once, a fast first call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def partial_matmul(size: int, dtype: DataType, reduced: int) -> FusionDefinition:
-    """A matmul that is summed over the ranks of a mesh, as its user writes it."""
+    """Defines a matmul that is summed over the ranks of a mesh."""
     with FusionDefinition() as fd:
         a = fd.define_tensor([-1, 8], contiguity=True, dtype=dtype)
         b = fd.define_tensor([8, 5], contiguity=True, dtype=dtype)
@@ -68,7 +68,7 @@ def test_reduced_elements_that_stay_apart_are_refused() -> None:
 
 
 def test_views_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch was asked in every call for a view that fails, and raised in every call."""
+    """Once, torch tried a view that fails, and raised an error, in every call."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1, 4], contiguity=[False, False, True])
         w = fd.define_tensor([5, 4], contiguity=True)

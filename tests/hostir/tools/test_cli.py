@@ -1,4 +1,4 @@
-"""`python -m hostir`: print, change, compare, verify and run programs as text."""
+"""Tests `python -m hostir`: print, change, compare, verify and run programs as text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def edited(tmp_path: Path, old: str, new: str) -> str:
-    """Returns a file with the program's text, once changed."""
+    """Returns a file with the program's text after one replacement."""
     assert old in TEXT
     path = tmp_path / "edited.txt"
     path.write_text(TEXT.replace(old, new, 1))
@@ -107,7 +107,7 @@ def test_run_on_given_inputs_saves_each_ranks_outputs(
 
 
 def test_random_sizes_fit_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight rows were cut over any number of ranks."""
+    """Once, eight rows were cut over any number of ranks."""
     case = CASES["mesh2x2"]
     (tmp_path / "p.txt").write_text(build(case).full_text())
     assert main(["run", str(tmp_path / "p.txt")]) == 0
@@ -116,7 +116,7 @@ def test_random_sizes_fit_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_seeds_are_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what a kernel draws, whose seed and offset a run takes from torch."""
+    """A kernel draws random numbers; a run takes their seed and offset from torch."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, 4], contiguity=True)
         fd.add_output(fd.ops.add(x, fd.ops.rand_like(x)))
@@ -135,7 +135,7 @@ def test_seeds_are_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_an_axis_that_is_the_devices_has_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was given 8, and the error spoke of divisibility."""
+    """Once, the size 8 was chosen, and the error was about divisibility."""
     mesh = DeviceMesh([0, 1, 2])
     hic = HostIrContainer()
     with hic:
@@ -280,7 +280,7 @@ def test_the_first_field_that_differs(
 
 
 def test_ops_are_aligned(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One op less, and one changed further down, are two lines."""
+    """A missing op and a changed op are reported as two lines."""
     (tmp_path / "b.txt").write_text(
         re.sub(r"  Deallocate \{\n.*\n  \}\n", "", TEXT, count=1).replace(
             "Communication 0 (type=Allreduce", "Communication 0 (type=ReduceScatter", 1
@@ -405,7 +405,7 @@ def test_verify_finds_what_streams_leave_unordered(
 def test_late_says_that_nothing_is_checked_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program that races ran without a word."""
+    """Once, a program with a race ran without a message."""
     racing = ring(tmp_path, without="Synchronize(Stream S0)")
     assert main(["run", racing]) == 1
     assert "race: " in capsys.readouterr().err
@@ -418,7 +418,7 @@ def test_late_says_that_nothing_is_checked_before_the_run(
 
 
 def test_run_holds_streams_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing wait for the streams at the end shows in the numbers."""
+    """A missing wait at the end of the program shows in the results."""
 
     def run(file: str, *args: str) -> str:
         assert main(["run", file, *args]) == 0

@@ -1,4 +1,4 @@
-"""Machines as files, and `python -m hostir cost` and `trace`."""
+"""Tests machine descriptions in files, and `python -m hostir cost` and `trace`."""
 
 from __future__ import annotations
 

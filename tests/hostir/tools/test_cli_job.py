@@ -1,4 +1,4 @@
-"""`python -m hostir run` as a job: the ranks that the launcher starts run the program."""
+"""Tests `python -m hostir run` on the ranks of a launcher."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_an_input_is_the_users(program: HostIrContainer) -> None:
 
 
 def test_a_chain_leads_to_the_users_line(program: HostIrContainer) -> None:
-    """T3 is the first linear's result, T4 its relu."""
+    """T3 is the result of the first linear layer, and T4 its relu."""
     assert explain(program, "T4") == [
         f"T4 is cut by mesh_x on axis 1: from T3 (forward through relu at {at('first layer')}), "
         f"from T1 (forward through linear at {at('first layer')}), "
@@ -210,7 +210,7 @@ def test_a_communication_per_step_of_a_stream() -> None:
         f"{at('gather in steps')} makes T2 whole along axis 0, in the steps of a stream "
         f"(annotated by the user at {at('steps')})"
     )
-    # What the loop computes of the result in one step is a part of it.
+    # The tensors that one step of the loop computes are parts of the result.
     parts = [tv for tv in program.tensors() if tv.number > 3]
     assert [explain(program, f"T{tv.number}") for tv in parts] == [
         [
@@ -299,7 +299,7 @@ def test_what_comes_from_where_does_not_count_for_equality(program: HostIrContai
 
 
 def test_why_of_a_program_by_hand_says_that_it_has_no_provenance() -> None:
-    """It sent the reader to a dump that is not written for such programs."""
+    """Once, the message named a dump that does not exist for such programs."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([2, 4], mesh=DeviceMesh([0, 1]))
@@ -351,7 +351,7 @@ Provenance :
 
 
 def heads(features: int, *, is_inner: bool = False) -> None:
-    """Features cut over two devices become heads of 4; or the inner side of a merge."""
+    """Reshapes features, cut over two devices, to heads of 4, or to the inner side of a merge."""
     x = tensor(3, 5, features)
     size: Any = x.shape[-1]
     shape = [3, size * 5] if is_inner else [3, 5, size // 4, 4]
