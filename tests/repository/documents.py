@@ -4,17 +4,16 @@ A block's language decides how it is tested. `python` and `bash` blocks are run.
 `text` blocks in the steps of CONTRIBUTING.md, are edits. A second word after the language says why
 a block is not run (`NOT_RUN`).
 
-Tutorials and how-to guides are *walked*: all blocks of a page are performed in order in one folder,
-as a reader would.
+README.md, the tutorials and the how-to guides are *walked*: one folder per page, all blocks in
+order, as a reader does it.
 
 - A `python` block after "Save this as `NAME.py`" becomes that file.
-- A `diff` block changes the first file named in the paragraph before it into the last one.
-- The lines of a `text` block must be in the output, or in the files, of the blocks before it. Where
-  the page wraps lines, the block is compared as a whole. A second word after `text` says why
-      nothing
+- A `diff` block changes the first file that the paragraph before it names, into the last one.
+- A `text` block has to be among what the blocks before it printed or wrote, line by line or, where
+  the page wraps lines, as a whole; a line may end early, in ` ..`. A second word says why nothing
   on the page prints it.
 
-On other pages each section is run by itself, and `text` blocks are not compared.
+The other pages are run section by section.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PAGES = (
     "benchmarks/notes.md",
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
 )
-WALKED = tuple(p for p in PAGES if p.startswith(("docs/tutorials/", "docs/how-to/")))
+WALKED = tuple(p for p in PAGES if p.startswith(("README", "docs/tutorials/", "docs/how-to/")))
 LANGUAGES = ("python", "bash", "text", "cpp", "diff")
 NOT_RUN = {
     "sketch": "a text that nothing prints",
@@ -135,7 +134,13 @@ def _missing(shown: str, printed: str) -> list[str]:
     if " ".join(shown.split()) in " ".join(printed.split()):
         return []
     lines = {" ".join(line.split()) for line in printed.splitlines()}
-    return [line for line in shown.splitlines() if line and " ".join(line.split()) not in lines]
+    words = {line: " ".join(line.split()) for line in shown.splitlines() if line}
+    return [
+        line
+        for line, text in words.items()
+        if text not in lines
+        and not (text.endswith(" ..") and any(found.startswith(text[:-3]) for found in lines))
+    ]
 
 
 def _change(block: Block, folder: Path) -> None:
@@ -175,8 +180,10 @@ def _run_line(line: str, folder: Path) -> tuple[int, str]:
     """Runs one command; `python -m hostir` runs in this process, which is faster."""
     command = re.sub(r"(?<!\S)(\.venv/bin/)?python(?= )", sys.executable, line)
     command = re.sub(r"(?<!\S)(\.venv/bin/)?mpirun(?= )", str(MPIRUN), command)
+    torchrun = f"{sys.executable} -m torch.distributed.run"
+    command = re.sub(r"(?<!\S)(\.venv/bin/)?torchrun(?= )", torchrun, command)
     start = f"{sys.executable} -m hostir "
-    if not command.startswith(start):
+    if not command.startswith(start) or "|" in command:
         job = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
@@ -187,6 +194,7 @@ def _run_line(line: str, folder: Path) -> tuple[int, str]:
                 "TMPDIR": str(folder),
             },
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=HANG_S,
             check=False,
@@ -195,7 +203,8 @@ def _run_line(line: str, folder: Path) -> tuple[int, str]:
     called, _, target = command.partition("#")[0].removeprefix(start).partition(" > ")
     words = [sorted(glob.glob(w, root_dir=folder)) or [w] for w in shlex.split(called)]
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.chdir(folder):
+    both = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
+    with both[0], both[1], contextlib.chdir(folder):
         code = main([w for found in words for w in found])
     if target:
         (folder / target.strip()).write_text(printed.getvalue())

@@ -135,35 +135,14 @@ def _lines(printed: str, folder: Path) -> list[str]:
     return printed.replace(f"{folder}/", "").splitlines()
 
 
-def _shows_what_is_printed(printed: str, folder: Path) -> None:
-    """Checks that the lines which the page shows are among the lines that are printed."""
-    shown = [b.text for b in _ALL if b.section == "Programs as text" and b.language == "text"]
-    lines = _lines(printed, folder)
-    assert shown and not [s for text in shown for s in text.splitlines() if s not in lines]
-
-
 def _prints_a_definition(printed: str, folder: Path) -> None:
     assert printed.startswith("1 Max Fusions Allowed: 64\n")
     assert "make_tensor((2, 3), dtype=torch.float32, device='cpu')" in printed
 
 
-def _prints_kernels(printed: str, folder: Path) -> None:
-    assert printed.startswith("[(2.95788e-06, ") and "__global__" in printed
-    assert "TransformPrinter" in printed and "%kernel_math" in printed
-
-
-def _prints_its_program(printed: str, folder: Path) -> None:
-    assert (
-        len(re.findall(r"^[01] \S*e-\d+$", printed, re.MULTILINE)) >= 2 and "Allreduce" in printed
-    )
-
-
 # Section -> what must hold of all that its blocks print.
 CHECKS: dict[str, Callable[[str, Path], None]] = {
-    "A first program": _prints_its_program,
     "Definitions as Python": _prints_a_definition,
-    "Looking inside of a definition": _prints_kernels,
-    "Programs as text": _shows_what_is_printed,
 }
 
 
@@ -213,11 +192,11 @@ def test_blocks_that_are_not_run_are_few() -> None:
     assert sorted(found) == [
         ("README.md", ".venv/bin/mpirun -np 3 .venv/bin/python scripts/encode.py --text examples/sentences.txt"),  # noqa: E501
         ("README.md", "bash scripts/quickstart.sh"),
-        ("README.md", "pip install -e '.[mpi]'"),
         ("benchmarks/notes.md", "python scripts/bench.py attention --json attention.jsonl"),
         ("benchmarks/notes.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 \\"),  # noqa: E501
         ("benchmarks/notes.md", "python scripts/bench.py library --json cells.jsonl"),
         ("docs/explanation/cost-model.md", "mpirun -np 4 python -m hostir calibrate"),
+        ("docs/how-to/install.md", "pip install -e '.[mpi]'"),
         ("docs/how-to/use-with-thunder.md", ".venv/bin/pip install lightning-thunder"),
         ("docs/performance/index.md", "mpirun -np 4 python benchmarks/allreduce_time.py --sizes 1024,65536,1048576,4194304"),  # noqa: E501
         ("docs/performance/index.md", "mpirun -np 4 python3 benchmarks/overlap_time.py --json overlap.jsonl"),  # noqa: E501
@@ -271,7 +250,7 @@ def test_first_program(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture
     with simulate(ranks) as world:
         results = world.run(runpy.run_path, str(file))
     lines = sorted(capsys.readouterr().out.split("\n")[:-1])
-    assert [int(line.split()[0]) for line in lines] == list(range(ranks))
-    assert all(float(line.split()[1]) < 1e-5 for line in lines)
+    shape = [8, 64 // ranks]
+    assert lines == [f"rank {r}: x is {shape}, the result equals torch" for r in range(ranks)]
     text = str(results[0]["fd"].fec.host_program())
     assert text.count("type=Allreduce") == (ranks > 1)
