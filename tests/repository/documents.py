@@ -121,7 +121,7 @@ def walk(page: str, folder: Path) -> str:
         elif block.is_run and block.language == "bash":
             printed += "".join(out for _, out in run_commands(block, folder))
         elif block.is_run and (
-            saved := re.search(r"Save (?:it|this) as `(\w+\.py)`", block.before)
+            saved := re.search(r"Save (?:it|this) as\s`(\w+\.py)`", block.before)
         ):
             (folder / saved[1]).write_text(block.text)
         elif block.is_run:
