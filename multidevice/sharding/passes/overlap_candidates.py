@@ -8,7 +8,7 @@ The search runs when every op is local or a change of placement, before partial 
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
 An `OverlapForm` puts a stream axis on the tensor between the two ops, with the shard outermost, as
-a user may (README, loops over streams). The passes after decomposition do the rest.
+a user may (`docs/explanation/streams-and-overlap.md`). The passes after decomposition do the rest.
 """
 
 from __future__ import annotations
