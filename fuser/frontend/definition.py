@@ -258,7 +258,8 @@ class FusionDefinition:
 
     @checked
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
-        """Adds a tensor input with the dtype and strides of `tensor`, and returns it.
+        """Adds a tensor input with the dtype, memory order and contiguity of `tensor`, and returns
+        it.
 
         Its sizes are symbolic unless `static_sizes`. If torch has a GPU, a CPU tensor without axes
         becomes a CPU scalar (`is_cpu`), whose value each call reads on the host.

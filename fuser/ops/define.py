@@ -243,8 +243,8 @@ def define_scalar(
 ) -> Scalar:
     """Adds a scalar to the definition and returns it.
 
-    With a value it is a constant. Without one it is symbolic: an input, or a number that a call of
-    the program computes. Its dtype is then Double unless `dtype` names another.
+    With a value it is a constant. Without one it is symbolic: its value is known only in a call of
+    the program. Its dtype is then Double unless `dtype` names another.
 
     Raises:
         DefinitionError: the value does not fit the dtype.

@@ -77,7 +77,9 @@ def test_a_definition_that_is_not_written_has_words_or_an_empty_copy() -> None:
     assert "not written yet" in repr(copy.deepcopy(FusionDefinition()))
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1])
-        with pytest.raises(DefinitionError, match="can be copied only after its `with` block has ended"):
+        with pytest.raises(
+            DefinitionError, match="can be copied only after its `with` block has ended"
+        ):
             pickle.dumps(fd)
         assert copy.deepcopy(x.size(0)) is x.size(0)
         assert pickle.loads(pickle.dumps((x.size(0) + 3) * 2 // 5)) is (x.size(0) + 3) * 2 // 5

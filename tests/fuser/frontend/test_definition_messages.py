@@ -229,7 +229,7 @@ def test_the_message_is_not_lost_above_a_long_program() -> None:
     program, _ = _long_program()
     with program:
         program.append(Allocate(program.tensor([4])))
-        program.add_output(program.tensor([4]))  # which nobody writes
+        program.add_output(program.tensor([4]))  # no op writes this output
     text = str(raised(lambda: verify(program, after="making it")))
     assert len(text.splitlines()) < 30, text
     assert isinstance(raised(lambda: verify(program, after="making it")), VerifyError)
