@@ -132,8 +132,8 @@ class HostWatch:
 class EventWatch(HostWatch):
     """Times each op with work for a stream by CUDA events before and after it.
 
-    The time of an op includes two kinds of waiting after its first event: waits on the device, and
-    the host's time until the launch if the stream is idle.
+    The time of an op includes two kinds of waiting after its first event. One is a wait on the
+    device; the other is the host's time until the launch, if the stream is idle.
     """
 
     source = "CUDA events around each op"

@@ -67,7 +67,7 @@ class HostIrEvaluator(ProgramEvaluator):
     - `number_of_streams` is the value of `numberOfStreams` in the program. Streams persist between
       runs.
     - `late_stream` (CPU only) is a stream number, "entry" or "all". The work of that stream is
-      delayed as far as the program's own waits allow. A missing wait then gives a wrong result.
+      delayed as far as the program's own waits allow. A missing wait then causes a wrong result.
     """
 
     def trace(
@@ -135,7 +135,7 @@ def take_trace(
     return trace
 
 
-# ------------------------------------------------------------------ what was asked for
+# ------------------------------------------------------------------ the arguments of a trace
 @dataclass(frozen=True)
 class Asked:
     """The arguments of a trace.

@@ -83,8 +83,8 @@ def dry_run_plan(
 ) -> DryRun:
     """Finds the kernels of a program that `can_bind`, and the plan that yields `outputs`.
 
-    There is no plan if torch chooses the strides of a result, or if the address of an input is no
-    multiple of its element size.
+    There is no plan in two cases: torch chooses the strides of a result, or the address of an input
+    is no multiple of its element size.
     """
     requests: list[KernelRequest] = []
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):

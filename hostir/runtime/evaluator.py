@@ -90,7 +90,7 @@ class ProgramEvaluator:
     - `number_of_streams` is the value of `numberOfStreams` in the program. Streams persist between
       runs.
     - `late_stream` (CPU only) is a stream number, "entry" or "all". The work of that stream is
-      delayed as far as the program's own waits allow. A missing wait then gives a wrong result.
+      delayed as far as the program's own waits allow. A missing wait then causes a wrong result.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ def spec_of(index: int, tv: TensorView) -> _TensorSpec:
 
 
 class InputBinder:
-    """Checks the inputs of one program and gives its symbols their values."""
+    """Checks the inputs of one program and binds its symbols to values."""
 
     def __init__(self, values: Fusion) -> None:
         self._specs: list[_TensorSpec | Scalar] = [

@@ -61,8 +61,8 @@ def inputs_and_buffers(
 def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
     """Binds the buffers that the caller provides to the results that a run writes to them.
 
-    Raises `InputError` for a buffer that does not fit its result, or that shares memory with
-    another buffer or an input so that a value would be lost.
+    Raises `InputError` for a buffer that does not fit its result. Raises it also if a buffer shares
+    memory with another buffer or an input, so that a value would be lost.
     """
     buffers = {tv: _buffer(frame, tv, t) for tv, t in given.items()}
     _check_pairs(buffers)

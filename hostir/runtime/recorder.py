@@ -124,7 +124,7 @@ class Recorder:
         self.frame.tensors.clear()
         self.execution.slots.clear()
 
-    # ------------------------------------------------------------ what becomes of steps
+    # ------------------------------------------------------------ receiving steps
     def carry_out(self, op: Op) -> None:
         """Runs an op, records its steps and notifies the listeners."""
         self._order.follow(op)
@@ -300,8 +300,8 @@ class Recorder:
     def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:
         """Places the buffers that the program deallocates in the arena; returns (blocks, bytes).
 
-        Buffers in `left` stay with their steps. A buffer is placed only if all its uses are ordered
-        with the stream on which runs begin, because the runs of that stream share the arena.
+        Buffers in `left` stay with their steps. The runs of one stream share the arena. A buffer is
+        therefore placed only if all its uses are ordered with the stream on which runs begin.
         """
         is_within = self._order.is_within
         kept = [i for i in self._blocks if i in self._lifetimes and i not in left]

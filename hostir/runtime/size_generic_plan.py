@@ -1,12 +1,15 @@
 """The size-generic plan: makes the plans of one program for new sizes without another dry run.
 
-A dry run, or the first run, walks a program for one class of inputs. Each step of its plan comes
-with a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
+A dry run, or the first run, walks a program for one class of inputs. Each step of its plan has
+a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
 all steps have one, the list of steps, their slots and the lifetimes of buffers are the same for all
 sizes. For new sizes, only layouts are computed and the steps are made from them.
 
-Unusual sizes still need a dry run: an extent of 0, a copy where the first sizes had a view, or a
-kernel that is not compiled.
+Unusual sizes still need a dry run:
+
+- an extent is 0;
+- an op copies although the first sizes had a view;
+- a kernel is not compiled yet.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     step -- bind(binding) --> closure, which takes the slots of a run
 
 A step works on *slots*: the numbers of tensors and other values of one run. A slot is *fixed* if
-all runs with one binding have the same tensor in it: a buffer in the arena, or a view of one. A
-view of a fixed slot is made when the step is bound, so it takes no time in a run.
+all runs with one binding have the same tensor in it. Such tensors are buffers in the arena and
+their views. A view of a fixed slot is made when the step is bound, so it takes no time in a run.
 """
 
 from __future__ import annotations

@@ -295,8 +295,8 @@ class _Why:
     def undivided(self, row: Origin, inp: TensorView, out: TensorView) -> str:
         """Returns, as text, the extents that prevent a reshape from keeping a cut; "" if none do.
 
-        A reshape keeps a cut of the outermost axis that it splits or merges if the number of
-        devices divides the axis before and after the reshape.
+        A reshape can keep a cut of the outermost axis that it splits or merges. The number of
+        devices must then divide the axis before and after the reshape.
         """
         result = self.result_of(row)
         after = self.cuts(out)
