@@ -233,7 +233,7 @@ def test_wrong_fields_are_named() -> None:
         (lambda: hic.loop("a").__enter__(), ArgumentError, "stop: expected .*'a'"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.loop(2, True).__enter__(), ArgumentError, "loop.*start: .*True"),
         (lambda: hic.append(4), ArgumentError, "4 is neither an op nor a tensor"),  # pyright: ignore[reportArgumentType]
-        (lambda: hic.append(x), DefinitionError, "no op .* makes input 0"),
+        (lambda: hic.append(x), DefinitionError, "no op .* computes input 0"),
         (lambda: hic.otherwise().__enter__(), DefinitionError, "follows a branch"),
         (lambda: hic.add_input(x), DefinitionError, "T0.* is an input already"),
     ]
