@@ -268,7 +268,7 @@ def test_the_oracle_finds_blocks_that_streams_use_at_once(
 
 # ------------------------------------------------------------------ any order of the streams
 class Shuffled(DelayedStreams):
-    """Queues of which any that need not wait goes on, by chance."""
+    """Queues that advance in random order, if they need not wait."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def test_some_order_shows_bytes_that_are_shared_too_early(monkeypatch: pytest.Mo
     assert not all(is_close(replayed(case, seed), case.expected()) for seed in range(10))
 
 
-# ------------------------------------------------------------------ where what lies
+# ------------------------------------------------------------------ placement of buffers
 class Counted(TorchDispatchMode):
     """Counts the tensors that torch makes."""
 
@@ -346,7 +346,7 @@ def _counted(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
 def test_a_steady_run_allocates_its_outputs_alone(
     streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What torch is not told of is not counted.
+    # Memory that torch does not manage is not counted.
     monkeypatch.setattr(made_of, "empty_on", lambda device: _counted)
     case = by_program(steps=9, streams=streams)
     evaluator = HostIrEvaluator(case.build(), number_of_streams=N_STREAMS)
@@ -371,7 +371,7 @@ def test_loops_of_any_length_need_what_their_streams_need_at_once() -> None:
 
 
 def test_what_no_stream_orders_with_the_caller_is_not_shared_with_the_next_run() -> None:
-    """A stream that neither waits for the caller, nor the caller for it, before its buffer goes."""
+    """A stream whose buffer is freed while neither it nor the caller waits for the other."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([8])

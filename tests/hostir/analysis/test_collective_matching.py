@@ -1,4 +1,4 @@
-"""What ranks do to each other: correct programs match, and each broken one is reported."""
+"""Matching of ranks: correct programs have no findings, and each broken one is reported."""
 
 # Host programs by hand take plain numbers where a Scalar is declared.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false

@@ -1,5 +1,5 @@
-"""What ranks move to each other where axes are cut twice, memory is not cut as tensors are, or
-members of a team meet in different ops: each broken program is reported, its right twin is not."""
+"""Matching of ranks in special cases: axes that are cut twice, memory that is not cut like the
+tensors, and members of a team that communicate in different ops."""
 
 # Host programs by hand take plain numbers where a Scalar is declared.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -178,7 +178,7 @@ def gather_reversed(hic: HostIrContainer, right: bool) -> None:
 
 
 def all_to_all(hic: HostIrContainer, right: bool) -> None:
-    """Rows to columns: each rank's rows lie beside each other only where it has one."""
+    """Rows to columns: each rank's rows are contiguous only if it has one."""
     rows = 2 if right else 4
     x = filled(hic, rows, 4, axis=0, split=True)
     y = allocated(hic, rows, 4, mesh=PAIR, axis=1, split=True)

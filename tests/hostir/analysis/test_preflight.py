@@ -1,4 +1,4 @@
-"""What is checked once, before a new program runs."""
+"""The checks that are made once, before a new program runs."""
 
 # Host programs by hand take plain numbers where a Scalar is declared.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false

@@ -1,4 +1,4 @@
-"""What a program uses is decided exactly: parts of views, branches, ranks, sizes of later calls."""
+"""The checks are exact: parts of views, branches, ranks, and sizes of later calls."""
 
 # Host programs by hand take plain numbers where a Scalar is declared.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false

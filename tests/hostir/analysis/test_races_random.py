@@ -120,7 +120,7 @@ def _results(hic: HostIrContainer) -> Iterator[object]:
             continue
         seen.add(key)
         if answer is None and done["S0"] == ends:
-            # What is still waiting sees that others use the memory.
+            # Work that still waits observes that other work uses its memory.
             taken = {(n, k): "caller" for n in memory for k in range(ROWS)}
             seen_now = tuple(state.get((out, k)) for k in range(ROWS))
             stack.append((done, {**state, **taken}, seen_now))
@@ -166,7 +166,7 @@ def test_clean_means_that_every_order_is_the_same(first: int) -> None:
 
 
 def test_the_oracle_sees_an_order() -> None:
-    """It would be blind if every order looked alike."""
+    """It could not find a race if all orders had the same result."""
     counts = {len(set(_results(random_program(seed)))) for seed in range(20)}
     assert 1 in counts and max(counts) > 1
 

@@ -1,4 +1,4 @@
-"""Inputs that are whole on each rank and cut in each call: told once, with what mends it."""
+"""Replicated inputs that every call slices: each is reported once, with the annotation that avoids it."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_ranks_that_are_not_here_keep_their_stream() -> None:
 
 @dataclass
 class Started:
-    """What `EffectState` is expected to return, without the clock."""
+    """The expected result of `EffectState`, without the clock."""
 
     number: int
     began: object

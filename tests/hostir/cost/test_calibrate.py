@@ -63,7 +63,7 @@ def test_a_rank_alone_measures_its_device() -> None:
     assert found.matmul_dtypes["Float"] == 1.0
     # Calls that compute next to nothing: 10 ns to 1 s, on a machine that may be busy.
     assert all(1e-8 < seconds < 1 for seconds in (found.launch_s, found.matmul_launch_s))
-    # What was not measured is as it was.
+    # Numbers that were not measured are unchanged.
     assert all(getattr(found, name) == getattr(H200, name) for name in LINKS)
 
 

@@ -1,4 +1,5 @@
-"""What allreduces take that are one kernel of ours, and which ones the model takes for such."""
+"""The predicted time of allreduces that are one kernel, and the allreduces that the model takes for
+such."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_none_is_where_they_are_turned_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def seconds_of(nbytes: int, *, red_op: str = "SUM") -> float:
-    """What the model says of a program of one allreduce."""
+    """Returns the predicted time of a program of one allreduce."""
     mesh, program = DeviceMesh(range(2)), HostIrContainer()
     with program:
         x = program.input([2, nbytes // 4], mesh=mesh)

@@ -209,7 +209,7 @@ def test_rows_that_devices_do_not_divide_are_not_scattered() -> None:
     (found,) = overlaps.decisions(values)
     refused = {c.form for c in found.candidates if c.seconds is None}
     assert refused == {"scatter in steps, gather"}
-    assert "the extent 8194 of axis 0" in str(found)  # which stands for sizes nearby
+    assert "the extent 8194 of axis 0" in str(found)  # which is predicted for sizes nearby
     assert "is not divisible by the 4 devices" in str(found)
 
 
@@ -267,7 +267,8 @@ def test_new_sizes_near_others_are_not_predicted(
     rows = range(4096 * d, 8192 * d, 7 * d)
     chosen = {overlaps.choose(_with_rows(values, 4096 * d, n)) for n in rows}
     assert len(rows) == 586 and all(chosen)
-    # 16 sizes stand for all; of each there are at most 9 candidates, and the first was known.
+    # 16 sizes are predicted in place of all; of each there are at most 9 candidates, and the first
+    # was known.
     assert 0 < len(predicted) <= 9 * 16
     predicted.clear()
     for n in rows[-100:]:
@@ -403,7 +404,7 @@ def test_what_graphs_repeat_costs_the_host_one_call() -> None:
 
 
 def test_refusals_for_some_sizes_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that meets new sizes for ever must not remember each."""
+    """A program that is called with ever new sizes must not store all of them."""
     monkeypatch.setattr(overlap_search, "_MAX_SIZES", 4)
     slow = replace(H200, nccl_other_bandwidth=1e11)  # so that only peer copies pay
     overlaps, values, program = decided(beside_many, 4, BALANCED, slow, captured=("NCCL",))

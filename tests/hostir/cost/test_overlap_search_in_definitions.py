@@ -1,4 +1,4 @@
-"""Overlap by itself: what runs in steps when the cost model says so gives the same results."""
+"""Automatic overlap: programs with steps that the cost model chose have the same results."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_steps_equal_torch(name: str, d: int) -> None:
 
 @pytest.fixture
 def forced(slow: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Whatever can run in steps does: in the form of a name where there is one, else the last."""
+    """Runs every pair in steps: in the named form if there is one, else in the last."""
     del slow
     named = "the last"
 
@@ -266,7 +266,7 @@ def test_cpu_ranks_take_steps_only_for_a_described_machine() -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_cpu_ranks_gain_nothing_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank does at once on a GPU, it does in turns on a CPU."""
+    """A CPU rank computes and communicates in turns; a GPU does both at once."""
     measured = replace(SLOW, name="here", device="CPU")
     monkeypatch.setattr(fuser.frontend.executor_cache, "find_machine", lambda *_: measured)
 
@@ -429,7 +429,7 @@ def test_ranks_of_different_machines_hear_of_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("late", [(), ("all",)])
 def test_random_programs_in_steps(late: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever can be lowered in steps is: any form, by any transport."""
+    """Every pair that can be lowered in steps is: in any form, by any transport."""
     taken: list[str] = []
 
     def pick(

@@ -160,7 +160,7 @@ def test_float32_matmuls_are_scaled_and_unknown_dtypes_refused() -> None:
 
 
 def test_the_peak_is_of_what_is_allocated_at_once() -> None:
-    """a (400) and b (800) are alive together; c (1200) comes after a has gone: 2000."""
+    """a (400) and b (800) are alive together; c (1200) is allocated after a is freed: 2000."""
     hic = HostIrContainer()
     with hic:
         x = hic.input([100])
@@ -203,7 +203,7 @@ def test_a_collective_waits_for_the_kernel_that_was_ready_before() -> None:
     before, after = predicted(gather(2, kernel="before")), predicted(gather(2, kernel="after"))
     assert before.classes[0].seconds == pytest.approx(12e-6)
     assert before.classes[0].exposed == pytest.approx(10e-6)
-    # The other way round the kernel goes on with what the collective leaves.
+    # The other way round, the kernel uses the multiprocessors that the collective leaves.
     left = 1 - PLAIN.nccl_multiprocessors / PLAIN.multiprocessors
     assert after.classes[0].seconds == pytest.approx(10e-6)
     assert after.classes[0].exposed == pytest.approx(10e-6 - 2e-6 / left)
@@ -263,7 +263,7 @@ def test_the_root_sends_or_receives(kind: Any, links: tuple[tuple[int, int, int]
         totals[:, [a, b]] += np.diag([nbytes, nbytes])
     (sent, received) = traffic_of(made.unrolled).sent, traffic_of(made.unrolled).received
     assert [sent.tolist(), received.tolist()] == totals.tolist()
-    # The root tells nobody's time apart.
+    # The root does not divide the ranks into classes.
     assert [one.ranks for one in found.classes] == [(0, 1, 2)]
     assert found.classes[0].seconds == pytest.approx(10e-6)
 
@@ -386,7 +386,7 @@ def p2p(d: int, backend: str, *, grouped: bool) -> HostIrContainer:
 
 def test_a_group_of_transfers_and_peer_copies() -> None:
     assert seconds(p2p(4, "NCCL", grouped=True)) == pytest.approx(1000 / 1e8)
-    # Peer copies: what lies in memory that peers cannot map is copied first.
+    # Peer copies: a tensor in memory that peers cannot map is copied first.
     assert seconds(p2p(4, "CUDA", grouped=False)) == pytest.approx(2000 / 1e9 + 1000 / 1e8)
     assert seconds(p2p(4, "CUDA", grouped=True)) == pytest.approx(2000 / 1e9 + 1000 / 1e8)
     (one,) = predicted(ring(3, backend="CUDA", memory=MemoryType.symmetric)).classes
@@ -480,7 +480,7 @@ def test_a_pipeline_has_a_class_per_rank_and_takes_all_its_transfers() -> None:
 
 
 def test_ranks_that_meet_in_different_ops_wait_for_each_other() -> None:
-    """Rank 0 comes from a kernel of 2 us, the others at once."""
+    """Rank 0 enters after a kernel of 2 us, the others at once."""
     mesh = DeviceMesh(range(3))
     team = TeamOf(mesh, (X,))
     hic = HostIrContainer()

@@ -1,7 +1,7 @@
 """The cost model beside recorded measurements of two and four H200: which form is faster, and how
 long each takes.
 
-What was measured is in `benchmarks/results`; the programs are lowered at full size and not run.
+The measurements are in `benchmarks/results`; the programs are lowered at full size and not run.
 """
 
 from __future__ import annotations

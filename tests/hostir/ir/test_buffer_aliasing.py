@@ -148,7 +148,7 @@ def test_elementwise_ops_update_in_place() -> None:
 
 
 def test_a_reduction_takes_one_rows_place() -> None:
-    """A result that is computed before it is written may lie anywhere."""
+    """A result that is computed before it is written may use any memory."""
 
     def body(hic: HostIrContainer, y: TensorView) -> None:
         total = ops.sum(y, [0])

@@ -41,7 +41,7 @@ from multidevice.transports.base.collectives import COLLECTIVES
 from scripts import document_ops
 from tests.support.handmade_programs import EXAMPLES, LATE, run_simulated
 
-# What `import ... as ...` lines tell type checkers.
+# The names that `import ... as ...` lines declare for type checkers.
 NAMED = re.findall(r"import \w+ as (\w+)\n", Path(hostir.__file__).read_text())
 CLASSES = [c for c in Op.REGISTRY.values() if issubclass(c, HostOp) and not c.__subclasses__()]
 
@@ -266,7 +266,8 @@ def test_the_spelling_of_older_dumps_is_read() -> None:
     ):
         assert f"\n{line}\n" in text, line
     assert text.count("= HirAliasSelect(") == 3
-    # With what the short form leaves out, here only plain layouts, it runs.
+    # It runs with default values of the parts that the short form leaves out, which are plain
+    # layouts.
     whole = replace(program, is_short=False)
     verify(whole)
     x, w = torch.randn(5, 2, 6), torch.randn(3, 6)

@@ -84,7 +84,7 @@ def test_a_call_that_cannot_be_meant(number: int) -> None:
 
 @pytest.mark.parametrize("kind", ["SendRecv", "LocalSlice", "StepSlice", "CollectivePermute", "x"])
 def test_a_communication_of_a_type_that_is_an_op_of_its_own(kind: Any) -> None:
-    """Such a program was verified and printed; it could not be read, and ended in a KeyError."""
+    """Formerly such a program was verified and printed, but reading it raised a KeyError."""
     program = HostIrContainer()
     with program:
         x = program.input([8, 4], mesh=MESH)
@@ -101,7 +101,7 @@ def test_torch_dtypes_are_taken() -> None:
 
 
 def test_a_loop_over_an_axis_of_a_tensor() -> None:
-    """`x.axis(0)` is what a user has of it."""
+    """A user has only `x.axis(0)`."""
     program = HostIrContainer()
     with program:
         x, y = program.input([-1, 4]), program.tensor([-1, 4])
@@ -188,7 +188,7 @@ def test_the_advice_where_a_result_cannot_be_written_into_a_tensor(
 
 
 def test_constant_sizes_that_differ_are_refused_where_they_are_written() -> None:
-    """They were found in the first run, and an input was blamed."""
+    """Formerly the first run found them, and its message blamed an input."""
     program = HostIrContainer()
     with (
         pytest.raises(DefinitionError, match=r"found 5 and 3 in append: T2.* written into T1"),
@@ -248,7 +248,7 @@ MAKERS: list[tuple[str, Call]] = [
 
 @pytest.mark.parametrize("number", range(len(MAKERS)))
 def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) -> None:
-    """It ran by the device's library, and was announced as if it had run."""
+    """Formerly the device's library ran it, under the wrong name."""
     name, make = MAKERS[number]
     hic = HostIrContainer()
     with hic:

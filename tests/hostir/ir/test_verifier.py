@@ -165,7 +165,7 @@ def test_a_team_outside_of_the_meshes_is_found_on_its_line(
         shown = capsys.readouterr().err
         assert "names rank 2, the meshes of tensors have ranks 0 1" in shown
         assert re.search(r"^-> +\d+ +Communication 0 \(", shown, re.MULTILINE)
-        # The op's name stands in front once.
+        # The message begins with the op's name, once.
         assert shown.count("Communication 0 (Allreduce): ") == 1
 
 

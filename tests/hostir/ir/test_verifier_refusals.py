@@ -99,7 +99,7 @@ class Strange(Op):
 
 
 Program = HostIrContainer
-# What a program of x [4, 8] and y [4, 8], or of shards of them, has: a broken rule.
+# Functions that break a rule in a program of x [4, 8] and y [4, 8], or of shards of them.
 Write = Callable[[Program, TensorView, TensorView], Any]
 
 

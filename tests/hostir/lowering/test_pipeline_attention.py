@@ -88,7 +88,7 @@ def test_batches_and_heads_are_cut_without_communication(axis: int, is_causal: b
 @pytest.mark.parametrize("axis", range(4))
 @pytest.mark.parametrize("name", TENSORS)
 def test_any_cut_of_any_tensor(name: str, axis: int, is_causal: bool) -> None:
-    """What attention needs whole is gathered, and what it gives whole is cut."""
+    """Axes that attention needs whole are gathered, and its results are cut again."""
     if name == "log_sumexp" and axis == 3:
         return
     with simulate(2) as world:

@@ -144,7 +144,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_lowering_of_more_layers_grows_as_they_do(
     counted: Counter[str], mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schedulers see as many ops, merging goes as many steps, for each layer more."""
+    """Each additional layer adds as many ops for schedulers, and as many steps of merging."""
     monkeypatch.setattr(segment, "MANY_LEVELS", 6)
     found: list[Counter[str]] = []
     for layers in (8, 24):

@@ -51,7 +51,7 @@ def matmul(a: list[int], b: list[int], axis: int) -> Program:
 
 @dataclass(frozen=True)
 class Case:
-    """`slices`: how many views the steps take; `allocations` stand in front."""
+    """`slices`: how many views the steps take; `allocations` are the first ops."""
 
     define: Program
     meaning: Callable[..., torch.Tensor]

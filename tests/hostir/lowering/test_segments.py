@@ -1,4 +1,4 @@
-"""Where communication comes from: a change of placement is found out once, by decomposition."""
+"""Origins of communications: decomposition finds each change of placement once."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def whole(shape: tuple[int, ...] = (ROWS, WIDTH)) -> torch.Tensor:
 
 
 X, Y = ParallelType.mesh_x, ParallelType.mesh_y
-# How x lies: (mesh, (axis, device type) of each cut, outermost first).
+# Placements of x: (mesh, (axis, device type) of each cut, outermost first).
 LAYOUTS: dict[str, tuple[DeviceMesh, list[tuple[int, ParallelType]]]] = {
     "rows": (DeviceMesh(range(4)), [(0, X)]),
     "columns": (DeviceMesh(range(4)), [(1, X)]),
@@ -56,7 +56,7 @@ def place(tv: TensorView, layout: str) -> None:
 def keyed(
     layout: str, read: Callable[[Any, TensorView, TensorView], TensorView], *, symbolic: bool = True
 ) -> tuple[FusionDefinition, TensorView]:
-    """Returns a program of x, seed and offset, and its x, that lies as told."""
+    """Returns a program of x, seed and offset, and its x with this placement."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1] if symbolic else [ROWS, WIDTH], contiguity=True)
         seed, offset = fd.define_scalar(D.Int), fd.define_scalar(D.Int)

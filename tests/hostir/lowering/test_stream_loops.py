@@ -263,7 +263,8 @@ def test_what_is_taken_from_the_whole_has_no_slots(
 def test_kernels_for_all_steps_are_compiled_before_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows of 4 floats in a buffer of 5 lie at every multiple of 4 bytes: not all take vectors."""
+    """Rows of 4 floats in a buffer of 5 begin at every multiple of 4 bytes: not all
+    allow vectors."""
     with FusionDefinition() as fd:
         x = fd.define_tensor([-1, -1], contiguity=[False, True])
         y = fd.ops.exp(x)

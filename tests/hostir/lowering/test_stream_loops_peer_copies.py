@@ -158,7 +158,7 @@ def row_parallel(fd: FusionDefinition, d: int, *, swizzle: bool = True) -> list[
 
 
 def chained(fd: FusionDefinition, d: int) -> list[TensorView]:
-    """What is gathered is computed before: its buffer is symmetric, and nothing is copied."""
+    """The gathered tensor is computed before: its buffer is symmetric, and nothing is copied."""
     x, w, v = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(3))
     hidden = fd.ops.relu(fd.ops.linear(x, w))
     y = fd.ops.linear(fd.ops.set(hidden), v)
@@ -260,7 +260,7 @@ def test_a_rank_that_sends_to_itself_is_found_before_the_run() -> None:
 
 
 def test_a_send_that_is_waited_for_before_the_receive_is_found() -> None:
-    """The other rank copies only when it comes to its receive."""
+    """The other rank copies only when it reaches its receive."""
     program = HostIrContainer()
     with program:
         x, y = (program.tensor([2, 4], mesh=range(2)) for _ in range(2))

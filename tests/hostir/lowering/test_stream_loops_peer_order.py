@@ -1,4 +1,4 @@
-"""What follows what in steps by peer copies: transfers come as early as they can."""
+"""The order of ops in steps with peer copies: transfers start as early as they can."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multidevice import Communicator
 from tests.support.peer_graph_cases import CASES, numbers
 
 ORDER = {
-    # What peers copy is offered on the entry stream. The own block is computed beside the first
+    # Data for peers is offered on the entry stream. The own block is computed beside the first
     # copy; each copy beside the matmul of the last one.
     "gather in steps": [
         *("Stream S0)", "type=send", "Stream i", "type=recv", "Stream ( i", "Synchronize"),
@@ -50,7 +50,7 @@ def program_of(name: str) -> HostIrContainer:
 def test_steps_take_turns(name: str) -> None:
     body = str(program_of(name)).partition("  FOR ")[2]
     if name == "gather in steps":
-        # The own block is not waited for: the wait stands in the branch of the others.
+        # The own block is not waited for: the wait is in the branch of the others.
         branch, wait = (
             next(x for x in body.splitlines() if t in x) for t in ("ELSE:", "i1 + 1 ) <")
         )

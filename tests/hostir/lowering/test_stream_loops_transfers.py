@@ -200,7 +200,7 @@ def test_grouped_transfers_are_awaited_in_the_step_and_peer_copies_sent_at_its_e
     waits = [op.number for op in steps if isinstance(op, Wait)]
     assert waits == [transfers["recv"]]
     assert [op.number for op in last if isinstance(op, Wait)] == [transfers["send"]]
-    # What is sent was made on the stream on which the loop begins.
+    # The sent tensor was computed on the stream on which the loop begins.
     at = next(k for k, op in enumerate(steps) if isinstance(op, P2PCommunication))
     before, sent = steps[at - 1], steps[at]
     assert isinstance(sent, P2PCommunication) and sent.type == "send"

@@ -22,7 +22,7 @@ BEFORE = """
   T4 = Set( T3 )
 } // %HostIrContainer
 """
-# T2 is a view of T1: both live until T2 is read, the view goes first. T4 is the caller's.
+# T2 is a view of T1: both live until T2 is read, and the view is freed first. T4 is the caller's.
 AFTER = """
 %HostIrContainer { (T0_g_float[iS0{i0}, iS1{i1}]) -> (T4_g_float[iS8{i0}, iS9{i1}]) :
   T1_g_float[iS2{i0}, iS3{i1}] = ALLOCATE(mem_type=global, zero_init=false)
