@@ -1,4 +1,4 @@
-"""Replicated inputs that every call slices: each is reported once, with the annotation that avoids it."""
+"""Replicated inputs that every call slices: each is reported once, with the annotation to add."""
 
 from __future__ import annotations
 
