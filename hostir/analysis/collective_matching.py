@@ -35,7 +35,7 @@ from hostir.analysis.deadlocks import (
     TransferGroup,
     follow,
 )
-from hostir.analysis.rank_regions import Region, Shapes, Spot
+from hostir.analysis.rank_regions import Region, Shapes, ShardRegion
 from hostir.analysis.rank_values import (
     Array,
     PerRank,
@@ -107,7 +107,7 @@ class MatchingWalk(Walk[PerRank]):
         self.streams = StreamNumbers(self.values.of, self.domain.merge)
         self.state = EffectState[Half](self.streams)
         self.found: dict[object, Finding] = {}
-        self.spots: dict[TensorView, Spot] = {}
+        self.shard_regions: dict[TensorView, ShardRegion] = {}
         self.facts: dict[int, list[Effect]] = {}
         self.teams: dict[TeamOf, Teams] = {}
         # For each collective: the teams, and which ranks are in one.
@@ -154,7 +154,7 @@ class MatchingWalk(Walk[PerRank]):
     def _apply(self, effect: Effect, op: Op, site: Site) -> None:
         match effect:
             case Makes(tensor, _, step) if step is not None:
-                self.spots[tensor] = self.shapes.step(tensor, step)
+                self.shard_regions[tensor] = self.shapes.step(tensor, step)
             case Shows(out) if out in self.storage.views:
                 self._open_view(self.storage.views[out], site)
             case Shows():
@@ -192,8 +192,8 @@ class MatchingWalk(Walk[PerRank]):
             self._in_range(op, effect, part, index, limit)
             return index
 
-        source = self.spot_of(effect.source)
-        self.spots[effect.out] = self.shapes.named(source, effect, op, check)
+        source = self.shard_region(effect.source)
+        self.shard_regions[effect.out] = self.shapes.named(source, effect, op, check)
 
     def _wait(self, number: int, site: Site) -> None:
         if self.sent is not None and self.sent.number == number:
@@ -210,15 +210,15 @@ class MatchingWalk(Walk[PerRank]):
             what += f"{shows.source.label}, which has {at(limit, i)}, on {self._who(outside)}"
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
-    def spot_of(self, tv: TensorView) -> Spot:
+    def shard_region(self, tv: TensorView) -> ShardRegion:
         """Returns the region that a tensor names at this step."""
-        spot = self.spots.get(tv)
-        if spot is None:
+        shard = self.shard_regions.get(tv)
+        if shard is None:
             shown = self.storage.shown_by(tv)
             if shown is not None and tv not in self.storage.named:
-                return self.spot_of(shown)
-            spot = self.spots[tv] = self.shapes.spot(tv)
-        return spot
+                return self.shard_region(shown)
+            shard = self.shard_regions[tv] = self.shapes.shard_region(tv)
+        return shard
 
     # ------------------------------------------------------------ collectives
     def _teams(self, of: TeamOf) -> Teams:
@@ -268,7 +268,7 @@ class MatchingWalk(Walk[PerRank]):
         row, team = movement.collective, movement.team
         assert row is not None and team is not None, f"{movement.kind} is no collective"
         teams, here = self._comes(movement, site)
-        inp, out = map(self.spot_of, movement.both)
+        inp, out = map(self.shard_region, movement.both)
         mine, theirs = (self._elements(movement, tv) for tv in movement.both)
         root: PerRank = 0
         if movement.root is not None:
@@ -304,7 +304,7 @@ class MatchingWalk(Walk[PerRank]):
             kind = ALLGATHER.name
             gather = Movement(kind, op.inp, op.out, op.team, collective=ALLGATHER)
             self.gathers[op] = gather
-        self.spots[op.out] = self.shapes.spot(op.out)
+        self.shard_regions[op.out] = self.shapes.shard_region(op.out)
         self._collective(gather, -1, site, library="none: a view of shards")
 
     def _close_view(self, shown: TensorView, site: Site) -> None:
@@ -376,7 +376,7 @@ class MatchingWalk(Walk[PerRank]):
         growth = row.growth
         if not growth:
             return
-        inp, out = map(self.spot_of, movement.both)
+        inp, out = map(self.shard_region, movement.both)
         spread, whole = (inp, out) if growth > 0 else (out, inp)
         cuts = self.shapes.device_cuts
         along = frozenset[ParallelType]().union(*cuts(spread.owner))
@@ -392,7 +392,7 @@ class MatchingWalk(Walk[PerRank]):
 
     def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
         """Returns the number of elements of a tensor that move."""
-        return self.spot_of(tv).elements(movement.expanded[tv])
+        return self.shard_region(tv).elements(movement.expanded[tv])
 
     def _permute(self, movement: Movement, number: int, site: Site) -> None:
         teams, here = self._comes(movement, site)
@@ -409,7 +409,7 @@ class MatchingWalk(Walk[PerRank]):
             if not self._in_team(value, teams.members.shape[1], here, site, what):
                 value = -1
             peers.append(value)
-        sent, received = (self.shapes.region(self.spot_of(tv)) for tv in (inp, out))
+        sent, received = (self.shapes.region(self.shard_region(tv)) for tv in (inp, out))
         event = PostedCollective((site,), kind, number, here, teams, terms, sent, received, sizes)
         event.peers = peers[0], peers[1]
         self._enters(event, here)
@@ -420,7 +420,7 @@ class MatchingWalk(Walk[PerRank]):
         mask = self.mask & self.holds(tv)
         to = self._partners(movement.peers["peer"], mask, site)
         elements = self._elements(movement, tv)
-        half = Half(site, movement, mask, to, elements, self.shapes.region(self.spot_of(tv)))
+        half = Half(site, movement, mask, to, elements, self.shapes.region(self.shard_region(tv)))
         self.on_half(half)
         if self.state.apply(Starts(number), (half,)) is None:
             return  # it joins the open group

@@ -203,7 +203,7 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot(NamedRegion[PerRank, int]):
+class ShardRegion(NamedRegion[PerRank, int]):
     """A part of the local shard of `owner`, for each rank.
 
     `extents` has the elements of the whole tensor per axis of the owner (None: unknown). `axes` has
@@ -221,11 +221,11 @@ class Spot(NamedRegion[PerRank, int]):
         """Returns the number of elements in memory: one along expanded axes."""
         return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
 
-    def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> Spot:
+    def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> ShardRegion:
         """Returns a name for the same elements with other axes."""
-        return Spot(self.owner, self.extents, axes, shape, self.by_rank)
+        return ShardRegion(self.owner, self.extents, axes, shape, self.by_rank)
 
-    def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> Spot:
+    def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> ShardRegion:
         """Returns a range along an axis. `among` is not used."""
         owner = self.axes[axis]
         extents: list[Extent | None] = list(self.extents)
@@ -235,7 +235,7 @@ class Spot(NamedRegion[PerRank, int]):
             extents[owner] = extent.cut(start, length)
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         by_rank = self.by_rank or isinstance(start, np.ndarray)
-        return Spot(self.owner, tuple(extents), self.axes, shape, by_rank)
+        return ShardRegion(self.owner, tuple(extents), self.axes, shape, by_rank)
 
 
 class Shapes:
@@ -245,7 +245,7 @@ class Shapes:
         self._values = values
         self._local: dict[TensorView, tuple[int, ...]] = {}
         self._whole: dict[TensorView, tuple[int, ...]] = {}
-        self._spots: dict[TensorView, Spot] = {}
+        self._shard_regions: dict[TensorView, ShardRegion] = {}
         self._cuts: dict[TensorView, tuple[frozenset[ParallelType], ...]] = {}
         self._frames: dict[object, tuple[tuple[int, ...], ...]] = {}
 
@@ -268,19 +268,19 @@ class Shapes:
             self._cuts[tv] = tuple(frozenset(c.ptype for c in mine) for mine in cuts)
         return self._cuts[tv]
 
-    def spot(self, tv: TensorView) -> Spot:
+    def shard_region(self, tv: TensorView) -> ShardRegion:
         """Returns the region of the whole local shard."""
-        if tv not in self._spots:
+        if tv not in self._shard_regions:
             shape = self.local(tv)
             every = zip(placement(tv), self.whole(tv), strict=True)
             extents = tuple(self._extent(tv, cuts, size) for cuts, size in every)
-            self._spots[tv] = Spot(tv, extents, tuple(range(len(shape))), shape)
-        return self._spots[tv]
+            self._shard_regions[tv] = ShardRegion(tv, extents, tuple(range(len(shape))), shape)
+        return self._shard_regions[tv]
 
-    def step(self, tv: TensorView, index: Scalar) -> Spot:
+    def step(self, tv: TensorView, index: Scalar) -> ShardRegion:
         """Returns the region of a tensor whose buffer has the block of one step."""
         axis, chunks = stream_cut(tv)
-        return self.spot(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
+        return self.shard_region(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
 
     def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
         """Returns the elements of an axis of `size` elements that each rank has.
@@ -308,14 +308,14 @@ class Shapes:
         assert mesh is not None, f"{tv} is cut without a mesh"
         return self._values.along(mesh, ptype)
 
-    def region(self, spot: Spot, *, without: int | None = None) -> Region | None:
+    def region(self, shard: ShardRegion, *, without: int | None = None) -> Region | None:
         """Returns the elements in memory of a name, without an axis of partial sums; None if
         unknown."""
-        whole, keep, order = self._frame(spot.owner, without)
-        extents = tuple(e for a in keep if (e := spot.extents[a]) is not None)
-        owners = ((None, spot.owner),)
+        whole, keep, order = self._frame(shard.owner, without)
+        extents = tuple(e for a in keep if (e := shard.extents[a]) is not None)
+        owners = ((None, shard.owner),)
         known = len(extents) == len(keep)
-        return Region(owners, whole, extents, order, spot.by_rank) if known else None
+        return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
         """Returns global sizes, the axes in memory (expanded axes are left out), and their order in
@@ -327,28 +327,28 @@ class Shapes:
             self._frames[tv, without] = tuple(self.whole(tv)[a] for a in keep), keep, order
         return self._frames[tv, without]
 
-    def partial_axis(self, spot: Spot, ptypes: Sequence[ParallelType]) -> int | None:
+    def partial_axis(self, shard: ShardRegion, ptypes: Sequence[ParallelType]) -> int | None:
         """Returns the axis of the owner that numbers the partial sums of a team; None
         without one."""
-        sizes, cuts = self.local(spot.owner), self.device_cuts(spot.owner)
+        sizes, cuts = self.local(shard.owner), self.device_cuts(shard.owner)
         return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
 
     # ------------------------------------------------------------ names
     def named(
         self,
-        spot: Spot,
+        shard: ShardRegion,
         effect: Shows,
         op: Op,
         check: Callable[[Part, PerRank, PerRank], PerRank],
-    ) -> Spot:
+    ) -> ShardRegion:
         """Returns the region that `effect.out` names; for `check` see `NamedRegion.part`."""
         if effect.part is not None:
-            return spot.part(effect.part, self._values.of, check)
-        return self._view(spot, op) if isinstance(op, TensorOp) else spot
+            return shard.part(effect.part, self._values.of, check)
+        return self._view(shard, op) if isinstance(op, TensorOp) else shard
 
-    def _view(self, spot: Spot, op: TensorOp) -> Spot:
+    def _view(self, shard: ShardRegion, op: TensorOp) -> ShardRegion:
         kept = {c: p for p, c in position_map(op).items()}
-        found = spot.viewed(kept, self.local(op.out_tensor))
+        found = shard.viewed(kept, self.local(op.out_tensor))
         if not is_allocated_per_step(op.out_tensor):
             return found
         axis, _ = stream_cut(op.out_tensor)
@@ -356,7 +356,7 @@ class Shapes:
             return found
         # The axis was made by a reshape, of as many elements.
         rest = math.prod(n for c, n in enumerate(found.shape) if c != axis)
-        size = math.prod(spot.shape) // most(rest, 1)
+        size = math.prod(shard.shape) // most(rest, 1)
         return found.having((*found.shape[:axis], size, *found.shape[axis + 1 :]), found.axes)
 
 

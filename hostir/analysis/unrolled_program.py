@@ -138,7 +138,7 @@ class Unroller(MatchingWalk):
 
     def _held(self, tv: TensorView) -> PerRank:
         """Returns the bytes of a tensor on each active rank."""
-        elements = self.spot_of(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
+        elements = self.shard_region(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
         has = self.holds(tv) & self.mask
         return elements if has.all() else np.where(has, elements, 0)
 
@@ -156,7 +156,7 @@ class Unroller(MatchingWalk):
         if movement is not None or is_work:
             for tv in (*op.inputs, *op.outputs):
                 if isinstance(tv, TensorView):
-                    item.shapes[tv] = self.spot_of(tv).shape
+                    item.shapes[tv] = self.shard_region(tv).shape
                     if tv.mesh is not None and not self.holds(tv).all():
                         item.mask = item.mask & self.holds(tv)
         for tv in op.inputs if is_work and self.storage.views else ():

@@ -24,7 +24,7 @@ from hostir.analysis.buffer_regions import (
     whole_axes,
     whole_box,
 )
-from hostir.analysis.rank_regions import Extent, Spot
+from hostir.analysis.rank_regions import Extent, ShardRegion
 from hostir.analysis.rank_values import PerRank
 from hostir.analysis.walker import AllRanks, OneRank
 from hostir.ir.effects import ENTRY, Part
@@ -102,10 +102,10 @@ def in_range(part: Part, index: PerRank, limit: PerRank) -> PerRank:
     return index
 
 
-def elements_on(spot: Spot, whole: np.ndarray, i: int) -> set[int]:
-    """Returns the elements of a spot on the rank at place i."""
+def elements_on(shard: ShardRegion, whole: np.ndarray, i: int) -> set[int]:
+    """Returns the elements of a shard on the rank at place i."""
     axes: list[list[int]] = []
-    for extent in spot.extents:
+    for extent in shard.extents:
         assert extent is not None
         (count, stride) = extent.levels[-1]
         assert len(extent.levels) == 1
@@ -122,7 +122,7 @@ def test_parts_of_parts_are_the_same_on_one_rank_and_on_all(seed: int) -> None:
     arrays: list[Any] = [whole for _ in RANKS]
     buffer = TrackedBuffer(tv, SIZES, ENTRY, None, True)
     regions = [BufferRegion.whole(buffer) for _ in RANKS]
-    spot = Spot(tv, tuple(Extent(0, ((n, 1),)) for n in SIZES), (0, 1, 2), SIZES)
+    shard = ShardRegion(tv, tuple(Extent(0, ((n, 1),)) for n in SIZES), (0, 1, 2), SIZES)
     for _ in range(4):
         if not arrays[0].ndim:
             break
@@ -136,7 +136,7 @@ def test_parts_of_parts_are_the_same_on_one_rank_and_on_all(seed: int) -> None:
             kept = dict(enumerate(order))
             arrays = [a.transpose(order) for a in arrays]
             regions = [r.viewed(kept, [0] * len(order)) for r in regions]
-            spot = spot.viewed(kept, [0] * len(order))
+            shard = shard.viewed(kept, [0] * len(order))
             continue
         size = min(a.shape[axis] for a in arrays)
         if kind == "element" and size < 2 and any(a.shape[axis] != 1 for a in arrays):
@@ -151,9 +151,9 @@ def test_parts_of_parts_are_the_same_on_one_rank_and_on_all(seed: int) -> None:
             else:
                 step = -(-n // 2)
                 arrays[k] = np.split(arrays[k], [step * values[k], step * (values[k] + 1)], axis)[1]
-        spot = spot.part(part, AllRanks(RANKS, {}).value, in_range)
+        shard = shard.part(part, AllRanks(RANKS, {}).value, in_range)
     for k, array in enumerate(arrays):
         assert regions[k].shape == array.shape
-        assert [int(np.broadcast_to(n, len(RANKS))[k]) for n in spot.shape] == list(array.shape)
+        assert [int(np.broadcast_to(n, len(RANKS))[k]) for n in shard.shape] == list(array.shape)
         assert _elements(whole, regions[k].box) == set(array.flat)
-        assert elements_on(spot, whole, k) == set(array.flat)
+        assert elements_on(shard, whole, k) == set(array.flat)
