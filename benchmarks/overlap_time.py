@@ -67,7 +67,7 @@ from fuser import DataType, FusionDefinition
 from fuser.multidevice import Communicator
 from hostir.cost.machine_model import H200, Machine, machine_of
 from hostir.cost.report import predict
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from hostir.ir.ops import NUMBER_OF_STREAMS, CollectivePermute, Communication, P2PCommunication
 
 # The length of a burst, and the longest time of a shape (fewer rounds are made then).
@@ -282,7 +282,7 @@ class Bench:
         Also its communications, and the CUDA graphs that repeat it.
         """
         program = fd.fec.host_program()
-        made = timetable_of(program, {NUMBER_OF_STREAMS: STREAMS}, self.machine)
+        made = simulated_schedule(program, {NUMBER_OF_STREAMS: STREAMS}, self.machine)
         seconds = max(one.seconds for one in predict(program, made).classes)
         row: dict[str, Any] = {"predicted_ms": round(seconds * 1e3, 4)}
         if method == "auto":

@@ -191,13 +191,13 @@ def predicted_ms(encoder: Any, batch: tuple[Any, ...], machine: str) -> float:
     """Returns the cost model's milliseconds per batch for the slowest rank's device."""
     from hostir.cost.machine_model import find_machine
     from hostir.cost.report import predict
-    from hostir.cost.simulator import timetable_of
+    from hostir.cost.simulator import simulated_schedule
     from hostir.runtime.inputs import InputBinder
 
     program, inputs = encoder.fd.fec.host_program(), encoder.inputs(*batch)
     values = InputBinder(program.values).bind(inputs, inputs[0].device)
     sizes = {symbol: v for symbol, v in values.items() if isinstance(v, int)}
-    made = predict(program, timetable_of(program, sizes, find_machine(machine)))
+    made = predict(program, simulated_schedule(program, sizes, find_machine(machine)))
     return max(one.seconds for one in made.classes) * 1e3
 
 

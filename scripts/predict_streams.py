@@ -31,7 +31,7 @@ from matmul_pairs import X
 from fuser import DataType, multidevice
 from hostir.cost.machine_model import Machine, find_machine
 from hostir.cost.report import RankTimes, predict
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from hostir.ir.ops import NUMBER_OF_STREAMS
 from hostir.ir.program import HostIrContainer
 from hostir.lowering.input_class import Classifier
@@ -115,7 +115,7 @@ def in_sequence(op: str, d: int, m: int, k: int, n: int) -> HostIrContainer:
 
 def times(program: HostIrContainer, machine: Machine, streams: int = 4) -> RankTimes:
     """Returns the predicted times of a program on its slowest rank."""
-    made = timetable_of(program, {NUMBER_OF_STREAMS: streams}, machine)
+    made = simulated_schedule(program, {NUMBER_OF_STREAMS: streams}, machine)
     return predict(program, made).classes[0]
 
 

@@ -28,7 +28,7 @@ from fuser.support.lru import Recent
 from hostir.cost.machine_model import CPU, Machine
 from hostir.cost.op_costs import Cost, collective_cost, cost_of
 from hostir.cost.report import seconds_of
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from hostir.ir.ops import NUMBER_OF_STREAMS, Sizes, library_name
 from hostir.ir.program import HostIrContainer
 from hostir.ir.shard_layout import held_nbytes
@@ -346,9 +346,10 @@ class Overlaps:
         if choice.backend in ("", *self._captured) or self._backend not in self._captured:
             return ""
         try:
-            made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, self.machine)
+            sizes = {**values, NUMBER_OF_STREAMS: _STREAMS}
+            made = simulated_schedule(program, sizes, self.machine)
         except FuserError:
-            return ""  # of what the model does not know
+            return ""  # the model does not know some op
         seconds, host = seconds_of(made)
         gained = sum(_seconds(d.candidates[0]) - _seconds(d.chosen) for d in decisions)
         if max(seconds, host) < (1 - self._margin) * (seconds + gained):
@@ -505,7 +506,7 @@ class _Unit:
             if one is not None and one.transfers:
                 self._check_divisible(values)
             program = self._program(one, backend)
-            made = timetable_of(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, machine)
+            made = simulated_schedule(program, {**values, NUMBER_OF_STREAMS: _STREAMS}, machine)
             seconds, host = seconds_of(made)
             if {self._backend, backend or self._backend} <= set(self._captured):
                 host = machine.host_run_s

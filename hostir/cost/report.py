@@ -17,7 +17,7 @@ from hostir.analysis.rank_values import Array, PerRank, at, np
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.analysis.unrolled_program import UnrolledOp, Unroller
 from hostir.cost.machine_model import CPU
-from hostir.cost.simulator import Timetable, WorkItem, critical_path
+from hostir.cost.simulator import SimulatedSchedule, WorkItem, critical_path
 from hostir.ir.diagnostics import Site, line_numbers
 from hostir.ir.effects import CALLER
 from hostir.ir.ops import Movement
@@ -150,12 +150,12 @@ class Prediction:
         return asdict(self)
 
 
-def seconds_of(made: Timetable) -> tuple[float, float]:
+def seconds_of(made: SimulatedSchedule) -> tuple[float, float]:
     """Returns the busy seconds of GPU and host, each of its slowest rank."""
     return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
 
 
-def predict(program: HostIrContainer, made: Timetable) -> Prediction:
+def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
     """Returns the costs of a simulated schedule. `links` are (from, to, bytes); None for too many
     ranks."""
     traffic, unrolled = traffic_of(made.unrolled), made.unrolled
@@ -196,7 +196,7 @@ def predict(program: HostIrContainer, made: Timetable) -> Prediction:
     return Prediction(name, device, seconds, tuple(found), links, path, notes)
 
 
-def stream_name(made: Timetable, number: int) -> str:
+def stream_name(made: SimulatedSchedule, number: int) -> str:
     """Returns a stream as the program spells it."""
     unrolled = made.unrolled
     captured = {
@@ -227,7 +227,7 @@ def _number(x: Any, place: int) -> int:
 
 
 def _streams(
-    made: Timetable, number: int, mine: Sequence[WorkItem], end: float
+    made: SimulatedSchedule, number: int, mine: Sequence[WorkItem], end: float
 ) -> tuple[StreamTimes, ...]:
     computing = union((w.start, w.end) for w in mine if not w.is_transfer)
     rows: list[StreamTimes] = []

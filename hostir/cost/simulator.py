@@ -206,7 +206,7 @@ def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
 
 
 @dataclass
-class Timetable:
+class SimulatedSchedule:
     """The simulated schedule of a program.
 
     `firsts` has the position of the first rank of each class, `host` the seconds in which its host
@@ -230,13 +230,13 @@ class Timetable:
         return [w for w in self.work if number in w.streams]
 
 
-def timetable_of(
+def simulated_schedule(
     program: HostIrContainer,
     values: Mapping[Symbol, Number],
     machine: Machine,
     *,
     ranks: Sequence[int] = (),
-) -> Timetable:
+) -> SimulatedSchedule:
     """Returns the simulated schedule of a program. Nothing is run.
 
     `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to those of the
@@ -248,7 +248,7 @@ def timetable_of(
     unrolled.finish()
     wrong = [f for f in unrolled.found.values() if f.kind != MISPLACED]
     refuse(program, wrong, what="this program has no schedule")
-    classes = time_classes(unrolled.items, len(unrolled.ranks))
+    classes = rank_classes(unrolled.items, len(unrolled.ranks))
     firsts: list[int] = np.unique(classes, return_index=True)[1].tolist()
     shared = _Shared(classes, machine, program, values)
     host: list[float] = []
@@ -258,7 +258,7 @@ def timetable_of(
         host.append(builder.host)
     Simulator(shared.work).run()
     _check_all_ran(program, shared.work, machine)
-    return Timetable(unrolled, classes, firsts, shared.work, host, machine)
+    return SimulatedSchedule(unrolled, classes, firsts, shared.work, host, machine)
 
 
 def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: Machine) -> None:
@@ -519,7 +519,7 @@ class _ScheduleBuilder:
 _MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
-def time_classes(items: Sequence[UnrolledOp], count: int) -> Array:
+def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
     """Returns the class of each of `count` ranks. Classes are numbered by their first rank."""
     marks: Array = np.zeros(count, dtype=np.uint64)
     every = _each(items)

@@ -27,7 +27,7 @@ from hostir.cost.report import (
     times_text,
     union,
 )
-from hostir.cost.simulator import Timetable, WorkItem
+from hostir.cost.simulator import SimulatedSchedule, WorkItem
 from hostir.ir.diagnostics import line_numbers
 from hostir.ir.program import HostIrContainer
 from hostir.profiling.op_recorder import TracedOp
@@ -200,7 +200,7 @@ class Trace:
     rank_clocks: str
     warm_up: int
     outputs: tuple[torch.Tensor, ...]
-    predicted: tuple[HostIrContainer, Timetable] | None = None
+    predicted: tuple[HostIrContainer, SimulatedSchedule] | None = None
     # Why there is no prediction although one was requested; "" otherwise.
     not_predicted: str = ""
 
@@ -438,7 +438,7 @@ _LINKS = (1, "out", "link out"), (2, "in", "link in")
 _FIRST_PREDICTED = 1_000_000
 
 
-def trace_text(program: HostIrContainer, made: Timetable) -> str:
+def trace_text(program: HostIrContainer, made: SimulatedSchedule) -> str:
     """Returns the JSON of a file with only the predicted timeline."""
     notes = {"machine": made.machine.name, "from": "the cost model; nothing was run"}
     return file_text(predicted_events(program, made), notes)
@@ -476,9 +476,9 @@ def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -
 
 # ------------------------------------------------------------------ the predicted one
 def predicted_events(
-    program: HostIrContainer, made: Timetable, *, beside: bool = False
+    program: HostIrContainer, made: SimulatedSchedule, *, beside: bool = False
 ) -> list[Event]:
-    """Returns the events of a predicted timetable.
+    """Returns the events of a simulated schedule.
 
     `beside` is True if the file also has a measured run: processes then have other numbers.
     """
@@ -523,7 +523,7 @@ def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
     return [{**event, "tid": track} for track in tracks]
 
 
-def _tracks(made: Timetable, number: int) -> dict[int, str]:
+def _tracks(made: SimulatedSchedule, number: int) -> dict[int, str]:
     streams = {w.streams[number] for w in made.work if number in w.streams}
     used = {way for w in made.work for c, way in w.needs if c == number}
     links = {track: name for track, way, name in _LINKS if way in used}

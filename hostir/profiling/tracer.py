@@ -29,7 +29,7 @@ from fuser.support.errors import ExecutionError, FuserError, InputError, Unsuppo
 from fuser.support.inputs import flatten
 from fuser.support.torch_calls import generator_of
 from hostir.cost.machine_model import Machine, find_machine
-from hostir.cost.simulator import Timetable, timetable_of
+from hostir.cost.simulator import SimulatedSchedule, simulated_schedule
 from hostir.ir.buffer_aliasing import Storage
 from hostir.profiling.op_recorder import OpNotes, TracedOp
 from hostir.profiling.timeline import CPU, RankTrace, Trace, rank_from_dict, run_times, slices_of
@@ -112,11 +112,11 @@ def take_trace(
     plan = runs.plan
     ways = ranks.together(lambda: ways_to_time(plan.device, asked.source, communicator))
 
-    def predict() -> tuple[Timetable | None, str]:
+    def predict() -> tuple[SimulatedSchedule | None, str]:
         if machine is None:
             return None, ""
         try:
-            return timetable_of(evaluator.program, runs.notes.values(), machine), ""
+            return simulated_schedule(evaluator.program, runs.notes.values(), machine), ""
         except UnsupportedError as error:
             return None, str(error)  # the trace is still of use without a prediction
 

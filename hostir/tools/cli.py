@@ -21,7 +21,7 @@ from hostir.analysis.preflight import findings, ranks_to_look_at
 from hostir.cost import calibrate
 from hostir.cost.machine_model import MACHINES, MEASURED, find_machine, usual_machine
 from hostir.cost.report import predict, report
-from hostir.cost.simulator import Timetable, timetable_of
+from hostir.cost.simulator import SimulatedSchedule, simulated_schedule
 from hostir.ir.diagnostics import refuse
 from hostir.ir.ops import NUMBER_OF_STREAMS, KernelGroup
 from hostir.ir.parser import read_program
@@ -291,7 +291,7 @@ def _verify(args: argparse.Namespace) -> None:
 
 def _cost(args: argparse.Namespace) -> None:
     """predict time, communication, memory and waits, without running anything"""
-    program, made = _timetable(args)
+    program, made = _simulated(args)
     found = predict(program, made)
     if args.json:
         sizes = chosen_sizes(program, _sizes(args.size))
@@ -309,7 +309,7 @@ def _trace(args: argparse.Namespace) -> None:
         for name in ("inputs", "seed", "device"):
             if getattr(args, name) is not None:
                 raise InputError(f"--{name} is for a real run: add --run")
-        program, made = _timetable(args)
+        program, made = _simulated(args)
         _write(args.output, trace_text(program, made))
         _say_sizes(args, program)
         _say_assumed(args, program)
@@ -354,7 +354,7 @@ def _machine(args: argparse.Namespace) -> str:
     return usual_machine() if args.machine is None else args.machine
 
 
-def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
+def _simulated(args: argparse.Namespace) -> tuple[HostIrContainer, SimulatedSchedule]:
     program, machine = _checked(args), find_machine(_machine(args))
     values = symbol_values(program, _sizes(args.size))
     values[NUMBER_OF_STREAMS] = args.streams
@@ -362,7 +362,7 @@ def _timetable(args: argparse.Namespace) -> tuple[HostIrContainer, Timetable]:
     if args.ranks not in (None, needed):
         raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed}")
     ranks = range(args.ranks) if args.ranks is not None else ()
-    return program, timetable_of(program, values, machine, ranks=ranks)
+    return program, simulated_schedule(program, values, machine, ranks=ranks)
 
 
 def _diff(args: argparse.Namespace) -> int:

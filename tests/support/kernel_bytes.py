@@ -10,7 +10,7 @@ import torch
 from fuser import TensorView
 from fuser.ir.scalar.constructors import Symbol
 from hostir.cost.machine_model import H200
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 
 
 def bytes_of_kernels(fd: Any, given: Sequence[torch.Tensor]) -> list[int]:
@@ -23,5 +23,5 @@ def bytes_of_kernels(fd: Any, given: Sequence[torch.Tensor]) -> list[int]:
         for symbol, size in zip(tv.shape(), x.shape, strict=True)
         if isinstance(symbol, Symbol)
     }
-    table = timetable_of(program, values, H200)
+    table = simulated_schedule(program, values, H200)
     return [w.cost.nbytes for w in table.work]

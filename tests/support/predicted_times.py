@@ -21,7 +21,7 @@ from hostir import (
 )
 from hostir.cost.machine_model import H200, Machine
 from hostir.cost.report import Prediction, predict
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from multidevice import DeviceMesh
 
 X = ParallelType.mesh_x
@@ -53,7 +53,7 @@ PLAIN = replace(
 def predicted(
     program: HostIrContainer, machine: Machine = PLAIN, *, ranks: int = 0, streams: int = 4
 ) -> Prediction:
-    made = timetable_of(program, {NUMBER_OF_STREAMS: streams}, machine, ranks=range(ranks))
+    made = simulated_schedule(program, {NUMBER_OF_STREAMS: streams}, machine, ranks=range(ranks))
     return predict(program, made)
 
 

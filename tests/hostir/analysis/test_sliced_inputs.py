@@ -13,7 +13,7 @@ from fuser.multidevice import DeviceMesh, shard_tensor, simulate
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.cost.machine_model import H200
 from hostir.cost.report import predict, report
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from hostir.ir.ops import NUMBER_OF_STREAMS
 from hostir.ir.parser import parse
 from hostir.ir.program import HostIrContainer
@@ -99,7 +99,7 @@ def test_an_input_that_each_call_cuts_is_told_once(name: str, options: tuple[str
     assert len(notes) == len(words)
     assert all(re.search(w, note) for w, note in zip(words, notes, strict=True)), notes
     values = {**symbol_values(program, {}), NUMBER_OF_STREAMS: 4}
-    cost = predict(program, timetable_of(program, values, H200))
+    cost = predict(program, simulated_schedule(program, values, H200))
     assert cost.notes == notes and cost.to_dict()["notes"] == notes
     for text in (report(cost), overlap, "\n".join(explain(program, "all"))):
         for note in notes:

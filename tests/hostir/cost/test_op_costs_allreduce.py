@@ -12,7 +12,7 @@ from fuser import DataType, ParallelType
 from hostir import Allocate, Communication, HostIrContainer, TeamOf, Wait
 from hostir.cost.machine_model import H200, machine_from_json
 from hostir.cost.op_costs import collective_cost
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from hostir.ir.ops import PEER_COPIES
 from multidevice import DeviceMesh
 from multidevice.transports.base.collectives import ALLREDUCE, COLLECTIVES, Collective
@@ -102,7 +102,7 @@ def seconds_of(nbytes: int, *, red_op: str = "SUM") -> float:
             Wait(0),
         )
         program.add_output(y)
-    return max(w.end for w in timetable_of(program, {}, H200).work)
+    return max(w.end for w in simulated_schedule(program, {}, H200).work)
 
 
 def test_programs_are_charged_for_the_kernel() -> None:

@@ -256,14 +256,14 @@ def test_new_sizes_near_others_are_not_predicted(
     build: Build, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predicted: list[object] = []
-    original = overlap_search.timetable_of
+    original = overlap_search.simulated_schedule
 
     def noted(*args: object) -> object:
         predicted.append(args)
         return original(*args)  # pyright: ignore[reportArgumentType]
 
     overlaps, values, _ = decided(build, d, {"m": 4096 * d, "k": 2048 * d, "n": 8192 * d})
-    monkeypatch.setattr(overlap_search, "timetable_of", noted)
+    monkeypatch.setattr(overlap_search, "simulated_schedule", noted)
     rows = range(4096 * d, 8192 * d, 7 * d)
     chosen = {overlaps.choose(_with_rows(values, 4096 * d, n)) for n in rows}
     assert len(rows) == 586 and all(chosen)
@@ -289,7 +289,7 @@ def test_sizes_without_hope_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> None:
         raise AssertionError("a program was predicted")
 
-    monkeypatch.setattr(overlap_search, "timetable_of", fail)
+    monkeypatch.setattr(overlap_search, "simulated_schedule", fail)
     for n in range(4, 128, 4):
         choice = overlaps.choose(dict.fromkeys(values, n))
         assert choice is not None and not choice

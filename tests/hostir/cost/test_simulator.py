@@ -38,7 +38,7 @@ from hostir import (
 )
 from hostir.cost.machine_model import H200, Machine
 from hostir.cost.report import predict, report, traffic_of
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from multidevice import DeviceMesh
 from tests.support.predicted_times import (
     ENTRY,
@@ -255,7 +255,7 @@ def test_the_root_sends_or_receives(kind: Any, links: tuple[tuple[int, int, int]
         one = Communication(x, y, number=0, type=kind, team=team, root=as_scalar(1))
         hic.append(Allocate(y), one, Wait(0))
         hic.add_output(y)
-    made = timetable_of(hic, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    made = simulated_schedule(hic, {NUMBER_OF_STREAMS: 4}, PLAIN)
     found = predict(hic, made)
     assert found.links == links
     totals = np.zeros((2, 3), dtype=int)

@@ -15,7 +15,7 @@ from hostir import NUMBER_OF_STREAMS, Allocate, HostIrContainer, PostOnStream
 from hostir.cost import calibrate
 from hostir.cost.machine_model import H200, find_machine, machine_from_json
 from hostir.cost.report import predict
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from hostir.lowering.input_class import symbol_values
 from hostir.profiling.timeline import trace_text
 from hostir.tools.cli import main
@@ -84,7 +84,7 @@ def test_a_description_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_numbers_of_a_program_by_hand_fit_together(name: str) -> None:
     program = EXAMPLES[name].build()
     values = {**symbol_values(program, {}), NUMBER_OF_STREAMS: 4}
-    made = timetable_of(program, values, H200)
+    made = simulated_schedule(program, values, H200)
     found = predict(program, made)
     longest = max(one.seconds for one in found.classes)
     assert sum(step.seconds for step in found.critical_path) == pytest.approx(longest)
@@ -200,7 +200,7 @@ def test_a_unit_that_nobody_scheduled_is_refused() -> None:
 
 def test_the_trace_has_a_process_per_rank_and_a_track_per_stream() -> None:
     program = gather(2, kernel="before")
-    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    made = simulated_schedule(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
     found = json.loads(trace_text(program, made))
     events = [e for e in found["traceEvents"] if e["ph"] == "X"]
     names = {
@@ -245,7 +245,7 @@ def test_a_run_that_nothing_predicts_is_traced_alone(
 
 def test_the_trace_of_many_ranks_has_a_process_per_class() -> None:
     program = gather(128)
-    made = timetable_of(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
+    made = simulated_schedule(program, {NUMBER_OF_STREAMS: 4}, PLAIN)
     found = json.loads(trace_text(program, made))["traceEvents"]
     processes = [e["args"]["name"] for e in found if e["name"] == "process_name"]
     assert processes == ["ranks 0..127"]

@@ -23,7 +23,7 @@ from hostir import (
 from hostir.analysis.collective_matching import find_mismatches
 from hostir.cost.machine_model import Machine
 from hostir.cost.report import predict, traffic_of
-from hostir.cost.simulator import timetable_of
+from hostir.cost.simulator import simulated_schedule
 from hostir.ir.buffer_aliasing import buffer_sharing_of
 from multidevice import Communicator
 from multidevice.transports.base.collectives import (
@@ -155,7 +155,7 @@ def elements_from(row: Collective, sender: int, members: int) -> int:
 def test_a_program_has_a_predicted_time_and_traffic(name: str, members: int) -> None:
     row = COLLECTIVES[name]
     program = program_of(row, members)
-    made = timetable_of(program, {}, Machine())
+    made = simulated_schedule(program, {}, Machine())
     assert predict(program, made).seconds > 0
     traffic = traffic_of(made.unrolled)
     elements = sum(elements_from(row, sender, members) for sender in range(members))
