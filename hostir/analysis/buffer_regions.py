@@ -246,9 +246,10 @@ class TrackedBuffer:
 class NamedRegion(Generic[N, A]):
     """The part of a buffer that a name refers to.
 
-    `BufferRegion` is the part on one rank, `hostir.analysis.rank_regions.ShardRegion` that on each of all
-    ranks. `shape` is the shape of the name, in numbers of one rank or arrays over ranks. `axes` has
-    for each axis of the name the elements of the buffer that it counts; None if unknown.
+    `BufferRegion` is the part on one rank, `ShardRegion` (`hostir.analysis.rank_regions`) that on
+    each of all ranks. `shape` is the shape of the name, in numbers of one rank or arrays over
+    ranks. `axes` has for each axis of the name the elements of the buffer that it counts; None if
+    unknown.
     """
 
     __slots__ = ()
