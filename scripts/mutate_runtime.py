@@ -449,7 +449,7 @@ FAULTS: dict[str, Fault] = {
         (
             _RACES,
             "            if not use.is_before(self.clocks.of[to]):",
-            "            if use.flight is None and not use.is_before(self.clocks.of[to]):",
+            "            if use.communication is None and not use.is_before(self.clocks.of[to]):",
         ),
         tests="tests/hostir/analysis/test_races.py tests/hostir/analysis/test_races_random.py",
     ),

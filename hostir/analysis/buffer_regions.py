@@ -12,7 +12,7 @@ from fuser.ir.fusion import TensorView
 from fuser.ir.scalar.constructors import Scalar
 from hostir.analysis.clocks import Clock
 from hostir.analysis.rank_values import least, np
-from hostir.analysis.walker import Flight
+from hostir.analysis.walker import InFlight
 from hostir.ir.diagnostics import Site
 from hostir.ir.effects import Part
 
@@ -174,7 +174,7 @@ class Use:
     began: Hashable
     stream: Hashable | None
     tick: int
-    flight: Flight[Any] | None
+    communication: InFlight[Any] | None
 
     def is_before(self, clock: Clock) -> bool:
         """Whether the use ends before everything at this clock."""

@@ -37,7 +37,7 @@ from hostir.analysis.buffer_regions import (
     whole_box,
 )
 from hostir.analysis.clocks import Clock, Clocks
-from hostir.analysis.walker import EffectState, Flight, OneRank, Walk
+from hostir.analysis.walker import EffectState, InFlight, OneRank, Walk
 from hostir.ir.buffer_aliasing import Storage, buffer_sharing_of, pairs, words
 from hostir.ir.diagnostics import Finding, Site
 from hostir.ir.effects import (
@@ -86,7 +86,7 @@ UNWRITTEN = "uninitialised"
 ABSENT = "tensor of other ranks"
 MISFIT = "sizes do not fit"
 OWN = "result over operand"
-NO_FLIGHT = "wait for nothing"
+NOT_IN_FLIGHT = "wait for nothing"
 NO_WAIT = "communication without wait"
 OUT_OF_RANGE = "index out of range"
 
@@ -131,7 +131,7 @@ class Reports:
 
     def _race(self, earlier: Use, later: Use, buffer: TrackedBuffer) -> None:
         is_same = earlier.site.op is later.site.op and earlier.site.indices == later.site.indices
-        if is_same and earlier.flight is later.flight:
+        if is_same and earlier.communication is later.communication:
             return  # `hostir.ir.buffer_aliasing` has the rules within one op
         label = buffer.owner.label
         if earlier is buffer.made:
@@ -141,9 +141,9 @@ class Reports:
         else:
             what = f"nothing orders two uses of {label}"
         fix = self._remedy(earlier, later.began, "before {1}")
-        if later.flight is not None and earlier.flight is later.flight:
+        if later.communication is not None and earlier.communication is later.communication:
             fix = "They start together: move {1} behind Wait(Communication "
-            fix += f"{later.flight.number}), into another group"
+            fix += f"{later.communication.number}), into another group"
         self._note(
             RACE,
             what,
@@ -153,15 +153,15 @@ class Reports:
         )
 
     def _who(self, use: Use) -> str:
-        if use.stream is None and use.flight is not None:
-            return f"communication {use.flight.number}"
+        if use.stream is None and use.communication is not None:
+            return f"communication {use.communication.number}"
         return self.clocks.name(use.stream)
 
     def _doing(self, use: Use, buffer: TrackedBuffer) -> str:
         verb = "allocates" if use is buffer.made else "writes" if use.is_write else "reads"
         who = f"on {self.clocks.name(use.began)}"
-        if use.flight is not None:
-            who = f"communication {use.flight.number}, started {who}"
+        if use.communication is not None:
+            who = f"communication {use.communication.number}, started {who}"
         return f"{who}: {verb} {buffer.text(use.box)}"
 
     def _elsewhere(self, to: Hashable) -> str:
@@ -180,8 +180,8 @@ class Reports:
         """Returns the missing wait as a sentence: the waiting stream, the other one,
         and the place."""
         who = self.clocks.name(waiter)
-        if use.stream is None and use.flight is not None:
-            wait = f"Wait(Communication {use.flight.number})"
+        if use.stream is None and use.communication is not None:
+            wait = f"Wait(Communication {use.communication.number})"
             return f"{who} must wait for it {before}: {wait} is missing"
         missing = f"Synchronize({self.clocks.text(use.stream)})"
         return f"{who} must wait for {self.clocks.name(use.stream)} {before}: {missing} is missing"
@@ -264,7 +264,7 @@ class RaceWalk(Walk[Number], Reports):
         nothing."""
         if ops:
             numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
-            self.absent |= numbers - self.state.flights.keys()
+            self.absent |= numbers - self.state.in_flight.keys()
 
     def on_op(self, op: Op) -> None:
         """Checks the shapes of an op once, and applies its effects."""
@@ -433,13 +433,13 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ uses
     def _new_use(
-        self, site: Site, box: Box, is_write: bool, flight: Flight[_Planned] | None = None
+        self, site: Site, box: Box, is_write: bool, communication: InFlight[_Planned] | None = None
     ) -> Use:
         current, tick = self.clocks.current, self.clocks.tick
-        if flight is None:
+        if communication is None:
             return Use(site, is_write, box, current, current, tick, None)
-        use = Use(site, is_write, box, current, None, tick, flight)
-        flight.note.append(use)
+        use = Use(site, is_write, box, current, None, tick, communication)
+        communication.note.append(use)
         return use
 
     def _touch(self, effect: Reads | Writes, site: Site) -> None:
@@ -450,11 +450,11 @@ class RaceWalk(Walk[Number], Reports):
             self._use((site, place, isinstance(effect, Writes)))
         return None
 
-    def _use(self, planned: _Planned, flight: Flight[_Planned] | None = None) -> None:
+    def _use(self, planned: _Planned, communication: InFlight[_Planned] | None = None) -> None:
         """Compares a use with all earlier uses that overlap it, and records it."""
         site, place, is_write = planned
         buffer, box, grid = place.buffer, place.box, place.grid
-        use, clock = self._new_use(site, box, is_write, flight), self.clocks.now
+        use, clock = self._new_use(site, box, is_write, communication), self.clocks.now
         if buffer.made is not None and not buffer.made.is_before(clock):
             self._race(buffer.made, use, buffer)
         if buffer.made is None and ENTRY not in clock:
@@ -553,36 +553,36 @@ class RaceWalk(Walk[Number], Reports):
     def _start(
         self, effect: Starts | ClosesGroup, site: Site, uses: Sequence[_Planned] = ()
     ) -> None:
-        before = self.state.flights.get(effect.number)
-        flight = self.state.apply(effect, uses)
-        if flight is None:
+        before = self.state.in_flight.get(effect.number)
+        communication = self.state.apply(effect, uses)
+        if communication is None:
             return  # it joins the open group
-        flight.site, flight.note = site, []
+        communication.site, communication.note = site, []
         if before is not None and before.site is not None:
             is_step = before.site.op is site.op
             where = "behind {0}, in the same step" if is_step else "between {0} and {1}"
             self._note(
                 NO_WAIT,
-                f"communication {flight.number} is started again before its Wait",
+                f"communication {communication.number} is started again before its Wait",
                 (before.site, f"on {self.clocks.name(before.began)}: starts it"),
-                (site, f"on {self.clocks.name(flight.began)}: starts it again"),
-                fix=f"Wait(Communication {flight.number}) is missing {where}",
+                (site, f"on {self.clocks.name(communication.began)}: starts it again"),
+                fix=f"Wait(Communication {communication.number}) is missing {where}",
             )
-        self.absent.discard(flight.number)
-        for planned in flight.touched:
-            self._use(planned, flight)
+        self.absent.discard(communication.number)
+        for planned in communication.touched:
+            self._use(planned, communication)
 
     def _waits(self, effect: Waits, site: Site) -> None:
-        flight = self.state.apply(effect)
-        if flight is not None:
+        communication = self.state.apply(effect)
+        if communication is not None:
             self.waited[effect.number] = site
-            uses: list[Use] = flight.note
+            uses: list[Use] = communication.note
             for use in uses:
                 use.stream, use.tick = self.clocks.current, self.clocks.tick
         elif effect.number not in self.absent:
             first = self.waited.get(effect.number)
             self._note(
-                NO_FLIGHT,
+                NOT_IN_FLIGHT,
                 f"communication {effect.number} is not in flight",
                 *([] if first is None else [(first, "has waited for it already")]),
                 (site, f"on {self.clocks.name(self.clocks.current)}: waits"),
@@ -608,13 +608,13 @@ class RaceWalk(Walk[Number], Reports):
     # ------------------------------------------------------------ the end
     def finish(self) -> None:
         """Checks the end of the program: waits, the current stream, and the contents of outputs."""
-        for flight in self.state.flights.values():
-            assert flight.site is not None
+        for communication in self.state.in_flight.values():
+            assert communication.site is not None
             self._note(
                 NO_WAIT,
-                f"communication {flight.number} is never waited for",
-                (flight.site, f"on {self.clocks.name(flight.began)}: starts it"),
-                fix=f"Wait(Communication {flight.number}) is missing behind {{0}}",
+                f"communication {communication.number} is never waited for",
+                (communication.site, f"on {self.clocks.name(communication.began)}: starts it"),
+                fix=f"Wait(Communication {communication.number}) is missing behind {{0}}",
             )
         if self.clocks.current != ENTRY:
             last = [op for op in walk(self.program.ops) if isinstance(op, SetCurrentStream)][-1]

@@ -110,7 +110,7 @@ class Unroller(MatchingWalk):
             super().on_op(op)
         for effect in effects:
             if isinstance(effect, ClosesGroup):
-                item.group = [half.note for half in self.state.flights[effect.number].touched]
+                item.group = [half.note for half in self.state.in_flight[effect.number].touched]
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:

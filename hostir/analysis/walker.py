@@ -316,7 +316,7 @@ class StreamNumbers(StreamState[PerRank]):
 
 # ------------------------------------------------------------------ groups and communications
 @dataclass(eq=False)
-class Flight(Generic[G]):
+class InFlight(Generic[G]):
     """A communication in flight: it has started and has no `Wait` yet.
 
     `began` is the stream that started it, `clock` the clock of that stream then. `touched` are the
@@ -338,9 +338,9 @@ class EffectState(Generic[G]):
     def __init__(self, streams: StreamState[Any]) -> None:
         self.streams = streams
         self.group: list[G] | None = None
-        self.flights: dict[int, Flight[G]] = {}
+        self.in_flight: dict[int, InFlight[G]] = {}
 
-    def apply(self, effect: Effect, touched: Sequence[G] = ()) -> Flight[G] | None:
+    def apply(self, effect: Effect, touched: Sequence[G] = ()) -> InFlight[G] | None:
         """Applies an effect on streams or communications; ignores all other effects.
 
         `touched` are the uses of a communication that starts. Returns the communication that the
@@ -364,16 +364,16 @@ class EffectState(Generic[G]):
                 members, self.group = self.group, None
                 return self._begin(number, members or ())
             case Waits(number):
-                flight = self.flights.pop(number, None)
-                if flight is not None:
-                    self.streams.learn(flight.clock)
-                return flight
+                communication = self.in_flight.pop(number, None)
+                if communication is not None:
+                    self.streams.learn(communication.clock)
+                return communication
             case _:
                 pass
         return None
 
-    def _begin(self, number: int, touched: Sequence[G]) -> Flight[G]:
+    def _begin(self, number: int, touched: Sequence[G]) -> InFlight[G]:
         streams = self.streams
-        flight = Flight(number, streams.current, dict(streams.now), touched)
-        self.flights[number] = flight
-        return flight
+        communication = InFlight(number, streams.current, dict(streams.now), touched)
+        self.in_flight[number] = communication
+        return communication

@@ -312,7 +312,7 @@ class _ScheduleBuilder:
         # The seconds in which the host issues work.
         self.host = shared.machine.host_run_s
         self.last: dict[int, tuple[WorkItem, ...]] = {}
-        self.flights: dict[int, tuple[WorkItem, ...]] = {}
+        self.in_flight: dict[int, tuple[WorkItem, ...]] = {}
         # Communications of one team run one after another, on any streams.
         self.calls: dict[object, tuple[WorkItem, ...]] = {}
 
@@ -333,7 +333,7 @@ class _ScheduleBuilder:
         if item.joins is not None:
             self._wait(stream, self.last.get(int(at(item.joins, self.place)), ()))  # pyright: ignore[reportArgumentType]
         elif item.waits is not None:
-            self._wait(stream, self.flights.pop(item.waits, ()))
+            self._wait(stream, self.in_flight.pop(item.waits, ()))
         elif movement is not None and movement.collective is not None:
             self._collective(item, movement, movement.collective, stream)
         elif item.starts is not None:
@@ -410,7 +410,7 @@ class _ScheduleBuilder:
         self._need(work, "multiprocessors", cost.share)
         self._issue(work, stream)
         work.comes_after(self.calls.get(movement.team, ()))
-        self.calls[movement.team] = self.last[stream] = self.flights[number] = (work,)
+        self.calls[movement.team] = self.last[stream] = self.in_flight[number] = (work,)
 
     # ------------------------------------------------------------ transfers
     def _transfers(self, item: UnrolledOp, number: int, stream: int) -> None:
@@ -443,7 +443,7 @@ class _ScheduleBuilder:
             self.calls[None] = calls or self.calls.get(None, ())
         if holding:
             self.last[stream] = tuple(dict.fromkeys(holding))
-        self.flights[number] = tuple(dict.fromkeys(flying))
+        self.in_flight[number] = tuple(dict.fromkeys(flying))
 
     def _stage(self, item: UnrolledOp, movement: Movement, stream: int) -> None:
         """Adds the copy of a tensor that peers cannot map into memory that they can."""

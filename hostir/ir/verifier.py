@@ -131,7 +131,7 @@ def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """A communication in flight: it has started and has no `Wait` yet."""
 
     op: Op
@@ -164,8 +164,8 @@ class _Checker:
     written: set[TensorView] = field(default_factory=set[TensorView])
     freed: set[TensorView] = field(default_factory=set[TensorView])
     # The communications in flight, by number.
-    in_flight: dict[int, _Flight] = field(default_factory=dict[int, _Flight])
-    group: list[_Flight] | None = None
+    in_flight: dict[int, _InFlight] = field(default_factory=dict[int, _InFlight])
+    group: list[_InFlight] | None = None
     loops: list[_Steps] = field(default_factory=list["_Steps"])
     # Views of several ranks' shards that have no Deallocate yet, and those made in outer regions.
     views: dict[TensorView, Op] = field(default_factory=dict[TensorView, Op])
@@ -225,7 +225,7 @@ class _Checker:
             if isinstance(effect, Starts):
                 reads = tuple(e.tensor for e in effects if isinstance(e, Reads))
                 writes = tuple(e.tensor for e in effects if isinstance(e, Writes))
-                self._start(effect.number, _Flight(op, reads, writes))
+                self._start(effect.number, _InFlight(op, reads, writes))
         op.verify()
         if op.outputs and op.outputs[0] in self.storage.views:
             self.views[op.outputs[0]] = op
@@ -354,10 +354,10 @@ class _Checker:
         self.freed = one.freed | other.freed
         both = {**one.in_flight, **other.in_flight}
         self.in_flight = {
-            n: flight
+            n: communication
             if n in one.in_flight and n in other.in_flight
-            else replace(flight, is_certain=False)
-            for n, flight in both.items()
+            else replace(communication, is_certain=False)
+            for n, communication in both.items()
         }
 
     def _no_view_left(self) -> None:
@@ -374,10 +374,10 @@ class _Checker:
         if self.group is not None:
             raise VerifyError("StartCoalescing without EndCoalescing")
         self._no_view_left()
-        for number, flight in self.in_flight.items():
-            if flight.is_certain or number not in self.awaited:
-                self.at = flight.op
-                started = f"Communication {number}, started at {self.line(flight.op)}"
+        for number, communication in self.in_flight.items():
+            if communication.is_certain or number not in self.awaited:
+                self.at = communication.op
+                started = f"Communication {number}, started at {self.line(communication.op)}"
                 raise VerifyError(f"{started}, has no Wait: append Wait({number})")
         for out in self.program.outputs:
             if out not in self.storage.buffered and out not in self.known:
@@ -523,10 +523,13 @@ class _Checker:
         Only communications that started on every path count. `hostir.analysis.races` compares parts
         of buffers.
         """
-        for number, flight in self.in_flight.items():
-            busy = (*flight.writes, *flight.reads) if is_write else flight.writes
-            if flight.is_certain and any(self._is_same(t, tv) for t in busy):
-                started = f"started at {self.line(flight.op)}"
+        for number, communication in self.in_flight.items():
+            busy = communication.writes
+            if is_write:
+                busy = (*busy, *communication.reads)
+                (*communication.writes, *communication.reads) if is_write else communication.writes
+            if communication.is_certain and any(self._is_same(t, tv) for t in busy):
+                started = f"started at {self.line(communication.op)}"
                 if number in self.awaited:
                     what = f"{tv} is used before Wait(Communication {number}), {started}"
                 else:
@@ -542,12 +545,12 @@ class _Checker:
             tv = self.storage.shows[tv]
         return tv
 
-    def _start(self, number: int, flight: _Flight) -> None:
+    def _start(self, number: int, communication: _InFlight) -> None:
         self.seen.add(number)
         if self.group is not None:
-            self.group.append(flight)
+            self.group.append(communication)
         else:
-            self.in_flight[number] = flight
+            self.in_flight[number] = communication
 
     def _opens(self, effect: OpensGroup) -> None:
         if self.group is not None:
@@ -566,7 +569,7 @@ class _Checker:
         reads = tuple(t for f in self.group for t in f.reads)
         writes = tuple(t for f in self.group for t in f.writes)
         self.group = None
-        self._start(effect.number, _Flight(self.at, reads, writes))
+        self._start(effect.number, _InFlight(self.at, reads, writes))
 
     def _waits(self, effect: Waits) -> None:
         number = effect.number

@@ -226,12 +226,12 @@ MUTANTS: dict[str, Mutant] = {
         "allgather_linear", move(Wait, 0, LINEAR, 0), race.RACE, ((Communication, 0), (LINEAR, 0))
     ),
     "two Waits": Mutant(
-        "allgather_linear", twice(Wait), race.NO_FLIGHT, ((Wait, 0), (Wait, 1)), shows=False
+        "allgather_linear", twice(Wait), race.NOT_IN_FLIGHT, ((Wait, 0), (Wait, 1)), shows=False
     ),
     "Wait before the start": Mutant(
         "matmul_allreduce",
         move(Wait, 0, Communication, 0, before=True),
-        race.NO_FLIGHT,
+        race.NOT_IN_FLIGHT,
         ((Wait, 0),),
     ),
     "the ring goes on before its Wait": Mutant(

@@ -22,7 +22,7 @@ from hostir.analysis.walker import (
     AllRanks,
     EachOpOnce,
     EffectState,
-    Flight,
+    InFlight,
     OneRank,
     StreamNumbers,
     Walk,
@@ -254,10 +254,10 @@ class Started:
     touched: list[str] = field(default_factory=list[str])
 
     @staticmethod
-    def of(flight: Flight[str] | None) -> Started | None:
-        if flight is None:
+    def of(communication: InFlight[str] | None) -> Started | None:
+        if communication is None:
             return None
-        return Started(flight.number, flight.began, list(flight.touched))
+        return Started(communication.number, communication.began, list(communication.touched))
 
 
 def test_a_flight_has_what_all_members_of_its_group_touch() -> None:
@@ -270,7 +270,7 @@ def test_a_flight_has_what_all_members_of_its_group_touch() -> None:
     assert state.apply(Starts(3), ["d"]) is None
     clocks.advance()
     assert Started.of(state.apply(ClosesGroup(4))) == Started(4, 0, ["b", "c", "d"])
-    assert sorted(state.flights) == [1, 4]
+    assert sorted(state.in_flight) == [1, 4]
     assert state.apply(Waits(2)) is None
     state.apply(Enters(Stream(1)))
     assert clocks.now.get(0) is None
@@ -278,4 +278,4 @@ def test_a_flight_has_what_all_members_of_its_group_touch() -> None:
     assert clocks.now[0] == 1, "stream 1 comes after what stream 0 had been given"
     assert state.apply(Waits(4)) is None
     state.apply(Joins(Stream(2)))
-    assert sorted(state.flights) == [1]
+    assert sorted(state.in_flight) == [1]
