@@ -527,7 +527,6 @@ class _Checker:
             busy = communication.writes
             if is_write:
                 busy = (*busy, *communication.reads)
-                (*communication.writes, *communication.reads) if is_write else communication.writes
             if communication.is_certain and any(self._is_same(t, tv) for t in busy):
                 started = f"started at {self.line(communication.op)}"
                 if number in self.awaited:
