@@ -67,6 +67,7 @@ class Overlap(Protocol):
 
     def __call__(self, fusion: Fusion, /) -> str:
         """Adds the steps to the fusion in place."""
+        ...
 
 
 def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
