@@ -26,6 +26,7 @@ class MakeInput(Protocol):
         self, dims: Sequence[Dim], dtype: str, fill: str | Sequence[str] | None = None, /
     ) -> str:
         """Appends the input and returns its name."""
+        ...
 
 
 # ------------------------------------------------------------------ the oracle
