@@ -242,7 +242,7 @@ class FusionExecutorCache(Watching, Inspection):
             return run_agreed(communicator, self.devices, partial(self.prepare, *given))
         if self.devices and (channel := communicator.channel(self.devices)) is not None:
             return channel.run(partial(call.prepare, inputs, places))
-        outputs = call.bound.evaluator.run_known(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
+        outputs = call.bound.evaluator.run_entry(call.known, inputs, places)  # pyright: ignore[reportArgumentType]
         call.runs_left -= 1
         if not call.runs_left:
             self._consider(call, inputs)  # pyright: ignore[reportArgumentType]
@@ -457,7 +457,7 @@ class FusionExecutorCache(Watching, Inspection):
         if call.is_lazy:
             inputs = self._autograd.resolved(inputs)
             places = None if places is None else call.known.contents.check(inputs)
-        outputs = call.bound.evaluator.run_known(call.known, inputs, places, are_apart)
+        outputs = call.bound.evaluator.run_entry(call.known, inputs, places, are_apart)
         if call is self._latest:
             self._steady = call.steady
             call.runs_left -= 1

@@ -325,4 +325,4 @@ class CallCacheEntry:
             self.enable_fast_path(inputs)
         evaluator, known = self.bound.evaluator, self.known
         are_apart = evaluator.are_apart(inputs, known)
-        return self.claim, (), partial(evaluator.run_known, known, inputs, places, are_apart)
+        return self.claim, (), partial(evaluator.run_entry, known, inputs, places, are_apart)

@@ -374,11 +374,11 @@ class Runs(Generic[N]):
     def usual(self, warm_up: int, repeat: int) -> tuple[Times, tuple[str, ...]]:
         """Returns (wall, host) seconds of ordinary runs, and lines about their CUDA graphs."""
         evaluator, inputs = self._evaluator, self._inputs
-        entry = evaluator.know(inputs)
+        entry = evaluator.new_entry(inputs)
         places: list[tuple[int, ...] | None] = [None]
 
         def run() -> None:
-            self.outputs = evaluator.run_known(entry, inputs, places[0])
+            self.outputs = evaluator.run_entry(entry, inputs, places[0])
             places[0] = entry.contents.check(inputs)
 
         try:

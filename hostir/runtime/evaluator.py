@@ -213,9 +213,9 @@ class ProgramEvaluator:
         """
         inputs, key, entry = self.cache.recall(inputs, signature)
         if entry is not None:
-            return self.run_known(entry, inputs, entry.contents.check(inputs))
-        entry = self.know(inputs)
-        outputs = self.run_known(entry, inputs)
+            return self.run_entry(entry, inputs, entry.contents.check(inputs))
+        entry = self.new_entry(inputs)
+        outputs = self.run_entry(entry, inputs)
         self.cache.keep(key, entry)
         return outputs
 
@@ -237,40 +237,40 @@ class ProgramEvaluator:
         are_apart = self.are_apart(inputs, entry)
 
         def run() -> list[torch.Tensor]:
-            outputs = self.run_known(entry, inputs, places, are_apart)
+            outputs = self.run_entry(entry, inputs, places, are_apart)
             if places is None:
                 self.cache.keep(key, entry)
             return outputs
 
         return signature, self.ranks.numbers(inputs), run
 
-    def know(self, inputs: Sequence[Argument]) -> SignatureEntry:
-        """Returns a new cache entry for inputs of one signature; see `run_known`."""
+    def new_entry(self, inputs: Sequence[Argument]) -> SignatureEntry:
+        """Returns a new cache entry for inputs of one signature; see `run_entry`."""
         return self.cache.new(inputs, self.binder.check_of_numbers(inputs))
 
-    def run_known(
+    def run_entry(
         self,
-        known: SignatureEntry,
+        entry: SignatureEntry,
         inputs: Sequence[Argument],
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
-        """Like `run_as_agreed`, for inputs whose signature has the cache entry `known`.
+        """Like `run_as_agreed`, for inputs whose signature has this cache entry.
 
-        `places` are their alignments, from `known.contents.check`; None before the first run.
+        `places` are their alignments, from `entry.contents.check`; None before the first run.
         `are_apart` is the result of the method with this name, if the caller has called it.
         """
         if self._copies_from_peers:
             self.begin_run()
-        plan = None if places is None else known.plans.get(places)
+        plan = None if places is None else entry.plans.get(places)
         # Entering and leaving no_grad takes a tenth of the time of a small program.
         if plan is not None and not self._written and not plan.records:
             return plan.run(inputs)
         with torch.no_grad(), noted(inputs, self._written):
-            if self.are_apart(inputs, known) if are_apart is None else are_apart:
-                return self._run(inputs, known, plan)
+            if self.are_apart(inputs, entry) if are_apart is None else are_apart:
+                return self._run(inputs, entry, plan)
             assert self._updates is not None, "inputs share memory, but none is updated"
-            return self._updates.run(list(inputs), lambda apart: self._run(apart, known, None))
+            return self._updates.run(list(inputs), lambda apart: self._run(apart, entry, None))
 
     def begin_run(self) -> None:
         """Counts a run of a program with peer copies; every rank counts its runs."""
@@ -326,16 +326,16 @@ class ProgramEvaluator:
         return self.binder.devices.streams(torch_device(device)).current()
 
     def _run(
-        self, inputs: Sequence[Argument], known: SignatureEntry, plan: Plan | None
+        self, inputs: Sequence[Argument], entry: SignatureEntry, plan: Plan | None
     ) -> list[torch.Tensor]:
         if plan is not None:
             return plan.run(inputs)
-        places = known.contents.places(inputs)
-        plan = known.plans.recall(places)
+        places = entry.contents.places(inputs)
+        plan = entry.plans.recall(places)
         if plan is not None:
             return plan.run(inputs)
-        if (plan := known.take(places)) is not None:
-            return self._first_replay(plan, inputs, known, places)
+        if (plan := entry.take(places)) is not None:
+            return self._first_replay(plan, inputs, entry, places)
         frame = self.binder.frame(list(inputs))
         if frame.machine.streams.holds_work_back or not self._is_replayed:
             return self.walk(frame, None)
@@ -343,18 +343,18 @@ class ProgramEvaluator:
         if plan is None and self._can_bind:
             plan = self._dry_run_plan(frame)
         if plan is not None:
-            return self._first_replay(plan, inputs, known, places)
+            return self._first_replay(plan, inputs, entry, places)
         recorder = Recorder(frame, self.free)
         outputs = self.walk(frame, recorder)
         device = frame.machine.device
         arenas = self.cache.arenas_on(device)
-        plan = known.plans[places] = recorder.finish(self.outputs, arenas)
+        plan = entry.plans[places] = recorder.finish(self.outputs, arenas)
         self.cache.keep_generic_plan(device, size_generic_plan(recorder, plan))
         recorder.forget_tensors()
         return outputs
 
     def _first_replay(
-        self, plan: Plan, inputs: Sequence[Argument], known: SignatureEntry, places: tuple[int, ...]
+        self, plan: Plan, inputs: Sequence[Argument], entry: SignatureEntry, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
         """Runs a new plan for the first time and caches it.
 
@@ -372,7 +372,7 @@ class ProgramEvaluator:
         if plan.after_first_run is not None:
             forget(plan)
             plan = plan.after_first_run()
-        known.plans[places] = plan
+        entry.plans[places] = plan
         return outputs
 
     def plans(self) -> list[Plan]:
@@ -380,7 +380,7 @@ class ProgramEvaluator:
         return self.cache.plans()
 
     def steady(
-        self, known: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
+        self, entry: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
         """Returns a fast path: the compiled runner repeats runs on inputs like these in one call.
 
@@ -392,7 +392,7 @@ class ProgramEvaluator:
             return "it updates inputs in place"
         if self._copies_from_peers:
             return "it copies from peers"
-        plan = known.plans.recall(known.contents.places(inputs))
+        plan = entry.plans.recall(entry.contents.places(inputs))
         runner = compiled_runner.find()
         if plan is None or runner is None:
             return compiled_runner.why_not() or "its steps are not recorded"
@@ -406,14 +406,14 @@ class ProgramEvaluator:
         """Returns the memory that the evaluator keeps between runs."""
         return self.cache.memory()
 
-    def cuda_graphs(self, known: SignatureEntry | None = None) -> list[str]:
+    def cuda_graphs(self, entry: SignatureEntry | None = None) -> list[str]:
         """Returns a line per cached plan and stream: how many CUDA graphs replay it, or why none.
 
-        `known` restricts the lines to the plans of one signature.
+        `entry` restricts the lines to the plans of one signature.
         """
         if not self._is_replayed:
             return ["not captured: the value of a float decides what is done"]
-        plans = self.plans() if known is None else known.plans.values()
+        plans = self.plans() if entry is None else entry.plans.values()
         return [line for plan in plans for line in plan.graphs()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
@@ -431,13 +431,13 @@ class ProgramEvaluator:
     ) -> SignatureEntry:
         """Compiles together all kernels that `run` needs for inputs like these.
 
-        Returns the cache entry to pass to `run_known`. Nothing is launched, computed or
+        Returns the cache entry to pass to `run_entry`. Nothing is launched, computed or
         communicated. `checked_on` is the device for which the caller has checked kinds, dtypes and
         layouts. Raises the errors that `run` would raise about these inputs or their kernels.
         """
         inputs = flatten(inputs)
         frame = self.binder.frame(inputs, checked_on=checked_on)
-        entry = self.know(inputs)
+        entry = self.new_entry(inputs)
         plan = self.cache.plan_for_new_sizes(frame)
         if plan is None and not (self._can_bind and self._is_prepared):
             # These are the first kernels: each is compiled while the next one is lowered.

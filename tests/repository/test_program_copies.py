@@ -193,7 +193,7 @@ def test_programs_that_a_rank_did_not_end_are_left_out(
 ) -> None:
     """One rank failed in a program, so the copies are not run."""
     fd, other = sharded(across=False), by_hand()
-    plain = ProgramEvaluator.run_known
+    plain = ProgramEvaluator.run_entry
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         outputs = plain(*args, **kwargs)
@@ -203,7 +203,7 @@ def test_programs_that_a_rank_did_not_end_are_left_out(
 
     def run_both() -> None:
         other.execute([torch.ones(2, 2)])
-        monkeypatch.setattr(ProgramEvaluator, "run_known", failing)
+        monkeypatch.setattr(ProgramEvaluator, "run_entry", failing)
         fd.execute([torch.randn(6, 4)])
 
     with multidevice.simulate(2) as world, pytest.raises(ValueError):

@@ -342,17 +342,17 @@ def check_refused_programs(mesh: TorchMesh, device: str, x: DTensor) -> None:
 def check_nothing_ran(device: str) -> None:
     """Checks that refused calls never start an evaluator."""
     ran: list[object] = []
-    original = ProgramEvaluator.run_known
+    original = ProgramEvaluator.run_entry
 
     def noting(self: ProgramEvaluator, *given: Any) -> list[torch.Tensor]:
         ran.append(self)
         return original(self, *given)
 
-    ProgramEvaluator.run_known = noting  # type: ignore[method-assign]
+    ProgramEvaluator.run_entry = noting  # type: ignore[method-assign]
     try:
         check_refusals(device)
     finally:
-        ProgramEvaluator.run_known = original  # type: ignore[method-assign]
+        ProgramEvaluator.run_entry = original  # type: ignore[method-assign]
     assert len(ran) == 1  # the one that is right
 
 
