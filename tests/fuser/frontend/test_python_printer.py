@@ -138,7 +138,7 @@ def test_random_programs_compute_the_same(seed: int) -> None:
         assert_same(*results)
 
 
-@pytest.mark.parametrize(("generator", "seed"), [(sharded, 5), (sharded, 23), (streams, 8)])
+@pytest.mark.parametrize(("generator", "seed"), [(sharded, 11), (sharded, 23), (streams, 8)])
 def test_random_programs_compute_the_same_on_ranks(generator: ModuleType, seed: int) -> None:
     case = Case.of(generator.generate(seed))
     fd = define(case.program)
