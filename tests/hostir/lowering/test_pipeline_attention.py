@@ -189,7 +189,7 @@ def test_seeds_are_not_sent() -> None:
         fd.execute([torch.zeros(n, dtype=torch.uint64) for n in (2, 4)])
 
     for job in (run, update):
-        with simulate(2) as world, pytest.raises(UnsupportedError, match="is not sent"):
+        with simulate(2) as world, pytest.raises(UnsupportedError, match="can be stored, but not sent"):
             world.run(job)
 
 
@@ -364,7 +364,7 @@ def test_texts_with_values_of_other_kinds_are_refused() -> None:
         text.replace("scale = double(0.5)", f"scale = {key}"),
     ]
     for changed in changes:
-        with pytest.raises(FuserError, match=r"sdpfa_.wd: .* is "):
+        with pytest.raises(FuserError, match=r"sdpfa_.wd: .* must be "):
             verify(parse(changed))
 
 
@@ -423,9 +423,9 @@ def test_results_that_attention_does_not_make() -> None:
     verify_with()
     with pytest.raises(VerifyError, match=r"sdpfa_fwd: .*does not fit"):
         verify_with(out=rows)
-    with pytest.raises(VerifyError, match="out is float"):
+    with pytest.raises(VerifyError, match="out must be float"):
         verify_with(out=dtype)
-    with pytest.raises(VerifyError, match="log_sumexp is float"):
+    with pytest.raises(VerifyError, match="log_sumexp must be float"):
         verify_with(log_sumexp=lse)
 
 
