@@ -3,12 +3,13 @@
 Nodes are axis numbers. There are two relations:
 
 - *exact*: an op maps the axes onto each other, and both are concrete or both are broadcasts. Equal
-  transforms extend the relation: those of mapped inputs have mapped outputs. If inner and input
-  extents agree, those of mapped outputs have mapped inputs.
+  transforms extend this relation. If their inputs are mapped, their outputs are mapped. If their
+  outputs are mapped and their input and inner extents agree, their inputs are mapped.
 - *concretization*: a directed edge from a broadcast axis of a producer to the concrete axis of the
   consumer.
 
-The graph describes the fusion at the time when it is built; it does not follow later changes.
+The graph describes the fusion at the time when the graph is built. Later changes of the fusion do
+not change the graph.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ def mapped_axes(
 ) -> tuple[AxisPair, ...]:
     """Returns the (producer logical axis, consumer root axis) pairs of one tensor operand.
 
-    They include pairs of a broadcast and a concrete axis; `is_exact_pair` distinguishes them.
+    `out` is the result of the consumer `op`, by default its first result. Some pairs have a
+    broadcast axis and a concrete axis; `is_exact_pair` finds the others.
     """
     consumer = out if out is not None else op.out_tensor
     return _pairs(op, operand_index, consumer, op.axis_map_to(operand_index, consumer))
 
 
 def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
-    """Returns `mapped_axes`, extended by pairs of axes that must be sharded in the same way."""
+    """Returns `mapped_axes`, extended by pairs of axes that must be sharded in the same way.
+
+    Such pairs are not the same axis, such as heads of queries and fewer heads of keys.
+    """
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 
 
@@ -60,7 +65,7 @@ def _pairs(
 
 
 def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterator[AxisPair]:
-    """Yields the pairs of logical axes that two results of an op share."""
+    """Yields the pairs (axis of `out`, axis of `sibling`) of equal axes of two results of `op`."""
     axes, sibling_axes = out.domain.logical, sibling.domain.logical
     return ((axes[a], sibling_axes[b]) for a, b in op.parallel_axes(out, sibling))
 
@@ -78,9 +83,9 @@ def tensor_operands(op: TensorOp) -> Iterator[tuple[int, TensorView]]:
 
 
 class AxisGraph:
-    """The exact classes of the axes of a fusion, as a union-find structure.
+    """Union-find structure of axes: two axes are in one class if they are provably the same axis.
 
-    Pairs of axis numbers in `joined` are put into one class in addition.
+    For each pair of axis numbers in `joined`, both axes are also put into one class.
     """
 
     def __init__(self, fusion: Fusion, *, joined: Iterable[tuple[int, int]] = ()) -> None:
@@ -106,7 +111,7 @@ class AxisGraph:
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:
-        """Returns the representative number of the exact class of an axis."""
+        """Returns the axis number that represents the class of an axis."""
         return self._find(axis.number)
 
     def mapped(self, a: Axis | IterDomain, b: Axis | IterDomain) -> bool:
@@ -114,7 +119,10 @@ class AxisGraph:
         return self._find(a.number) == self._find(b.number)
 
     def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
-        """Returns the classes of the concrete axes to which consumers broadcast an axis."""
+        """Returns the classes of the concrete axes to which consumers broadcast an axis.
+
+        A class is represented by one of its axis numbers.
+        """
         seen: set[int] = set()
         todo = [self._find(axis.number)]
         edges: dict[int, set[int]] = {}
@@ -132,12 +140,15 @@ class AxisGraph:
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """Puts two axes into one class, and the axes that equal transforms derive from them."""
+        """Puts two axes into one class, and the axes that equal transforms derive from the two."""
         self._union(a.number, b.number)
         self._close()
 
     def classes(self) -> list[tuple[int, ...]]:
-        """Returns the axis numbers of each class; classes and numbers are in ascending order."""
+        """Returns one tuple of axis numbers per class.
+
+        Tuples and numbers are in ascending order.
+        """
         found: dict[int, list[int]] = {}
         for number in sorted(self._axes):
             found.setdefault(self._find(number), []).append(number)
@@ -168,11 +179,11 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Returns the keys of a transform; two transforms are equal if they share one."""
+        """Returns the keys of a transform. Transforms are equal if they have a key in common."""
         return (self._key(t),)
 
     def _key(self, t: Transform) -> tuple[object, ...]:
-        """Returns the kind and parameters of a transform, without its axes."""
+        """Returns the kind and the parameters of a transform as a key, without its axes."""
         match t:
             case SplitTransform():
                 return ("split", self._size(t.inner), self._size(t.outer))
@@ -186,7 +197,11 @@ class AxisGraph:
                 return ("shift", t.width)
 
     def _close(self) -> None:
-        """Extends the classes by equal transforms, forward and backward, until nothing changes."""
+        """Puts axes that equal transforms relate into one class, until nothing changes.
+
+        Equal transforms of mapped inputs have mapped outputs, and with equal extents also vice
+        versa.
+        """
         keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True
         while changed:
@@ -210,7 +225,7 @@ class AxisGraph:
 class ConcretizedGraph(AxisGraph):
     """An axis graph in which a broadcast axis also belongs to the class of its concrete axis.
 
-    Equal splits and merges derive mapped axes, whatever the extents are.
+    Equal splits and equal merges of mapped axes have mapped results, whatever the extents are.
     """
 
     def _relate(self, pair: AxisPair) -> None:

@@ -1,8 +1,8 @@
-"""Binding: computes the symbols of a fusion from its inputs.
+"""Binding: computes the values of a fusion's symbols from the inputs of a call.
 
-A symbolic extent takes the size of the first axis that has it. Later axes, and every equality that
-the ops require, are checked. Extents are global: an axis that a mesh shards into n blocks has n
-times its local size.
+A symbolic extent takes the size of the first axis that has this extent. Later axes with the same
+extent, and every equality that the ops require, are checked. Extents are global: an axis that a
+mesh shards into n blocks has n times its local size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Values = dict[Symbol, Number]
 
 @record
 class _Axis:
-    """One axis of an input: position, extent (representatives only) and number of blocks."""
+    """One axis of an input: its position, its extent, and the number of blocks of its sharding.
+
+    In the extent, each symbol is the representative of its equal symbols.
+    """
 
     tv: TensorView
     position: int
@@ -41,7 +44,10 @@ class _Axis:
         return f"axis {self.position} of {self.tv}"
 
     def found(self, size: int) -> str:
-        """Returns a size as text, of a sharded axis with the local size and the number of ranks."""
+        """Returns a size as text.
+
+        For a sharded axis, the text also has the local size and the number of ranks.
+        """
         if self.blocks == 1:
             return str(size)
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
@@ -50,8 +56,8 @@ class _Axis:
 class Binder:
     """Computes the values of the symbols of one fusion from the arguments of a call.
 
-    `declared` defaults to the fusion's inputs. `blocks` returns the number of shards of each axis
-    of a tensor; by default no axis is sharded.
+    `declared` are the inputs to which the arguments belong, by default the fusion's inputs.
+    `blocks` returns the number of shards of each axis of a tensor. By default, no axis is sharded.
     """
 
     def __init__(
@@ -79,10 +85,13 @@ class Binder:
     def bind(
         self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
     ) -> Values:
-        """Returns the value of every symbol. Sizes are also checked against the `known` values.
+        """Returns the value of every symbol.
+
+        `known` has values of symbols that are already known; sizes are also checked against these
+        values.
 
         Raises:
-            InputError: two sizes contradict each other; both tensors and axes are named.
+            InputError: two sizes contradict each other. The message names both tensors and axes.
             ShardingError: the mesh does not divide an extent.
         """
         if len(arguments) != len(self._declared):
@@ -129,8 +138,9 @@ class Binder:
     def _make_at_once(self) -> Callable[[Sequence[Argument]], Values | None]:
         """Compiles a function that returns the values of all symbols in one pass.
 
-        It returns None if some equality does not hold, or if the symbols cannot be computed in this
-        order; `bind` then computes them step by step, or raises the error.
+        The function takes the arguments of a call. It returns None if some equality does not hold,
+        or if the symbols cannot be computed in this order. `bind` then computes the values symbol
+        by symbol, or raises the error.
         """
         text, order = PythonText(), list[Symbol]()
         names, lines, constant = text.names, text.lines, text.constant
@@ -234,7 +244,7 @@ class Binder:
                 )
 
     def _shard_hint(self, axis: _Axis, values: Values) -> str:
-        """Returns the part of a message that describes the shard to pass; "" if unsharded."""
+        """Returns the text that describes which shard to pass, or "" if no axis is sharded."""
         if axis.blocks == 1:
             return ""
         position = self._declared.index(axis.tv)
@@ -258,7 +268,7 @@ _SPREAD = "; to broadcast it, declare {} as 1 in define_tensor, not as -1"
 
 
 def _spread_hint(axis: _Axis, size: int) -> str:
-    """Returns the hint for an axis of one element whose extent must equal a larger one, else ""."""
+    """Returns a hint for an axis of size 1 whose extent must equal a larger extent, else ""."""
     return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
 
 
@@ -268,7 +278,7 @@ def _from(extents: Iterable[Scalar], source: Mapping[Symbol, object]) -> str:
 
 
 def complete(fusion: Fusion, values: Values) -> None:
-    """Adds the values that follow from equal extents, in place."""
+    """Adds to `values`, in place, the values of symbols that follow from equal extents."""
     relations = fusion.equal_extents()
     is_done = False
     while not is_done:
@@ -295,15 +305,15 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
 
 
 def _counted(text: PythonText, x: Scalar) -> str:
-    """Returns the Python expression of an extent whose symbols are already named in `text`."""
+    """Returns the Python expression of an extent whose symbols already have variables in `text`."""
     return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
 
 def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
-    """Returns the value of an extent; a division by an empty extent yields 0.
+    """Returns the value of an extent. If an extent is divided by an extent of 0, the value is 0.
 
     Raises:
-        InputError: if no input determines a symbol.
+        InputError: no input determines a symbol.
     """
     try:
         return int(evaluate(x, values))
@@ -316,7 +326,7 @@ def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
 
 
 def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
-    """Returns the value of every extent symbol and scalar input of a fusion; see `Binder.bind`."""
+    """Returns the value of every extent symbol and scalar input, as `Binder.bind` does."""
     return Binder(fusion).bind(arguments)
 
 
@@ -324,7 +334,7 @@ def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
 def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> frozenset[int]:
     """Returns the positions of the scalar inputs on which no size, split or resize depends.
 
-    `tensors` defaults to all tensors of the fusion.
+    Only tensors in `tensors` are considered, by default all tensors of the fusion.
     """
     scalars = structural_scalars(fusion, fusion.tensors() if tensors is None else tensors)
     structural = {s for x in scalars for s in symbols(x)}
@@ -334,13 +344,13 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 
 
 def structural_scalars(fusion: Fusion, tensors: Iterable[TensorView]) -> list[Scalar]:
-    """Returns the sizes, splits and resizes of these tensors, and all sizes in equalities."""
+    """Returns the sizes, split factors and resize widths of `tensors`, and all equal sizes."""
     related = (x for pair in fusion.equal_extents() for x in pair)
     return [*(x for tv in tensors for x in shape_scalars(tv)), *related]
 
 
 def shape_scalars(tv: TensorView) -> list[Scalar]:
-    """Returns the sizes, splits and resizes of a tensor."""
+    """Returns the sizes of a tensor's axes, its split factors and its resize widths."""
     found: list[object] = []
     for t in tv.domain.transforms:
         found += (getattr(t, name, None) for name in ("factor", "left", "right"))
@@ -353,7 +363,10 @@ Signature = tuple[tuple[Any, ...], ...]
 
 
 def inputs_text(signature: Signature) -> str:
-    """Returns the shapes and numbers of a signature as text; an unknown number by its type."""
+    """Returns the shapes and numbers of a signature as text.
+
+    A number without a value is represented by its type.
+    """
     return ", ".join(
         str(list(kind))
         if isinstance(kind, torch.Size)
@@ -365,17 +378,17 @@ def inputs_text(signature: Signature) -> str:
 
 
 def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Signature:
-    """Returns a key of everything about arguments but the contents of tensors.
+    """Returns a key of all properties of the arguments, except the contents of tensors.
 
     - Tensor: shape, strides, dtype, device, class, whether it is a lazy negative or conjugate view,
       and whether it records gradients.
-    - Number: its type. The value of an integer is included if the structure may depend on it;
-      `free` has the positions of the other ones.
+    - Number: its type. The value of an integer is included, unless its position is in `free`,
+      because shapes may depend on the value.
 
-    `Contents.check` checks the rest in each call.
+    `Contents.check` checks the other properties in each call.
 
     Raises:
-        InputError: for a tensor without strides or without memory.
+        InputError: a tensor has no strides or no memory.
     """
     try:
         # This runs in every call: a list is faster than a generator.
@@ -409,7 +422,7 @@ _DISPATCH = "__torch_dispatch__"
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
-    """Returns the reason why kernels cannot read a tensor by address and strides, or None."""
+    """Returns the reason why kernels cannot read a tensor by its address and strides, or None."""
     if getattr(type(tensor), _DISPATCH) is not getattr(torch.Tensor, _DISPATCH):
         return f"a {type(tensor).__name__}, not a plain torch.Tensor: pass its local tensor"
     if tensor.is_nested:
@@ -438,7 +451,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of memory from the first to the last element, 0 without elements."""
+    """Returns the bytes of memory from the first to the last element, or 0 without elements."""
     count = tensor.numel()
     if tensor.is_contiguous() or not count:
         return count * tensor.element_size()
@@ -450,10 +463,12 @@ _LISTS = frozenset((list, tuple))
 
 
 class Contents:
-    """The checks of memory and numbers that every call with a known signature needs.
+    """Checks of memory and numbers that every call with a known signature needs.
 
-    The *places* of the arguments are the addresses modulo `nbytes` (a power of two) of the tensors
-    that have elements; () if all are 0. `also` may raise for numbers that an op does not accept.
+    - The *places* of the arguments are the addresses of the tensors with elements, modulo `nbytes`.
+      If all remainders are 0, the places are (). `nbytes` is a power of two.
+    - `declared` are the fusion's inputs, and `arguments` those of the call with this signature.
+    - `also` may raise an error for numbers that an op does not accept.
     """
 
     def __init__(
@@ -473,7 +488,7 @@ class Contents:
         self._also = also
 
     def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the places of the tensors.
+        """Checks the arguments, and returns their places (see the class).
 
         Raises:
             InputError: a storage has become too small, or a number is out of range.
@@ -498,15 +513,16 @@ class Contents:
         return self.places(arguments) if bits & self._between else ()
 
     def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the places of the tensors without checking anything."""
+        """Returns the places of the arguments (see the class) without checking anything."""
         found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
         return found if any(found) else ()
 
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
         """Returns a fast version of `check`, or None if there are numbers among the arguments.
 
-        The returned function yields the places. It yields None for arguments of other kinds, and if
-        `check` would raise.
+        The returned function takes the arguments of a call and returns their places. It returns
+        None if the classes of the arguments differ from those of `arguments`, or if `check` would
+        raise an error.
         """
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)

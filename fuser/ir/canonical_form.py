@@ -1,7 +1,7 @@
 """The canonical form of a fusion: its meaning without tensor, axis and symbol numbers.
 
-Numbers and symbol names follow from the order in which a fusion was written. Fusions that were
-written in the same way have equal forms, even if other tensors were defined beside them.
+In the form, numbers and symbol names follow from the order of the ops. Fusions that were written in
+the same way have equal forms, even if other tensors were defined between their ops.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Rename = Callable[[Scalar], Scalar]
 
 @record
 class CanonicalForm:
-    """A fusion without its numbers. Equal keys mean equal fusions and equal kernels.
+    """A fusion without its numbers. Fusions with equal keys are equal and need the same kernels.
 
-    `tensors` (numbers) and `symbols` list the named values in the order of the form.
+    `tensors` (their numbers) and `symbols` list the values of the fusion in the order of the form.
     """
 
     key: Hashable
@@ -37,7 +37,7 @@ class CanonicalForm:
 
 
 def form_of(fusion: Fusion) -> CanonicalForm:
-    """Returns the canonical form: everything that lowering reads, and nothing else."""
+    """Returns the canonical form, which contains exactly what lowering reads."""
     tensors = fusion.tensors()
     copy, names, renamed = _without_names(fusion)
     symbols = program_symbols(fusion, tensors, fusion.exprs)
@@ -63,7 +63,7 @@ def _(fusion: Fusion) -> Hashable:
 
 
 def without_names(fusion: Fusion) -> Fusion:
-    """Returns a renumbered copy, without meshes that only ops copied.
+    """Returns a renumbered copy, without the meshes that an op merely copied to its result.
 
     Copies of equal fusions have equal texts, in whatever order their tensors were annotated.
     """
@@ -71,7 +71,7 @@ def without_names(fusion: Fusion) -> Fusion:
 
 
 def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Rename]:
-    """Returns the copy, the new symbols by old ones, and the function that renames a scalar."""
+    """Returns the renumbered copy, the map from old to new symbols, and a renaming function."""
     tensors = fusion.tensors()
     symbols = program_symbols(fusion, tensors, fusion.exprs)
     names: dict[Scalar, Scalar] = {
@@ -103,7 +103,10 @@ def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Ren
 
 
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
-    """Returns the equalities with new symbols, in an order that does not depend on the user."""
+    """Renames the symbols of equalities, and sorts the equalities.
+
+    The sorted order does not depend on the order in which the user stated the equalities.
+    """
     extents.rewrite(names)
     made = ExtentClasses()
     for x, y in sorted(extents.relations(), key=str):
@@ -112,7 +115,7 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
 
 
 def form_text(form: CanonicalForm) -> str:
-    """Returns a form as text that is the same in every process."""
+    """Returns a canonical form as text that is the same in every process."""
     ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
     return _text([ranges, form.key])
 
@@ -153,20 +156,20 @@ Key = tuple[object, ...]
 
 
 def equal_ops(a: Op, b: Op) -> bool:
-    """Returns whether two ops have equal classes, attributes, and equally numbered values."""
+    """Returns whether two ops have equal classes and attributes, and values with equal numbers."""
     return op_key(a) == op_key(b)
 
 
 def equal_fusions(a: Fusion, b: Fusion) -> bool:
     """Returns whether inputs, outputs, aliases, extents, ops and tensors are equal.
 
-    Numbers of tensors and axes must be equal, too.
+    Unlike in the canonical form, numbers of tensors and axes must be equal, too.
     """
     return fusion_key(a) == fusion_key(b)
 
 
 def fusion_key(fusion: Fusion) -> Key:
-    """Returns the key by which `equal_fusions` compares."""
+    """Returns a key. Two fusions have equal keys exactly if `equal_fusions` returns True."""
     return (
         values_key(fusion, fusion.tensors()),
         tuple(op_key(op) for op in fusion.exprs),
@@ -185,7 +188,7 @@ def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
 
 
 def tensor_key(tv: TensorView) -> Key:
-    """Returns the number, dtype, memory, mesh and domain of a tensor, as a key."""
+    """Returns a key of a tensor: number, dtype, memory, mesh, domain, and flags."""
     return (
         tv.number,
         tv.dtype(),
@@ -205,7 +208,7 @@ def _domain_key(domain: TensorDomain) -> Key:
 
 
 def op_key(op: Op) -> Key:
-    """Returns class, operands, results and attributes, without the user's line."""
+    """Returns a key of an op: class, operands, results and attributes, without the user's line."""
     fields: list[tuple[str, object]] = []
     for f in dataclasses.fields(op):  # pyright: ignore[reportArgumentType]
         if f.metadata.get("kind") != "where":

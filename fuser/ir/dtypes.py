@@ -15,7 +15,7 @@ from fuser.support.record import record
 
 
 class DataType(IrEnum):
-    """The element type of a tensor or scalar; values follow nvFuser's numbering."""
+    """The element type of a tensor or scalar. The values are nvFuser's numbers."""
 
     Double = 0
     Float = 1
@@ -43,9 +43,9 @@ Category = Literal["bool", "int", "float", "complex"]
 
 @record
 class DtypeInfo:
-    """Facts about one dtype: text in IR and CUDA, bytes, category, and torch dtype.
+    """Facts about one dtype: text in IR and CUDA, size in bytes, category, and torch dtype.
 
-    The torch dtype is None if there are no tensors of this dtype.
+    The torch dtype is None if no tensors of this dtype exist.
     """
 
     text: str
@@ -110,13 +110,13 @@ def check_supported(dtype: DtypeLike, what: str) -> DataType:
     """Returns `dtype`, or the IR dtype of a torch dtype.
 
     Raises:
-        UnsupportedError: if ops cannot compute in it; the message begins with `what`.
+        UnsupportedError: ops cannot compute in this dtype. The message begins with `what`.
     """
     return _checked(dtype, what, INFO)
 
 
 def check_stored(dtype: DtypeLike, what: str) -> DataType:
-    """Returns `dtype` as `check_supported` does; a dtype that can only be stored is accepted."""
+    """Returns the same as `check_supported`, but also accepts dtypes that can only be stored."""
     return _checked(dtype, what, _HELD)
 
 
@@ -132,7 +132,7 @@ def _checked(dtype: DtypeLike, what: str, known: Mapping[DataType, DtypeInfo]) -
 
 
 def dtype_text(dtype: DataType) -> str:
-    """Returns the C++ style name in IR text: `float`, `__bfloat`, `int64_t`."""
+    """Returns the C++ style name of a dtype in IR text: `float`, `__bfloat`, `int64_t`."""
     return _HELD[dtype].text if dtype in _HELD else _UNSUPPORTED_TEXT[dtype]
 
 
@@ -144,7 +144,7 @@ def nbytes_of(dtype: DataType) -> int:
 def c_type(dtype: DataType) -> str:
     """Returns the C type of a value in registers or memory.
 
-    Index is int64_t; a complex dtype is `Complex` of `codegen/rt_complex.h`.
+    Index is int64_t. A complex dtype is `Complex` of `codegen/rt_complex.h`.
     """
     if dtype in PART_OF:
         return f"Complex<{c_type(PART_OF[dtype])}>"
@@ -155,14 +155,15 @@ def c_type(dtype: DataType) -> str:
 def e4m3_has_nan_beyond() -> bool:
     """Returns whether torch converts floats that are too large for Float8_e4m3fn to NaN.
 
-    Newer versions of torch convert them to 448. This asks torch on the CPU.
+    Newer versions of torch convert such floats to 448. The function converts one float on the CPU
+    to find out.
     """
     large = torch.tensor([2.0**20], dtype=torch.float32, device="cpu")
     return bool(large.to(torch.float8_e4m3fn).float().isnan())
 
 
 def cast_text(dtype: DataType, value: str) -> str:
-    """Returns the C++ expression of a conversion that rounds as torch does."""
+    """Returns the C++ expression that converts `value` to a dtype and rounds as torch does."""
     if dtype is D.Float8_e4m3fn and e4m3_has_nan_beyond():
         return f"fm_e4m3_or_nan(fm_cast<float>({value}))"
     return f"fm_cast<{c_type(dtype)}>({value})"
@@ -176,7 +177,11 @@ def to_torch(dtype: DataType) -> torch.dtype:
 
 
 def from_torch(dtype: torch.dtype) -> DataType:
-    """Returns the IR dtype of a torch dtype. Raises `UnknownDtypeError` if there is none."""
+    """Returns the IR dtype of a torch dtype.
+
+    Raises:
+        UnknownDtypeError: there is no such IR dtype.
+    """
     found = FROM_TORCH.get(dtype)
     if str(dtype) == _PACKED_IN_TORCH:
         return D.Float4_e2m1fn_x2
@@ -186,13 +191,13 @@ def from_torch(dtype: torch.dtype) -> DataType:
 
 
 def torch_dtype_text(dtype: torch.dtype) -> str:
-    """Returns the name of a torch dtype for messages: its IR text, else torch's own name."""
+    """Returns the name of a torch dtype for messages: its IR text, or else torch's name."""
     found = FROM_TORCH.get(dtype)
     return str(dtype) if found is None else dtype_text(found)
 
 
 def misfit(value: bool | int | float | complex, dtype: DataType) -> str | None:
-    """Returns why a dtype cannot represent a number, None if it can.
+    """Returns the reason why a dtype cannot represent a number, or None if it can.
 
     Example: `2**40 is out of the range of int`.
     """
@@ -226,7 +231,7 @@ def _is_in_range(value: int | float, dtype: DataType, kind: Category) -> bool:
 
 
 def _short(value: int | float) -> str:
-    """Returns a number as text; an integer of more than 128 bits is abbreviated to `2**200..`."""
+    """Returns a number as text. An integer of more than 128 bits is abbreviated to `2**200..`."""
     if isinstance(value, float) or value.bit_length() <= 128:
         return str(value)
     return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
@@ -234,32 +239,32 @@ def _short(value: int | float) -> str:
 
 @cache
 def category(dtype: DataType) -> Category:
-    """Returns "bool", "int", "float" or "complex"."""
+    """Returns the category of a dtype: "bool", "int", "float" or "complex"."""
     return _HELD[check_stored(dtype, "category")].category
 
 
 def is_floating(dtype: DataType) -> bool:
-    """Returns whether values are real floating numbers."""
+    """Returns whether values of a dtype are real floating-point numbers."""
     return category(dtype) == "float"
 
 
 def is_complex(dtype: DataType) -> bool:
-    """Returns whether values are complex numbers."""
+    """Returns whether values of a dtype are complex numbers."""
     return category(dtype) == "complex"
 
 
 def is_inexact(dtype: DataType) -> bool:
-    """Returns whether arithmetic rounds and may yield NaN: values are floating or complex."""
+    """Returns whether a dtype is floating or complex: arithmetic rounds and may yield NaN."""
     return category(dtype) in ("float", "complex")
 
 
 def part_of(dtype: DataType) -> DataType:
-    """Returns the dtype of the real part of a complex dtype; a real dtype itself."""
+    """Returns the dtype of the real part of a complex dtype, or a real dtype itself."""
     return PART_OF.get(dtype, dtype)
 
 
 def complex_of(dtype: DataType) -> DataType:
-    """Returns the complex dtype whose parts have a floating dtype, by default ComplexFloat."""
+    """Returns the complex dtype whose parts have a floating dtype, or ComplexFloat without one."""
     return COMPLEX_OF.get(dtype, D.ComplexFloat)
 
 
@@ -278,7 +283,10 @@ Config = Literal["default", "float", "float_only", "comparison"]
 
 
 def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
-    """Returns the dtype of two operands of the same rank class, as torch does; None is absent."""
+    """Returns the dtype to which torch promotes two operands of the same rank class.
+
+    Rank classes are tensors with dimensions, zero-dim tensors, and scalars. None means no operand.
+    """
     if a is None or b is None:
         return a if b is None else b
     if a is b:
@@ -299,7 +307,10 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
 
 
 def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
-    """Returns the dtype of two rank classes; the lower one wins only by its category."""
+    """Returns the promoted dtype of a higher rank class `hi` and a lower rank class `lo`.
+
+    `lo` counts only if its category is higher. None means that the class has no operand.
+    """
     if hi is None or lo is None:
         return hi if lo is None else lo
     if is_complex(hi) or (is_floating(hi) and not is_complex(lo)):
@@ -313,7 +324,7 @@ def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> D
     """Returns the dtype in which an op computes.
 
     `operands` are (dtype, rank class) pairs. Tensors with dimensions outrank zero-dim tensors,
-    which outrank scalars; a lower class only decides if its category is higher. A half-like result
+    which outrank scalars. A lower class counts only if its category is higher. A half-like result
     becomes Float. For `where`, the caller uses `promote_operands` instead, which omits that last
     step.
 
@@ -334,19 +345,22 @@ _OF_NUMBERS = {D.Double: D.Float, D.ComplexDouble: D.ComplexFloat}
 
 
 def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataType, Rank]]:
-    """Returns the operands with torch's default width for scalars.
+    """Returns the operands with torch's default widths for scalars: Float and ComplexFloat.
 
-    In torch's promotion, a scalar has a category but no width. Its width counts only if no tensor
-    has that category, and is then the default one.
+    In torch's promotion, a scalar has a category but no width. A width is needed only if no tensor
+    has the scalar's category. It is then torch's default width.
 
-    Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default
-    dtype float32.
+    Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default dtype
+    float32.
     """
     return [(_OF_NUMBERS.get(d, d), r) if r == "scalar" else (d, r) for d, r in operands]
 
 
 def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
-    """Returns the promoted dtype of operands, before half-like results become Float."""
+    """Returns the promoted dtype of (dtype, rank class) pairs.
+
+    A half-like result is not widened to Float.
+    """
     assert operands, "promotion needs an operand"
     first = operands[0][0]
     if all(dtype is first for dtype, _ in operands):

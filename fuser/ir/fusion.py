@@ -1,7 +1,7 @@
 """`TensorView` and `Fusion`: tensors, and the SSA graph of the ops that compute them.
 
-Ops are kept in topological order: an op follows the ops that define its operands. Later stages
-never change the user's fusion; they work on `Fusion.copy()`.
+A fusion stores its ops in topological order: an op follows the ops that define its operands. Later
+stages never change the user's fusion, because they work on a copy (`Fusion.copy()`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _sizes_of(tv: TensorView) -> Sizes:
 class TensorView:
     """A tensor of a fusion, created by `Fusion.new_tensor`.
 
-    The handle keeps its identity, while scheduling replaces its immutable `domain`. Axes of `axis`,
-    `split`, `merge`, `reorder` and `rfactor` are positions in the loop domain, reductions included.
-    `ndim`, `size` and `shape` describe the logical domain without reductions.
+    Scheduling replaces the immutable `domain` of the tensor, not the TensorView object. In `axis`,
+    `split`, `merge`, `reorder` and `rfactor`, axes are positions in the loop domain, reduction axes
+    included. `ndim`, `size` and `shape` describe the logical domain without reduction axes.
     """
 
     def __init__(
@@ -131,17 +131,17 @@ class TensorView:
     # ------------------------------------------------------------ queries
     @property
     def label(self) -> str:
-        """The short name with number, memory and dtype: `T0_g_float`."""
+        """The short name with number, memory and dtype, such as `T0_g_float`."""
         return f"T{self.number}_{self.memory.value}_{dtype_text(self._dtype)}"
 
     @property
     def ndim(self) -> int:
-        """The number of logical axes, reductions not counted."""
+        """The number of logical axes, without reduction axes."""
         return len(self.domain.no_reductions)
 
     @property
     def has_own_mesh(self) -> bool:
-        """Whether the user chose the mesh: it was set explicitly, or an axis is on a device type.
+        """Whether the user chose the mesh, by setting it or by putting an axis on a device type.
 
         Sharding propagation ignores a mesh that an op merely copied to its result.
         """
@@ -152,15 +152,15 @@ class TensorView:
         return self._dtype
 
     def is_tensor(self) -> bool:
-        """Returns True, as nvFuser's `Val.isTensor` does for tensors."""
+        """Returns True for every tensor, as nvFuser's `Val.isTensor` does."""
         return True
 
     def is_symbolic(self) -> bool:
-        """Returns True: the values of a tensor are unknown until the fusion runs."""
+        """Returns True, because the values of a tensor are unknown until the fusion runs."""
         return True
 
     def definition(self) -> TensorOp | None:
-        """Returns the op that computes this tensor, None for an input."""
+        """Returns the op that computes this tensor, or None for an input."""
         return self.fusion.definition(self)
 
     def uses(self) -> list[TensorOp]:
@@ -169,18 +169,20 @@ class TensorView:
 
     @checked
     def size(self, dim: int) -> Scalar:
-        """Returns the (expanded) extent of logical axis `dim`."""
+        """Returns the size of logical axis `dim`: the expanded size if there is one, else the
+        extent.
+        """
         axes = self.domain.no_reductions
         return axes[self._wrap(dim, len(axes))].size
 
     shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
-        """Returns whether the op derives its logical axes from root axes, as a reshape does."""
+        """Returns whether an op, such as a reshape, derives the logical axes from root axes."""
         return bool(self.domain.root)
 
     def get_root_domain(self) -> list[Axis]:
-        """Returns the root axes; an empty list if they are the logical axes."""
+        """Returns the root axes, or an empty list if they are the logical axes."""
         return self._handles(self.domain.root_numbers)
 
     def get_logical_domain(self) -> list[Axis]:
@@ -196,7 +198,7 @@ class TensorView:
 
     @checked
     def axis(self, index: int) -> Axis:
-        """Returns loop axis `index`; a negative index counts from the end."""
+        """Returns the loop axis at position `index`. A negative index counts from the end."""
         loop = self.domain.loop_numbers
         if not loop:
             raise DefinitionError(f"Tried to access an axis in a 0-dim TensorView: {self}")
@@ -211,21 +213,21 @@ class TensorView:
         return wrapped
 
     def user_line(self) -> str:
-        """Returns the user's line that created this tensor, as `file.py:12`; "" if unknown."""
+        """Returns the user's line that created this tensor, as `file.py:12`, or "" if unknown."""
         op = self.definition()
         return self.where or (op.where if op is not None else "")
 
     # ------------------------------------------------------------ loop transforms
     @checked
     def split(self, axis: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
-        """Replaces a loop axis by (outer, inner).
+        """Replaces a loop axis by two axes (outer, inner).
 
-        Inner split: inner extent = factor, outer extent = ceilDiv(extent, factor). With
-        `inner_split=False` the outer extent is the factor.
+        By default, the inner extent is `factor`, and the outer extent is ceilDiv(extent, factor).
+        With `inner_split=False`, the outer extent is `factor`.
 
         Raises:
-            DefinitionError: if the axis is not serial, is inlined into its consumers
-                (`compute_at`), or the factor is not positive.
+            DefinitionError: the axis is not serial or is inlined into its consumers (`compute_at`),
+                or the factor is not positive.
         """
         position = self._wrap(axis, len(self.domain.loop))
         inp = self.domain.loop[position]
@@ -260,12 +262,13 @@ class TensorView:
 
     @checked
     def merge(self, axis_o: int, axis_i: int | None = None) -> TensorView:
-        """Merges two loop axes, with `axis_o` as the outer factor; `axis_i` defaults to axis_o + 1.
+        """Merges two loop axes, of which `axis_o` is the outer one.
 
-        The merged axis takes the smaller of the two positions.
+        `axis_i` defaults to `axis_o` + 1. The merged axis takes the smaller of the two positions.
 
         Raises:
-            DefinitionError: if only one is a reduction, both are parallel, or one is a stream axis.
+            DefinitionError: only one axis is a reduction, both are parallel, or one is a stream
+                axis.
         """
         loop = self.domain.loop
         o = self._wrap(axis_o, len(loop))
@@ -292,7 +295,7 @@ class TensorView:
 
     @checked
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
-        """Moves loop axes: {old position: new position}. The other axes keep their order."""
+        """Moves loop axes. `old2new` maps old to new positions; the other axes keep their order."""
         loop = self.domain.loop
         n = len(loop)
         moves = {self._wrap(o, n): self._wrap(w, n) for o, w in (old2new or {}).items()}
@@ -315,9 +318,9 @@ class TensorView:
 
     @checked
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
-        """Rotates loop axis `axis` by this device's coordinate along a device type.
+        """Rotates loop axis `axis` by the executing device's coordinate along a device type.
 
-        Ring schedules use it: in step 0, each device starts with its own block.
+        Ring schedules need this rotation, because each device starts with its own block in step 0.
         """
         if not parallel_type.is_device:
             raise DefinitionError(f"swizzle1d expects a device type, got {parallel_type.text}")
@@ -335,7 +338,7 @@ class TensorView:
 
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
-        """Sets the parallel type of an axis of this tensor (see `Axis.parallelize`)."""
+        """Sets the parallel type of an axis of this tensor, as `Axis.parallelize` describes."""
         current = self.domain.axes.get(axis.number)
         if current is None:
             raise DefinitionError(f"{axis} is not an axis of {self}")
@@ -348,9 +351,9 @@ class TensorView:
     # ------------------------------------------------------------ facts that the user sets
     @checked
     def set_device_mesh(self, mesh: object) -> None:
-        """Places the tensor on a mesh, given as a DeviceMesh or as the argument of its constructor.
+        """Places the tensor on a mesh, without sharding an axis.
 
-        No axis becomes sharded by this.
+        `mesh` is a DeviceMesh or the argument of its constructor.
         """
         self.fusion.require_open(f"set_device_mesh of {self}")
         self.mesh = mesh if isinstance(mesh, DeviceMesh) else DeviceMesh(mesh)
@@ -359,7 +362,12 @@ class TensorView:
 
     @checked
     def set_memory_type(self, memory_type: MemoryType) -> None:
-        """Moves the tensor; inputs and outputs must be in global or symmetric memory."""
+        """Moves the tensor to another kind of memory.
+
+        Raises:
+            DefinitionError: the tensor is an input or output, and the memory is neither global nor
+                symmetric.
+        """
         is_io = self in self.fusion.inputs or self in self.fusion.outputs
         if is_io and memory_type not in (MemoryType.global_, MemoryType.symmetric):
             raise DefinitionError(
@@ -369,7 +377,7 @@ class TensorView:
         self.memory = memory_type
 
     def give_memory(self) -> None:
-        """Moves the tensor to global memory, unless it is in symmetric memory."""
+        """Moves the tensor to global memory, unless the tensor is in symmetric memory."""
         if self.memory is not MemoryType.symmetric:
             self.memory = MemoryType.global_
 
@@ -381,12 +389,12 @@ class TensorView:
     ) -> None:
         """Declares the order of the tensor's axes in memory.
 
-        The axes are logical axes, loop axes, or axes on the way between them; an empty list means
-        logical order. Contiguity is one flag for all axes or one per axis; broadcast and reduction
-        axes get None.
+        The axes are logical axes, loop axes, or axes between these two domains. An empty list means
+        logical order. `new_contiguity` is one flag for all axes, or one flag per axis; the flag of
+        a broadcast or reduction axis is None.
 
         Raises:
-            DefinitionError: if an axis belongs to another tensor, or the number of flags is wrong.
+            DefinitionError: an axis belongs to another tensor, or the number of flags is wrong.
         """
         self.fusion.require_open(f"set_allocation_domain of {self}")
         for a in new_allocation_domain:
@@ -414,9 +422,9 @@ class TensorView:
     # Caching and rfactor rewrite the fusion; they are implemented in `fuser.ir.primitives`.
     @checked
     def rfactor(self, axes: Sequence[int]) -> TensorView:
-        """Splits a reduction into two steps, and returns the tensor of the first step.
+        """Splits a reduction into two reductions, and returns the new tensor of the first one.
 
-        That new tensor reduces the listed loop axes; this one reduces its remaining axes.
+        The new tensor reduces the loop axes `axes`. This tensor reduces its other reduction axes.
         """
         return PRIMITIVES["rfactor"](self, axes)
 
@@ -428,9 +436,11 @@ class TensorView:
         propagate_allocation_domain: bool = True,
         cached_uses: Sequence[TensorOp] = (),
     ) -> TensorView:
-        """Inserts a copy between this tensor and the ops that read it; returns the copy.
+        """Inserts a copy between this tensor and the ops that read the tensor; returns the copy.
 
-        `cached_uses` limits it to these ops; by default all of them read the copy.
+        - `op_type` and `cache_op`: the kind and the cache hint of the copy.
+        - `propagate_allocation_domain`: whether the copy has the memory order of this tensor.
+        - `cached_uses`: the ops that read the copy, by default all ops that read this tensor.
         """
         return PRIMITIVES["cache_after"](
             self, op_type, cache_op, propagate_allocation_domain, cached_uses
@@ -438,17 +448,17 @@ class TensorView:
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-        """Inserts a tensor that takes over the definition; this one becomes its copy.
+        """Inserts a tensor that takes over this tensor's definition, and returns the new tensor.
 
-        Returns the new tensor.
+        This tensor becomes a copy of the new tensor.
         """
         return PRIMITIVES["cache_before"](self, op_type)
 
     @checked
     def cache_fork(self) -> TensorView:
-        """Separates an output from the ops that read it, and returns the new output.
+        """Makes a copy of this output the output instead, and returns the copy.
 
-        The ops keep reading this tensor. A copy of it becomes the output.
+        The ops that read this tensor still read this tensor.
         """
         return PRIMITIVES["cache_fork"](self)
 
@@ -469,20 +479,21 @@ Variant = tuple[dict[str, object], str]
 class TensorOp(Op):
     """Base of ops whose outputs are tensors.
 
-    Its methods describe how axes of results and operands correspond. Indexing uses `axis_map`,
-    sharding propagation the maps of axes that may be sharded together (`alike_map`, `cut_map`).
+    Its methods describe how axes of results and operands correspond. Indexing uses `axis_map`.
+    Sharding propagation uses the maps of axes that may be sharded together (`alike_map`,
+    `cut_map`).
     """
 
     # The tensor operands by priority for sharding; (): those with the most sharded axes first.
     REFERENCES: ClassVar[tuple[int, ...]] = ()
 
     def template(self) -> str:
-        """Returns the text template of this op; it may depend on the op's attributes."""
+        """Returns the text template of this op, which may depend on the op's attributes."""
         return self.TEXT
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form; the parser reads them."""
+        """Yields (attribute values, template) for every printed form of the op, for the parser."""
         yield {}, cls.TEXT
 
     @property
@@ -491,58 +502,65 @@ class TensorOp(Op):
         return self.outputs[0]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the scalar operands that the dtype of the result must represent exactly."""
+        """Returns the scalar operands that the dtype of the result must represent exactly.
+
+        By default, there are none.
+        """
         return ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, for each root axis of the output, the axis of `inputs[operand_index]`, or None.
+        """Returns, per root axis of the output, the corresponding axis of an operand, or None.
 
-        The default maps axes by position; output and operand then have the same number of axes.
+        The operand is `inputs[operand_index]`. By default, axes correspond by position, and output
+        and operand have the same number of axes.
         """
         del operand_index
         return tuple(range(len(self.out_tensor.domain.maybe_root)))
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` for the result `out` of an op with several results."""
+        """Returns `axis_map` for the result `out` of an op that has several results."""
         del out
         return self.axis_map(operand_index)
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
         """Returns `axis_map_to`, extended by pairs of axes that must be sharded in the same way.
 
-        Such axes are not the same axis, but a shard of the result needs exactly one shard of the
-        operand. Example: the heads of queries and the fewer heads of keys in an attention.
+        Such axes are not equal, but a shard of the result needs exactly one shard of the operand.
+        An example is the heads of queries and the fewer heads of keys in an attention.
         """
         return self.axis_map_to(operand_index, out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `alike_map` without axes along which a shard needs several operand shards."""
+        """Returns `alike_map` with None for axes along which the operand cannot be sharded.
+
+        Along these axes, a shard of the result needs several shards of the operand.
+        """
         return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields pairs of positions: the logical axes that two results share.
+        """Yields (position in `out`, position in `sibling`) of logical axes that two results share.
 
-        The default pairs axes by position; the results then have the same number of axes.
+        By default, axes correspond by position, and both results have the same number of axes.
         """
         assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
         return ((k, k) for k in range(len(out.domain.logical)))
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields pairs of positions: logical axes of two results that are sharded in the same way.
+        """Yields (position in `out`, position in `sibling`) of axes that are sharded together.
 
-        As in `alike_map`, the axes of a pair need not be the same axis.
+        As in `alike_map`, such axes need not be equal.
         """
         return self.parallel_axes(out, sibling)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the positions of the result axes that no sharding of operands can produce."""
+        """Returns the positions of the result axes that cannot be sharded by sharding operands."""
         del out
         return ()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the positions of the operand axes that every shard of a result needs completely.
+        """Returns the positions of operand axes that every shard of a result needs completely.
 
-        Positions count without reductions.
+        Positions do not count reduction axes.
         """
         del operand_index
         return ()
@@ -563,10 +581,11 @@ class Alias:
 
 @record
 class Declared:
-    """An equality of two extents that no op implies, stated after the op that defines `after`.
+    """A user's equality of the extents `a` and `b`, which no op implies.
 
-    `after` is None for an equality stated before the first op. `by_output` is True if it follows
-    from an update of an input, which requires equal shapes.
+    The equality was stated after the op that defines `after`, or before the first op if `after` is
+    None. `by_output` is True if an update of an input requires the equality, because the shapes
+    must be equal.
     """
 
     after: TensorView | None
@@ -578,8 +597,7 @@ class Declared:
 class Fusion:
     """A graph of tensor ops over symbolic extents: inputs, ops in topological order, and outputs.
 
-    It also holds the equalities between extents, and the facts that a schedule of this fusion
-    assumes.
+    A fusion also stores the equalities between extents, and the facts that its schedule assumes.
     """
 
     def __init__(self) -> None:
@@ -640,7 +658,7 @@ class Fusion:
 
     @inputs.setter
     def inputs(self, values: Iterable[Value]) -> None:
-        """Replaces the inputs."""
+        """Replaces the inputs by `values`."""
         self._inputs = Values(values)
 
     @property
@@ -650,15 +668,15 @@ class Fusion:
 
     @outputs.setter
     def outputs(self, values: Iterable[TensorView]) -> None:
-        """Replaces the outputs."""
+        """Replaces the outputs by `values`."""
         self._outputs = Values(values)
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
         """Returns an unused axis number.
 
-        The first call also uses up a scalar number, for the cached zero of nvFuser, so that printed
-        numbers agree.
+        The first call also uses up a scalar number, because nvFuser has a cached zero. Printed
+        numbers then agree with nvFuser's.
         """
         if not self._zero_is_numbered:
             self._zero_is_numbered = True
@@ -667,39 +685,42 @@ class Fusion:
         return self._next_axis - 1
 
     def next_scalar(self) -> int:
-        """Returns an unused scalar number. Constants that the user defines take one, too."""
+        """Returns an unused scalar number.
+
+        A constant that the user defines also uses up a number.
+        """
         self._next_scalar += 1
         return self._next_scalar - 1
 
     def reserve(self, *, axis: int = -1, scalar: int = -1, tensor: int = -1) -> None:
-        """Marks these numbers as used, because a parsed text contains them."""
+        """Marks these numbers as used, because a text that is being parsed contains them."""
         self._zero_is_numbered = True
         self._next_tensor = max(self._next_tensor, tensor + 1)
         self._next_axis = max(self._next_axis, axis + 1)
         self._next_scalar = max(self._next_scalar, scalar + 1)
 
     def new_extent(self, *, lo: int = 0) -> Symbol:
-        """Creates the symbol of an axis's extent, `i3`, whose value is at least `lo`.
+        """Creates the symbol of an axis's extent, such as `i3`, whose value is at least `lo`.
 
-        `lo` is 0 in a user's fusion and 1 in a concretized one.
+        `lo` is 0 in a user's fusion and 1 in a concretized fusion.
         """
         return self.new_symbol(lo=lo)
 
     def new_symbol(self, dtype: DataType = DataType.Index, *, lo: int | None = None) -> Symbol:
         """Creates a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`, `c6`.
 
-        Its value is at least `lo`, or unbounded if `lo` is None.
+        The value of the symbol is at least `lo`. If `lo` is None, the value is unbounded.
         """
         prefix = {"bool": "b", "int": "i", "float": "f", "complex": "c"}[category(dtype)]
         prefix = "d" if dtype is DataType.Double else prefix
         return Symbol(f"{prefix}{self.next_scalar()}", dtype, lo=lo)
 
     def may_have_made(self, symbol: Symbol) -> bool:
-        """Returns whether this fusion may have created the symbol, judged by its name.
+        """Returns whether this fusion may have created the symbol, judging by the symbol's name.
 
-        Equal symbols of two fusions are one object. A symbol of another fusion is therefore
-        accepted if its number exists here, too. Loop indices and names without a number are always
-        accepted.
+        Equal symbols of two fusions are one object. Therefore a symbol of another fusion is
+        accepted if this fusion has used its number, too. Loop indices and names without a number
+        are always accepted.
         """
         number = symbol.name[1:]
         is_numbered = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS
@@ -713,11 +734,11 @@ class Fusion:
         expanded: Scalar | None = None,
         rfactor: bool = False,
     ) -> IterDomain:
-        """Creates an axis under an unused number. No tensor contains it yet."""
+        """Creates an axis with an unused number. No tensor contains the axis yet."""
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
     def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
-        """Returns a serial copy of an axis under an unused number, with some fields changed."""
+        """Returns a serial copy of an axis with an unused number and with the fields `changes`."""
         fresh = IterDomain(self.next_axis(), axis.kind, axis.extent, expanded=axis.expanded)
         return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -730,7 +751,11 @@ class Fusion:
         mesh: DeviceMesh | None = None,
         number: int | None = None,
     ) -> TensorView:
-        """Creates a tensor; a sequence of axes becomes a contiguous domain with logical = loop."""
+        """Creates a tensor. Its number is `number`, or by default an unused number.
+
+        If `domain` is a sequence of axes, these are the logical and the loop axes, without gaps in
+        memory.
+        """
         if not isinstance(domain, TensorDomain):
             domain = TensorDomain.of(tuple(domain))
         if number is None:
@@ -749,23 +774,23 @@ class Fusion:
 
     @exprs.setter
     def exprs(self, exprs: Iterable[TensorOp]) -> None:
-        """Replaces the ops, which must be in topological order."""
+        """Replaces the ops by `exprs`, which must be in topological order."""
         self._exprs = tuple(exprs)
         self._added.clear()
         self._forget()
 
     def _forget(self) -> None:
-        """Drops the caches that depend on the ops."""
+        """Drops the cached results that depend on the ops."""
         self._definitions = self._uses = self._tensors = self._used = None
 
     def add(self, op: TensorOp) -> TensorOp:
-        """Appends an op and returns it. Its operands must be defined already."""
+        """Appends an op and returns it. The operands of the op must be defined already."""
         self._added.append(op)
         self._forget()
         return op
 
     def definition(self, tv: TensorView) -> TensorOp | None:
-        """Returns the op that defines `tv`, None for an input."""
+        """Returns the op that defines `tv`, or None for an input."""
         if self._definitions is None:
             self._definitions = {o: e for e in self.exprs for o in e.outputs}
         return self._definitions.get(tv)
@@ -782,13 +807,13 @@ class Fusion:
         return list(self._uses.get(tv, ()))
 
     def used_exprs(self) -> tuple[TensorOp, ...]:
-        """Returns the ops on which an output depends, in program order."""
+        """Returns the ops on which some output depends, in program order."""
         if self._used is None or self._used[0] != self.outputs:
             self._used = [*self.outputs], self.exprs_behind(self.outputs)
         return self._used[1]
 
     def exprs_behind(self, outputs: Iterable[TensorView]) -> tuple[TensorOp, ...]:
-        """Returns the ops on which these tensors depend, in program order."""
+        """Returns the ops on which the tensors `outputs` depend, in program order."""
         needed = set(outputs)
         kept: list[TensorOp] = []
         for e in reversed(self.exprs):
@@ -798,7 +823,7 @@ class Fusion:
         return tuple(reversed(kept))
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Returns every tensor once: inputs, operands and results in order, then outputs."""
+        """Returns each tensor once: inputs, then operands and results in order, then outputs."""
         if self._tensors is None:
             self._tensors = _tensors_of(self.exprs)
         given = (v for v in self.inputs if isinstance(v, TensorView))
@@ -807,8 +832,8 @@ class Fusion:
     def vals(self) -> list[Val]:
         """Returns all values, as nvFuser's `Fusion::vals` does.
 
-        The order is: inputs, tensors and scalar operands of ops, then each tensor's domain, axes
-        and extents.
+        The order is: inputs, then tensors and scalar operands of ops, then each tensor's domain,
+        axes and extents.
         """
         seen: dict[Any, None] = dict.fromkeys(self.inputs)
         for e in self.exprs:
@@ -823,14 +848,17 @@ class Fusion:
     def replace_uses(
         self, old: TensorView, new: TensorView, *, where: Callable[[TensorOp], bool] | None = None
     ) -> None:
-        """Replaces operand `old` by `new` in all ops that `where` accepts. Outputs stay."""
+        """Replaces operand `old` by `new` in all ops for which `where` returns True.
+
+        By default, `old` is replaced in all ops. The list of outputs does not change.
+        """
         self.exprs = tuple(
             _with_operand(e, old, new) if old in e.inputs and (where is None or where(e)) else e
             for e in self.exprs
         )
 
     def insert_after(self, anchor: TensorOp | None, ops: Sequence[TensorOp]) -> None:
-        """Inserts ops after `anchor`, or at the front if it is None."""
+        """Inserts ops after `anchor`, or at the front if `anchor` is None."""
         at = 0 if anchor is None else self.exprs.index(anchor) + 1
         self.exprs = (*self.exprs[:at], *ops, *self.exprs[at:])
 
@@ -846,7 +874,10 @@ class Fusion:
 
     # ------------------------------------------------------------ inputs and outputs
     def require_open(self, what: str) -> None:
-        """Raises `DefinitionError` if an executor runs the fusion; `what` names the change."""
+        """Raises `DefinitionError` if an executor already runs the fusion.
+
+        `what` describes the requested change, for the message.
+        """
         if self.is_taken:
             raise DefinitionError(
                 f"{what}: the definition has already been executed and cannot change any more. "
@@ -855,10 +886,12 @@ class Fusion:
             )
 
     def add_input(self, value: Value) -> None:
-        """Registers an input tensor, which moves to global memory, or an input symbol.
+        """Registers an input symbol, or an input tensor, whose memory becomes global memory.
+
+        Symmetric memory stays symmetric.
 
         Raises:
-            DefinitionError: if it is an input already, or a constant.
+            DefinitionError: the value is already an input, or is a constant.
         """
         self.require_open(f"add_input of {value}")
         if value in self.inputs:
@@ -875,12 +908,12 @@ class Fusion:
     def add_output(
         self, output: Value, alias_input: TensorView | None = None, *, where: str = ""
     ) -> None:
-        """Registers an output; with `alias_input`, its values are also written into that input.
+        """Registers an output. With `alias_input`, its values are also written into that input.
 
         - Such an update is hidden (not returned), unless the tensor is also added without
           `alias_input`.
-        - All outputs are computed from the old values of inputs; updates are written at the end.
-        - An input that is itself an output is returned as it is, so the caller sees its update.
+        - All outputs are computed from the old values of inputs. Updates are written at the end.
+        - If an input is itself an output, the caller gets the input, and so sees its new values.
         """
         if not isinstance(output, TensorView):
             raise DefinitionError(
@@ -914,7 +947,11 @@ class Fusion:
             self.outputs.append(output)
 
     def _check_update(self, out: TensorView, into: TensorView, where: str) -> None:
-        """Checks that an input has one update at most, of the input's dtype and shape."""
+        """Checks that an input has only one update, and that the update has its dtype and shape.
+
+        Raises:
+            DefinitionError: one of these conditions does not hold.
+        """
         what = f"add_output: {out}, to be written into {into}"
         line = f" (at {where})" if where else ""
         for earlier in (a.out for a in self.aliases if a.into is into and a.out is not out):
@@ -932,20 +969,20 @@ class Fusion:
             self._declare(b, a, f"{what}{line}", by_output=True)
 
     def alias_of(self, out: TensorView) -> TensorView | None:
-        """Returns the input into which `out` is written, None if it updates no input."""
+        """Returns the input into which `out` is written, or None if `out` updates no input."""
         return next((a.into for a in self.aliases if a.out is out), None)
 
     def is_hidden(self, out: TensorView) -> bool:
-        """Returns whether `out` only updates an input and is not returned to the caller."""
+        """Returns whether `out` only updates an input, so that it is not returned to the caller."""
         return any(a.out is out and a.hidden for a in self.aliases)
 
     # ------------------------------------------------------------ extents
     def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal; errors about unequal inputs show `reason`."""
+        """States that two extents are equal. Errors about unequal inputs show `reason`."""
         self.extents.unify(a, b, reason)
 
     def declare_extents(self, a: ScalarLike, b: ScalarLike, reason: str = "") -> None:
-        """States that two extents are equal although no op implies it."""
+        """States that two extents are equal although no op implies the equality."""
         self._declare(as_scalar(a), as_scalar(b), reason, by_output=False)
 
     def _declare(self, a: Scalar, b: Scalar, reason: str, *, by_output: bool) -> None:
@@ -956,25 +993,32 @@ class Fusion:
             self.unify_extents(a, b, reason)
 
     def assume(self, extent: Scalar, value: Scalar) -> None:
-        """Assumes, for this kernel alone, that an extent has a value. Each launch checks it."""
+        """Assumes, for this kernel only, that an extent has a value.
+
+        Each launch of the kernel checks the value.
+        """
         self.assumed = (*self.assumed, eq(self.canonical(extent), value))
         self.unify_extents(extent, value, "the schedule")
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Replaces each extent in a scalar by the representative of its equality class."""
+        """Replaces each extent in a scalar by the representative of the extents equal to it."""
         return self.extents.canonical(x)
 
     def equal_extents(self) -> tuple[tuple[Scalar, Scalar], ...]:
-        """Returns every stated equality as (extent, representative), those of symbols first."""
+        """Returns every stated equality as (extent, representative).
+
+        Equalities of symbols come first.
+        """
         return self.extents.relations()
 
     # ------------------------------------------------------------ copying, comparing, printing
     def copy(
         self, ops: Sequence[TensorOp] | None = None
     ) -> tuple[Fusion, dict[TensorView, TensorView]]:
-        """Returns a copy that keeps all numbers, and the map from old to new tensors.
+        """Returns a copy with the same numbers, and the map from old to new tensors.
 
-        With `ops`, the copy contains these ops alone, and the caller sets its inputs and outputs.
+        If `ops` is given, the copy contains only these ops, and the caller sets its inputs and
+        outputs.
         """
         new = Fusion()
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
@@ -1025,7 +1069,10 @@ class Fusion:
             ...
 
     def print_math(self, from_outputs_only: bool = True) -> str:
-        """Returns nvFuser's math text; False also prints ops on which no output depends."""
+        """Returns nvFuser's math text.
+
+        With `from_outputs_only=False`, the text also has the ops on which no output depends.
+        """
         return fusion_math(self, used_only=from_outputs_only)
 
     def __eq__(self, other: object) -> bool:
@@ -1035,7 +1082,7 @@ class Fusion:
         return isinstance(other, Fusion) and canonical_key(self) == canonical_key(other)
 
     def __hash__(self) -> int:
-        """Returns the hash of the structure; it changes with every op that is added."""
+        """Returns the hash of the structure. The hash changes with every op that is added."""
         return hash(canonical_key(self))
 
     def __str__(self) -> str:
@@ -1044,7 +1091,7 @@ class Fusion:
 
 @functools.singledispatch
 def canonical_key(fusion: object) -> Hashable:
-    """Returns a key that is equal for structurally equal fusions.
+    """Returns a key of a fusion. Fusions with equal structure have equal keys.
 
     `fuser.ir.canonical_form` registers the implementation.
     """
@@ -1052,7 +1099,7 @@ def canonical_key(fusion: object) -> Hashable:
 
 
 def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
-    """Returns the operands and results of ops, each once, in program order."""
+    """Returns the tensors that ops read or define, each tensor once, in program order."""
     seen: dict[TensorView, None] = {}
     for e in ops:
         for v in (*e.inputs, *e.outputs):
@@ -1062,7 +1109,7 @@ def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:
 
 
 def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:
-    """Returns the op that reads `new` instead of `old`; its results stay."""
+    """Returns the op with operand `old` replaced by `new`; the results do not change."""
     results = set(op.outputs)
     return op.map_values(lambda v: new if v is old and v not in results else v)
 
@@ -1078,8 +1125,9 @@ def tensor_text(tv: TensorView) -> str:
 def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
     """Returns nvFuser's `print_math` text.
 
-    By default it omits ops on which no output depends, and prints each op before its first user,
-    starting from the first output. With `used_only=False` it prints all ops in program order.
+    By default, the text omits ops on which no output depends. Each op then comes before its first
+    user, starting from the first output. With `used_only=False`, all ops are printed in program
+    order.
     """
     lines = ["Inputs:"]
     lines += [f"  {value_text(v)}" for v in fusion.inputs]
@@ -1091,7 +1139,10 @@ def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
 
 
 def _by_use(fusion: Fusion) -> list[Op]:
-    """Returns the ops on which outputs depend, in depth-first order, operands before users."""
+    """Returns the ops on which outputs depend, in depth-first order.
+
+    An op comes after the ops that define its operands.
+    """
     ordered: dict[Op, None] = {}
     stack: list[tuple[object, bool]] = [(out, False) for out in reversed(fusion.outputs)]
     while stack:
@@ -1116,10 +1167,11 @@ def _by_use(fusion: Fusion) -> list[Op]:
 
 
 class Axis(Val):
-    """Axis `number` of a tensor, created by `TensorView.axis` and the `get_*_domain` methods.
+    """The axis with number `number` of a tensor.
 
-    Its properties read the current state of the axis. They raise `DefinitionError` if scheduling
-    has removed the axis from the tensor, as a split does with the axis that it splits.
+    `TensorView.axis` and the `get_*_domain` methods create Axis objects. The properties read the
+    current state of the axis. They raise `DefinitionError` if scheduling has removed the axis from
+    the tensor, as a split removes the axis that is split.
     """
 
     __slots__ = ("number", "tensor")
@@ -1130,7 +1182,7 @@ class Axis(Val):
 
     @property
     def state(self) -> IterDomain:
-        """The current state of the axis."""
+        """The current properties of the axis."""
         found = self.tensor.domain.axes.get(self.number)
         if found is None:
             raise DefinitionError(f"axis {self.number} is no longer an axis of {self.tensor}")
@@ -1138,21 +1190,21 @@ class Axis(Val):
 
     @property
     def kind(self) -> IterType:
-        """The kind: iteration, reduction or broadcast."""
+        """The kind of the axis: iteration, reduction or broadcast."""
         return self.state.kind
 
     def extent(self) -> Scalar:
-        """Returns the number of positions, as nvFuser's `extent()` does; 1 for a broadcast."""
+        """Returns the number of positions, as nvFuser's `extent()` does; 1 for a broadcast axis."""
         return self.state.extent
 
     @property
     def expanded(self) -> Scalar | None:
-        """The expanded size of a broadcast; None if the axis is not expanded."""
+        """The expanded size of a broadcast axis, or None if the axis is not expanded."""
         return self.state.expanded
 
     @property
     def size(self) -> Scalar:
-        """The size that users see: the expanded size of an expanded broadcast, else the extent."""
+        """The size that users see: the expanded size if there is one, else the extent."""
         return self.state.size
 
     @property
@@ -1162,12 +1214,12 @@ class Axis(Val):
 
     @property
     def rfactor(self) -> bool:
-        """Whether the op itself derives this axis from root axes (printed `rf`)."""
+        """Whether the op derives this axis from root axes (printed `rf`), as a reshape does."""
         return self.state.rfactor
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether the axis is a broadcast, expanded or not."""
+        """Whether this is a broadcast axis, expanded or not."""
         return self.state.is_broadcast
 
     @property
@@ -1177,7 +1229,7 @@ class Axis(Val):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the axis counts the steps of a stream loop."""
+        """Whether each position along the axis is one iteration of a stream loop."""
         return self.state.is_stream
 
     def is_reduction(self) -> bool:
@@ -1194,22 +1246,22 @@ class Axis(Val):
         return True
 
     def definition(self) -> AxisTransform | None:
-        """Returns the transform that derives this axis from others, None if there is none."""
+        """Returns the transform that derives this axis from other axes, or None."""
         found = (t for t in self.tensor.domain.transforms if self.number in t.outputs)
         return next((axis_transform(self.tensor, t) for t in found), None)
 
     def uses(self) -> list[AxisTransform]:
-        """Returns the transforms that derive other axes from this one."""
+        """Returns the transforms that derive other axes from this axis."""
         found = (t for t in self.tensor.domain.transforms if self.number in t.inputs)
         return [axis_transform(self.tensor, t) for t in found]
 
     @checked
     def parallelize(self, parallel_type: ParallelType) -> None:
-        """Sets the parallel type of the axis. Any axis may take a device or stream type.
+        """Sets the parallel type of the axis. Any axis may have a device or stream type.
 
         Raises:
-            DefinitionError: if unroll, vectorize or group is set on a symbolic extent, or for
-                `stream_y` and `stream_z`, which only the compiler may set.
+            DefinitionError: unroll, vectorize or group is set on a symbolic extent. Or the type is
+                `stream_y` or `stream_z`, which only the compiler may set.
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(
@@ -1241,7 +1293,10 @@ class Axis(Val):
 
 
 class AxisTransform(Expr):
-    """A transform that derives axes of a tensor from others (`Axis.definition`, `Axis.uses`)."""
+    """A transform that derives axes of a tensor from other axes of the tensor.
+
+    `Axis.definition` and `Axis.uses` return this object.
+    """
 
     __slots__ = ("_tensor", "_transform")
 
@@ -1249,11 +1304,19 @@ class AxisTransform(Expr):
         self._tensor, self._transform = tensor, transform
 
     def input(self, index: int) -> Axis:
-        """Returns source axis `index` of the transform. Raises `NoOperandError`."""
+        """Returns source axis `index` of the transform.
+
+        Raises:
+            NoOperandError: the transform has no such source axis.
+        """
         return Axis(self._tensor, numbered("input", self, self._transform.inputs, index))
 
     def output(self, index: int) -> Axis:
-        """Returns derived axis `index` of the transform. Raises `NoOperandError`."""
+        """Returns derived axis `index` of the transform.
+
+        Raises:
+            NoOperandError: the transform has no such derived axis.
+        """
         return Axis(self._tensor, numbered("output", self, self._transform.outputs, index))
 
     def __eq__(self, other: object) -> bool:
@@ -1272,7 +1335,7 @@ class AxisTransform(Expr):
 
 
 class Split(AxisTransform):
-    """A transform of one axis into an outer and an inner one."""
+    """A transform of one axis into an outer and an inner axis."""
 
     __slots__ = ()
 
@@ -1286,7 +1349,7 @@ class Split(AxisTransform):
 
 
 class Merge(AxisTransform):
-    """A transform of an outer and an inner axis into one."""
+    """A transform of an outer and an inner axis into one axis."""
 
     __slots__ = ()
 
@@ -1307,7 +1370,7 @@ _HANDLES: dict[type, type[AxisTransform]] = {
 
 
 def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> AxisTransform:
-    """Returns the user's handle on a transform of a tensor's axes."""
+    """Returns a transform of a tensor's axes as a `Split`, `Merge` or `AxisTransform`."""
     return _HANDLES.get(type(transform), AxisTransform)(tensor, transform)
 
 
@@ -1316,17 +1379,17 @@ def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> Ax
 
 
 class Sizes(Values[Scalar]):
-    """The extents of a tensor: a list that compares as a torch shape does.
+    """The extents of a tensor, as a list that compares as a torch shape does.
 
     `x.shape == (4, 5)` and `4 in x.shape` compare with tuples and lists of numbers or extents. They
-    raise `ArgumentError` if the answer depends on sizes that are known only when the program runs.
-    As every `Values`, it can be called: `x.shape()`.
+    raise `ArgumentError` if the result depends on sizes that are known only when the program runs.
+    As any `Values`, the list can be called: `x.shape()`.
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as of every list)
 
     def __call__(self, *dims: object) -> Sizes:
-        """Returns the sizes, as torch's method `size` does."""
+        """Returns the sizes, as torch's method `size` does. `dims` must be empty."""
         if dims:
             raise ArgumentError(
                 f"shape() takes no axis, got {show(dims[0])}: write x.shape[{show(dims[0])}], or "
@@ -1368,7 +1431,7 @@ class Sizes(Values[Scalar]):
         """Returns how many extents equal `value`.
 
         Raises:
-            ArgumentError: if the answer depends on sizes that are known only at run time.
+            ArgumentError: the result depends on sizes that are known only at run time.
         """
         found = [_is_same(a, value) for a in self]
         if None in found:
@@ -1376,11 +1439,11 @@ class Sizes(Values[Scalar]):
         return found.count(True)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
-        """Returns the first position of `value` in the slice.
+        """Returns the first position of `value` in the slice [start, stop).
 
         Raises:
-            ArgumentError: if the answer depends on sizes that are known only at run time.
-            ValueError: if no extent equals it.
+            ArgumentError: the result depends on sizes that are known only at run time.
+            ValueError: no extent equals `value`.
         """
         for k in range(len(self))[slice(start, stop)]:
             is_same = _is_same(self[k], value)
@@ -1392,7 +1455,7 @@ class Sizes(Values[Scalar]):
 
 
 def _is_same(size: Scalar, other: object) -> bool | None:
-    """Returns whether an extent equals a value; None if the inputs decide it."""
+    """Returns whether an extent equals a value, or None if the inputs of the call decide it."""
     if size is other:
         return True
     value = other if isinstance(other, Scalar) else python_number(other)
@@ -1403,7 +1466,10 @@ def _is_same(size: Scalar, other: object) -> bool | None:
 
 
 def _unknown(sizes: Iterable[Scalar], what: str) -> ArgumentError:
-    """Returns the error of a comparison whose result depends on the sizes of the inputs."""
+    """Returns the error of a comparison whose result depends on the sizes of the inputs.
+
+    `what` is the compared condition as text.
+    """
     return ArgumentError(
         f"cannot decide while the program is defined whether the shape {show(list(sizes))} {what} "
         f"(at {user_line()}): the extents of inputs are known only when it runs. Pass constant "

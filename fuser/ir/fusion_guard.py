@@ -1,4 +1,4 @@
-"""The active fusion, to which ops are added. `with FusionDefinition()` sets it.
+"""The active fusion, to which ops are added. `with FusionDefinition()` sets the active fusion.
 
 It is the only ambient state of the package.
 """
@@ -15,7 +15,11 @@ from fuser.support.errors import DefinitionError
 
 
 def active_fusion() -> Fusion:
-    """Returns the fusion of the enclosing definition. Raises `DefinitionError` outside of one."""
+    """Returns the fusion of the enclosing definition.
+
+    Raises:
+        DefinitionError: there is no enclosing definition.
+    """
     fusion: Fusion | None = ACTIVE_FUSION.get()
     if fusion is None:
         raise DefinitionError(
@@ -25,10 +29,10 @@ def active_fusion() -> Fusion:
 
 
 class FusionGuard:
-    """Makes a fusion the active one, until the guard is closed or its `with` block ends.
+    """Makes a fusion the active fusion until the guard is closed or its `with` block ends.
 
-    It also works without `with`, as nvFuser's guard does: the fusion is active from construction
-    until `close()`, or until the guard is garbage-collected.
+    A guard also works without `with`, as in nvFuser: the fusion is active from construction until
+    `close()`, or until the guard is garbage-collected.
     """
 
     _token: Token[Fusion | None] | None = None
@@ -37,7 +41,7 @@ class FusionGuard:
         self._token = ACTIVE_FUSION.set(require("FusionGuard", "fusion", fusion, Fusion))
 
     def close(self) -> None:
-        """Restores the fusion that was active before. A second call does nothing."""
+        """Restores the fusion that was active before the guard. A second call does nothing."""
         if self._token is not None:
             ACTIVE_FUSION.reset(self._token)
             self._token = None

@@ -1,9 +1,9 @@
 """Memory layout: the elements of a tensor that memory holds, their order and their strides.
 
-Memory holds neither reductions nor broadcasts: an expanded axis is one element with stride 0, which
-is written once and read at every index. Allocation, kernels, segments, communication, views and
-checks of inputs all use this module. Functions take the extents as an argument: those of the whole
-tensor or of a shard.
+Memory holds no reduction axes, and one element along a broadcast axis. An expanded axis has stride
+0: its element is written once and read at every index. Allocation, kernels, segments,
+communication, views and checks of inputs all use this module. Functions take extents as an
+argument, because the extents of the whole tensor and of a shard differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ MemoryOrder = tuple[tuple[int, bool | None], ...]
 
 
 def is_stored(axis: IterDomain) -> bool:
-    """Returns whether memory holds all elements of an axis: no broadcast, no reduction."""
+    """Returns whether memory holds all elements along an axis.
+
+    This is not so for broadcast and reduction axes.
+    """
     return not (axis.is_broadcast or axis.is_reduction())
 
 
@@ -40,10 +43,11 @@ def expanded_positions(tv: TensorView) -> tuple[int, ...]:
 def memory_order(tv: TensorView) -> MemoryOrder:
     """Returns (position, contiguity) of the logical axes in memory order, outermost first.
 
-    A device or stream axis in the allocation domain counts as part of the axis that it shards.
+    A device or stream axis in the allocation domain counts as a part of the logical axis that it
+    shards.
 
     Raises:
-        UnsupportedError: if the allocation domain is no permutation of the logical axes.
+        UnsupportedError: the allocation domain is no permutation of the logical axes.
     """
     try:
         return tv.domain.memory_order
@@ -52,7 +56,10 @@ def memory_order(tv: TensorView) -> MemoryOrder:
 
 
 def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
-    """Declares a contiguous memory order, as positions of logical axes, outermost first."""
+    """Declares a memory order without gaps.
+
+    `order` has positions of logical axes, outermost first.
+    """
     axes = [tv.domain.no_reductions[p] for p in order]
     reductions = [a for a in tv.domain.logical if a.is_reduction()]
     tv.set_allocation_domain([*axes, *reductions], True)
@@ -74,7 +81,8 @@ def is_contiguous(tv: TensorView) -> bool:
 def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
     """Returns the number of elements that memory holds.
 
-    `extents` has one entry per logical axis without reductions; default: the whole tensor's.
+    `extents` has one entry per logical axis without reductions. By default, the extents are those
+    of the whole tensor.
     """
     axes = tv.domain.no_reductions
     sizes = (a.size for a in axes) if extents is None else extents
@@ -82,9 +90,10 @@ def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
 
 
 def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides of a tensor without gaps, in its memory order; 0 for expanded axes.
+    """Returns the strides of a tensor without gaps, in the tensor's memory order.
 
-    `extents` and the result have one entry per logical axis without reductions.
+    `extents` and the result have one entry per logical axis without reductions. The stride of an
+    expanded axis is 0.
     """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
@@ -94,7 +103,7 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides as the domain declares them, with a symbol for each non-contiguous axis.
+    """Returns the strides that the domain declares, with a new symbol for each non-contiguous axis.
 
     `extents` and the result have one entry per logical axis without reductions.
     """
@@ -110,7 +119,7 @@ def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns `dense_strides` for sizes that are numbers."""
+    """Returns the same as `dense_strides`, for sizes that are Python numbers."""
     strides, step = [0] * len(sizes), 1
     try:
         rule = tv.domain.dense_rule
@@ -126,7 +135,7 @@ def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 def lies_in_order(tv: TensorView) -> bool:
     """Returns whether memory holds all elements in logical order.
 
-    A tensor without gaps is then contiguous in torch's sense, for any sizes.
+    Such a tensor without gaps is contiguous in torch's sense, for any sizes.
     """
     try:
         rule = tv.domain.dense_rule
@@ -140,8 +149,8 @@ def memory_strides(
 ) -> tuple[tuple[IterDomain, Scalar], ...]:
     """Returns (allocation axis, stride in elements) of the stored axes, outermost first.
 
-    The stride of a contiguous axis is that of the next inner axis times the size of that one. `gap`
-    returns the stride of a non-contiguous axis.
+    The stride of a contiguous axis is the stride of the next inner axis times the size of that
+    axis. `gap` returns the stride of a non-contiguous axis.
     """
     domain = tv.domain
     order = list(zip(domain.maybe_allocation, domain.contiguity, strict=True))
@@ -154,10 +163,10 @@ def _strides(
     size: Callable[[IterDomain], Scalar],
     gap: Callable[[IterDomain], Scalar],
 ) -> dict[int, Scalar]:
-    """Returns the stride of every axis by number.
+    """Returns the stride of every axis, by axis number.
 
-    An axis that is not stored has the stride of the next inner one, as torch defines it for extent
-    1.
+    An axis that memory does not hold has the stride of the next inner axis, because torch defines
+    it so for extent 1.
     """
     strides: dict[int, Scalar] = {}
     step: Scalar = sc.ONE
@@ -171,7 +180,7 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
-    """Raises `AssertionError`: a tensor without gaps has no non-contiguous axis."""
+    """Raises `AssertionError`, because a tensor without gaps has no non-contiguous axis."""
     raise AssertionError(f"{axis} is contiguous")
 
 
@@ -191,8 +200,9 @@ def layout_of(
 ) -> Layout:
     """Returns the layout class of a tensor with these sizes and strides.
 
-    `declared` is the memory order of the definition. It is kept if the strides allow it, so that
-    axes of extent 1 do not create new classes. `skipped` marks broadcast axes, whose flag is always
+    A layout class is a memory order and a contiguity flag per axis. `declared` is the memory order
+    of the definition. The class has this order if the strides allow it, so that axes of extent 1 do
+    not create new classes. `skipped` marks broadcast axes; the contiguity flag of such an axis is
     True.
     """
     real = [k for k in declared if shape[k] != 1 and not skipped[k]]
@@ -215,9 +225,9 @@ def layout_of(
 
 
 def declared_order(tv: TensorView) -> tuple[int, ...] | None:
-    """Returns the axes of a tensor in declared memory order, without reductions.
+    """Returns the positions of a tensor's axes in declared memory order, without reductions.
 
-    It is None if the allocation domain contains axes that are not logical ones.
+    Returns None if the allocation domain contains axes that are not logical axes.
     """
     try:
         return tuple(p for p, _ in memory_order(tv))
@@ -226,7 +236,10 @@ def declared_order(tv: TensorView) -> tuple[int, ...] | None:
 
 
 class LayoutClasses:
-    """Computes the layout classes of the actual tensors for one declared tensor."""
+    """Computes layout classes of the tensors that are passed for one declared tensor.
+
+    A layout class is a memory order and a contiguity flag per axis.
+    """
 
     def __init__(self, tv: TensorView) -> None:
         # None if the class is always the same, because the allocation domain fixes it.
@@ -237,7 +250,10 @@ class LayoutClasses:
         self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor | StridedLayout) -> Layout:
-        """Returns the layout class of an actual tensor; always the same one if `order` is None."""
+        """Returns the layout class of a tensor that is passed.
+
+        If `order` is None, the class is the same for all tensors.
+        """
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense
         return (
@@ -247,7 +263,7 @@ class LayoutClasses:
         )
 
     def repeated(self, t: torch.Tensor) -> tuple[int, ...]:
-        """Returns the axes of stride 0 that the definition does not declare as expanded."""
+        """Returns the positions of axes of stride 0 that are not declared as expanded."""
         if t.is_contiguous():
             return ()
         known = enumerate(zip(self._skipped, t.shape, t.stride(), strict=True))
@@ -255,14 +271,14 @@ class LayoutClasses:
 
 
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the view of the elements that memory holds: one element along expanded axes."""
+    """Returns the view of the elements that memory holds, with one element along expanded axes."""
     for axis in expanded_positions(tv):
         tensor = tensor.narrow(axis, 0, min(tensor.size(axis), 1))
     return tensor
 
 
 def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:
-    """Returns the domain with the memory order and contiguity of a layout class."""
+    """Returns the domain with the memory order and the contiguity of `layout`."""
     axes = domain.no_reductions
     order, flags = layout
     by_number = {

@@ -1,4 +1,4 @@
-"""Names of tensors and axes for error messages: first the user's words, then the IR's spelling."""
+"""Names of tensors and axes for error messages: first in user's words, then as in the IR's text."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def axis_words(tv: TensorView, axis: IterDomain) -> str:
 
 
 def in_ir(*things: object) -> str:
-    """Returns a further line of a message: `in the IR: iS4{i0} of T1_g_float[..]`."""
+    """Returns one more line of a message: `in the IR: iS4{i0} of T1_g_float[..]`."""
     return f"\n  in the IR: {' of '.join(map(str, things))}"
 
 
 def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
-    """Replaces the IR's text of tensors in a message by their names.
+    """Replaces the IR's text of tensors in a message by the tensors' names.
 
-    Returns the new message, with names such as `input 0 (T0_g_float)` or `T3_g_float`, and the IR's
-    text of each tensor that was replaced.
+    Returns the new message, with names such as `input 0 (T0_g_float)` or `T3_g_float`. Also returns
+    the IR's text of each tensor that was replaced.
     """
     # Two tensors may print the same text; the first one in `tensors` is named.
     written = {str(tv): tv for tv in [*tensors][::-1]}
@@ -59,7 +59,8 @@ def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
 def _positions(domain: TensorDomain, number: int) -> set[int]:
     """Returns the positions of the logical axes from which axis `number` is derived.
 
-    Positions count without reductions. The set is empty for an axis of no logical origin.
+    Positions count without reductions. The set is empty if the axis is not derived from logical
+    axes.
     """
     logical = [a.number for a in domain.no_reductions]
     if number in logical:

@@ -34,14 +34,14 @@ Kind = Literal["operand", "operands", "result", "results", "attr", "region", "wh
 
 
 def operand(**options: Any) -> Any:
-    """Declares a value that the op reads; an optional operand that is absent is None."""
+    """Declares a value that the op reads. An optional operand that is absent is None."""
     return field(metadata={"kind": "operand"}, **options)
 
 
 def operands(*, in_rows: int = 0, **options: Any) -> Any:
     """Declares a tuple of values that the op reads.
 
-    With `in_rows=2` the values are printed in groups of two: `{ {a, b} {c, d} }`.
+    If `in_rows` is not 0, values are printed in groups of this size. For 2: `{ {a, b} {c, d} }`.
     """
     return field(metadata={"kind": "operands", "in_rows": in_rows}, **options)
 
@@ -58,7 +58,7 @@ def results() -> Any:
 
 @overload
 def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any:
-    """Declares a constant property, by default passed by keyword."""
+    """Declares a constant property, which by default is passed by keyword."""
 
 
 @overload
@@ -75,7 +75,7 @@ def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> 
     """Declares a nested tuple of ops, such as the body of a loop.
 
     The ops are printed one level deeper, after the line `head` if there is one. An empty region
-    that has a head is not printed at all.
+    with a `head` is not printed at all.
     """
     return field(metadata={"kind": "region", "head": head}, kw_only=kw_only, **options)
 
@@ -87,7 +87,10 @@ def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> 
     field_specifiers=(operand, operands, result, results, attr, region, field),
 )
 class Op:
-    """Base of all IR nodes. A subclass becomes a frozen dataclass and is registered by its name."""
+    """Base of all IR nodes.
+
+    Each subclass becomes a frozen dataclass and is registered by its name.
+    """
 
     TEXT: ClassVar[str] = ""
     REGISTRY: ClassVar[dict[str, type[Op]]] = {}
@@ -106,7 +109,7 @@ class Op:
 
     @classmethod
     def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
-        """Returns the names of the fields of these kinds, in declaration order."""
+        """Returns the names of the fields of the given kinds, in declaration order."""
         return tuple(
             f.name
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -116,14 +119,14 @@ class Op:
     @classmethod
     @functools.cache
     def rows(cls) -> Mapping[str, int]:
-        """Returns the fields that are printed in groups, with the number of values per group."""
+        """Returns field name -> number of values per group, for the fields printed in groups."""
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
 
     @classmethod
     @functools.cache
     def _kinds(cls) -> tuple[tuple[str, Kind], ...]:
-        """Returns (name, kind) of every field; cached, because it is needed very often."""
+        """Returns (name, kind) of every field. The result is cached, because it is read often."""
         return tuple(
             (f.name, f.metadata["kind"])
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -133,7 +136,10 @@ class Op:
     @classmethod
     @functools.cache
     def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
-        """Returns (name, is a tuple) of the fields of these kinds; default: of all values."""
+        """Returns (name, whether it is a tuple) of the fields of these kinds.
+
+        By default, these are the fields of all values: operands and results.
+        """
         wanted = kinds or ("operand", "operands", "result", "results")
         return tuple((name, kind.endswith("s")) for name, kind in cls._kinds() if kind in wanted)
 
@@ -150,7 +156,7 @@ class Op:
     # Analyses read this often, but not of every op: it is computed at the first use.
     @remembered
     def inputs(self) -> tuple[Any, ...]:
-        """The values that the op reads, in declaration order, without absent optional ones."""
+        """The values that the op reads, in declaration order, without absent optional operands."""
         return self._values("operand", "operands")
 
     @remembered
@@ -160,13 +166,13 @@ class Op:
 
     @property
     def regions(self) -> tuple[tuple[Op, ...], ...]:
-        """The nested tuples of ops, in declaration order; empty for most ops."""
+        """The nested tuples of ops, in declaration order. Most ops have none."""
         return tuple(getattr(self, name) for name, kind in self._kinds() if kind == "region")
 
     @classmethod
     @functools.cache
     def region_heads(cls) -> dict[str, str]:
-        """Returns the line that is printed before each region, by field name."""
+        """Returns field name -> the line that is printed before the region."""
         return {
             f.name: f.metadata["head"]
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -175,23 +181,23 @@ class Op:
 
     @property
     def scalars(self) -> tuple[Any, ...]:
-        """Scalars that the attributes of the op contain, beside its operands."""
+        """The scalars in the attributes of the op, which are not among its operands."""
         return ()
 
     @property
     def name(self) -> str:
-        """The name of the op in error messages: the `kind` attribute, else the class name."""
+        """The name of the op in error messages: its attribute `kind`, or else its class name."""
         return str(getattr(self, "kind", type(self).__name__))
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a copy of the op in which these fields have other values."""
+        """Returns a copy of the op in which the fields `changes` have other values."""
         return replace(self, **changes)
 
     def located(self, where: str) -> Self:
-        """Returns the op with this user line on every op that has results and no line yet.
+        """Returns the op with the user's line `where`, if the op has results and no line yet.
 
-        Ops inside regions are included. A pass calls this for the ops that it adds, so that they
-        carry the line of the user's op that needs them.
+        The same holds for the ops in its regions. A pass calls this for the ops that it adds, so
+        that these ops have the line of the user's op that needs them.
         """
         regions = {
             name: tuple(op.located(where) for op in getattr(self, name))
@@ -201,7 +207,7 @@ class Op:
         return self.replace(where=line, **regions) if regions or line != self.where else self
 
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
-        """Returns the op with `fn` applied to every operand and result (not inside regions)."""
+        """Returns the op with `fn` applied to every operand and result, but not inside regions."""
         changes: dict[str, Any] = {}
         for name, has_many in self._value_names():
             value = getattr(self, name)
@@ -212,7 +218,7 @@ class Op:
         return replace(self, **changes)
 
     def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
-        """Returns the op with new operands and results, in the order of `inputs` and `outputs`."""
+        """Returns the op with new operands and results, in the order of its old ones."""
         sources = {"operand": iter(inputs), "result": iter(outputs)}
         changes: dict[str, Any] = {}
         for name, kind in self._kinds():
@@ -224,18 +230,26 @@ class Op:
 
     # nvFuser's `Expr` accessors.
     def input(self, index: int) -> Any:
-        """Returns operand `index`; raises `NoOperandError`."""
+        """Returns operand `index`.
+
+        Raises:
+            NoOperandError: the op has no such operand.
+        """
         return numbered("input", self, self.inputs, index)
 
     def output(self, index: int) -> Any:
-        """Returns result `index`; raises `NoOperandError`."""
+        """Returns result `index`.
+
+        Raises:
+            NoOperandError: the op has no such result.
+        """
         return numbered("output", self, self.outputs, index)
 
     def verify(self) -> None:
-        """Checks the invariants that field types do not express.
+        """Checks the invariants that field types do not express. By default, there are none.
 
         Raises:
-            VerifyError: if one does not hold. The default checks nothing.
+            VerifyError: an invariant does not hold.
         """
 
     def __str__(self) -> str:
@@ -243,7 +257,10 @@ class Op:
 
 
 def walk(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yields all ops in program order; the ops of a region follow the op that owns the region."""
+    """Yields all ops in program order.
+
+    The ops of a region follow the op that contains the region.
+    """
     for op in ops:
         yield op
         for region in op.regions:
@@ -257,7 +274,7 @@ _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 
 
 def value_text(value: object) -> str:
-    """Returns the printed form of a field value; a tuple is printed as `{a, b}`."""
+    """Returns the printed text of a field value. A tuple is printed as `{a, b}`."""
     if isinstance(value, tuple):
         return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, bool):
@@ -274,7 +291,7 @@ def value_text(value: object) -> str:
 
 
 def fill_template(op: Op, template: str) -> str:
-    """Replaces the placeholders `{field}` and `{field.method}` of a template by their values.
+    """Replaces the placeholders `{field}` and `{field.method}` of a template by values of the op.
 
     The ops of a region are indented, each on a line of its own.
     """
@@ -304,6 +321,9 @@ def op_text(op: Op) -> str:
 
 
 def region_text(ops: Sequence[Op], head: str = "") -> str:
-    """Returns the text of a region: the line `head`, then each op on a new indented line."""
+    """Returns the text of a region: the line `head` (if not ""), then one line per op.
+
+    The lines of ops are indented.
+    """
     lines = [indent(op_text(op), INDENT) for op in ops]
     return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))

@@ -1,12 +1,12 @@
 """The table of elementwise ops: one row per op, which all other packages read.
 
-- The IR reads kinds and text; `fuser.ops` reads dtype rules and torch functions.
-- Scalars use the torch functions; the code generator uses the CUDA text.
+- The IR reads kinds and text. `fuser.ops` reads dtype rules and torch functions.
+- Scalars use the torch functions. The code generator uses the CUDA text.
 - Tests read the domains of operands.
 
-In the CUDA text, `{0} {1} {2}` are the texts of operands. They must be atoms (names, literals or
-parenthesised) of the C type in which the op computes; operand 0 of `where` is bool. `fm_NAME` is a
-function of `codegen/rt_math.h`. Half-like values are computed as float.
+In the CUDA text, `{0} {1} {2}` are the texts of operands. Each text must be an atom (a name, a
+literal or in parentheses) of the C type in which the op computes; operand 0 of `where` is bool.
+`fm_NAME` is a function of `codegen/rt_math.h`. Half-like values are computed as float.
 """
 
 from __future__ import annotations
@@ -53,19 +53,21 @@ Number = bool | int | float
 class PointwiseRow:
     """Facts about one kind of elementwise op.
 
-    - `torch`: the reference function, on tensors of the dtype in which the op computes.
-    - `cuda`, `cuda_int`: the C++ expression; `cuda_int` replaces it for integers.
-    - `text`: the operator or function in IR text. `float_text` replaces it for a floating result
-      (for one operand: a Float result).
+    - `arity`: the number of operands. `rule`: the dtype rule.
+    - `torch`: the reference function, for tensors of the dtype in which the op computes.
+    - `cuda`, `cuda_int`: the C++ expression, and the C++ expression for integers if it differs.
+    - `text`: the operator or function in IR text.
+    - `float_text`: the same for a floating result. For one operand, it is used only for a Float
+      result.
     - `scalar`: the name of the op on scalars.
     - `domains`: per operand, the values that tests may draw (`tests.support.op_samples`).
-    - `of_bools`: the kind that replaces this one if all operands are Bool.
+    - `of_bools`: the kind of op that replaces this kind if all operands are Bool.
     - `takes_complex`: whether complex operands are allowed, as in torch.
     - `is_slow`: whether a thread needs many instructions.
     - `near`: other names of the op, for hints in messages.
-    - `exact`: positions of operands whose numbers must be representable in the result's dtype. Sums
-      and products do not need it, because they are correct modulo 2**32 even if a number wraps
-      around.
+    - `exact`: positions of operands whose numbers the result's dtype must represent exactly. Sums
+      and products have no such operands, because they are correct modulo 2**32 even if a number
+      wraps around.
     """
 
     name: str
@@ -87,14 +89,15 @@ class PointwiseRow:
 
     @property
     def is_operator(self) -> bool:
-        """Whether the text is an operator such as `+`, not a function."""
+        """Whether the text is an operator such as `+`, and not the name of a function."""
         return not _is_function(self.text)
 
     @property
     def scalar_ops(self) -> dict[str, Callable[..., Number]]:
-        """The op on Python numbers, by the name of the scalar op.
+        """Name of the scalar op -> its function on Python numbers.
 
-        If the result depends on the precision, there are two; the name of the Float one ends in f.
+        If the result depends on the precision, there are two ops. The name of the op in Float ends
+        in f.
         """
         found = {self.scalar: self._of_numbers(torch.float64)}
         if self.rule == "float_only":
@@ -138,12 +141,12 @@ def _row(
     near: str = "",
     exact: tuple[int, ...] = (),
 ) -> PointwiseRow:
-    """Returns a row, with these defaults:
+    """Returns a row of the table, with these defaults:
 
-    - `fn`: torch's function of the same name.
-    - `cuda`: the operator in `text`, else the device function of the same name. If `cuda` is only a
-      name, it is a device function, too.
-    - `domains`: one domain applies to all operands.
+    - `fn` is torch's function with the name `name`.
+    - `cuda` is the operator in `text`, else the device function with the name `name`. If `cuda` is
+      only a name, this name is also a device function.
+    - `domains` with one domain applies to all operands.
     """
     text = text or name
     if not cuda:
@@ -171,12 +174,12 @@ def _row(
 
 
 def _is_function(text: str) -> bool:
-    """Returns whether text is the name of a function (`sqrt`, `std::real`) and not an operator."""
+    """Returns whether `text` is a function name (`sqrt`, `std::real`) and not an operator."""
     return text.removeprefix("std::").isidentifier()
 
 
 def _cuda_text(text: str, arity: int) -> str:
-    """Returns a CUDA template; the name of a function of `codegen/rt_math.h` becomes a call."""
+    """Returns a CUDA template. The name of a function of `codegen/rt_math.h` becomes a call."""
     if not text.isidentifier():
         return text
     return f"fm_{text}(" + ", ".join(f"{{{i}}}" for i in range(arity)) + ")"
@@ -189,7 +192,7 @@ def _function(name: str, domain: str = "any") -> PointwiseRow:
 
 
 def _real_function(name: str, domain: str = "any", fn: TorchFn | None = None) -> PointwiseRow:
-    """Returns the row of a function that is defined for real numbers only."""
+    """Returns the row of a function that is defined only for real numbers."""
     text = f"{name}f"
     return _row(name, 1, "float", fn, float_text=text, domains=domain, is_slow=True)
 
@@ -211,22 +214,22 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _neg(x: torch.Tensor) -> torch.Tensor:
-    """Returns -x; for Bool, x."""
+    """Returns -x, or x for Bool."""
     return x.clone() if x.dtype is torch.bool else torch.neg(x)
 
 
 def _sub(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns lhs - rhs; for Bool, lhs xor rhs."""
+    """Returns lhs - rhs, or lhs xor rhs for Bool."""
     return torch.logical_xor(a, b) if a.dtype is torch.bool else torch.sub(a, b)
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """Returns the real part; a real x itself."""
+    """Returns the real part of x, or x if x is real."""
     return _part(x, 0) if x.is_complex() else x.clone()
 
 
 def _imag(x: torch.Tensor) -> torch.Tensor:
-    """Returns the imaginary part."""
+    """Returns the imaginary part of x."""
     return _part(x, 1)
 
 
@@ -237,7 +240,7 @@ def _part(x: torch.Tensor, which: int) -> torch.Tensor:
 def _where_divisible(
     fn: TorchFn, a: torch.Tensor, b: torch.Tensor, on_zero: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Returns `fn(a, b)`, but for integers `on_zero(a)` where the divisor is 0."""
+    """Returns `fn(a, b)`. For integers, returns `on_zero(a)` where the divisor b is 0."""
     if a.dtype.is_floating_point or a.dtype.is_complex:
         return fn(a, b)
     if a.dtype is torch.bool:
@@ -252,12 +255,12 @@ def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _div(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+    """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
     return _where_divisible(_quotient, a, b, lambda x: torch.full_like(x, -1))
 
 
 def _fmod(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
+    """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
     return _where_divisible(torch.fmod, a, b, torch.clone)
 
 
@@ -267,7 +270,7 @@ def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _pow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
+    """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
     if a.dtype is torch.bool:
         return torch.pow(a.int(), b.int()).bool()
     found = torch.pow(a, b)
@@ -276,7 +279,7 @@ def _pow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _clamp(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Returns min(max(x, low), high), x itself if it equals a bound; NaN stays."""
+    """Returns min(max(x, low), high), or x if x equals a bound; NaN if an operand is NaN."""
     above = torch.where((x < low) | low.isnan(), low, x)
     return torch.where((above > high) | high.isnan(), high, above)
 
@@ -444,5 +447,5 @@ PUBLIC: dict[str, tuple[str, Rule]] = {
 
 
 def kinds_of(arity: int) -> tuple[str, ...]:
-    """Returns the kinds with this number of operands."""
+    """Returns the kinds of ops with `arity` operands."""
     return tuple(kind for kind, row in POINTWISE.items() if row.arity == arity)

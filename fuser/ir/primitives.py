@@ -5,7 +5,7 @@
     cache_fork(T1):    T1 output and used   ->  T1 as before;  T2 = Set(T1) is the output instead
     rfactor(T1, axes): T1 = sum(T0)         ->  T2 = sum(T0) over `axes`; T1 = sum(T2) over the rest
 
-`TensorView.rfactor`, `cache_after`, `cache_before` and `cache_fork` call them through `PRIMITIVES`.
+The methods of the same names of `TensorView` call these functions through `PRIMITIVES`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ def cache_after(
 ) -> TensorView:
     """Inserts a copy between `tv` and its uses (or only `cached_uses`), and returns the copy.
 
-    The copy has tv's loop transforms and mesh, and no reduction axes.
+    The copy has the loop transforms and the mesh of `tv`, and no reduction axes. It has the memory
+    order of `tv` if `propagate_allocation_domain` is set.
 
     Raises:
-        DefinitionError: nothing reads tv, it is already inlined, or a cached use does not read it.
+        DefinitionError: no op reads `tv`, `tv` is already inlined, or an op in `cached_uses` does
+            not read `tv`.
     """
     fusion = tv.fusion
     uses = fusion.uses(tv)
@@ -63,12 +65,12 @@ def cache_after(
 
 
 def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Inserts a tensor that takes over tv's definition and domain; tv becomes a copy of it.
+    """Inserts a tensor that takes over the definition and the domain of `tv`, and returns it.
 
-    Returns the new tensor.
+    `tv` becomes a copy of the new tensor.
 
     Raises:
-        DefinitionError: tv is a fusion input or is already inlined.
+        DefinitionError: `tv` is a fusion input or is already inlined.
     """
     fusion = tv.fusion
     definition = tv.definition()
@@ -87,12 +89,12 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
 
 
 def cache_fork(tv: TensorView) -> TensorView:
-    """Replaces the output `tv` by a copy of it, and returns the copy.
+    """Makes a copy of the output `tv` the output instead, and returns the copy.
 
-    The ops that read tv keep reading it; tv becomes an intermediate tensor.
+    The ops that read `tv` still read it. `tv` becomes an intermediate tensor.
 
     Raises:
-        DefinitionError: tv is not an output, is also an input, or no op reads it.
+        DefinitionError: `tv` is not an output, is also an input, or no op reads it.
     """
     fusion = tv.fusion
     if tv not in fusion.outputs or tv in fusion.inputs or not fusion.uses(tv):
@@ -114,11 +116,11 @@ def cache_fork(tv: TensorView) -> TensorView:
 
 
 def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: bool) -> TensorDomain:
-    """Returns a copy of a domain from its logical axes on, without reductions and root axes.
+    """Returns the domain of a copy of a tensor: without reduction axes and root axes.
 
-    Loop transforms are repeated. Device and stream axes keep their parallel types, because these
-    decide which part of the tensor a device has. The other types belong to a single kernel and are
-    dropped.
+    Loop transforms are repeated. The memory order is repeated if `keep_allocation` is set. Device
+    and stream axes keep their parallel types, because these decide which part of the tensor a
+    device has. All other parallel types belong to a single kernel and are dropped.
     """
     plain = source.without_root()
     if not keep_allocation:
@@ -137,14 +139,15 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
 
 # ------------------------------------------------------------------ rfactor
 def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
-    """Splits a reduction into two steps, of which a new producer does the first one.
+    """Splits a reduction into two reductions, and returns the new tensor of the first one.
 
-    The producer reduces the listed loop axes, tv the others. `tv [i, r{d}, r{K/d}]`, axes (2,)  ->
-    new `[i, i{d}, r{K/d}]`, tv `[i, r{d}]`. The root of the new tensor is tv's old logical domain.
-    It has tv's mesh and no parallel types.
+    The new tensor reduces the loop axes `axes`, and `tv` reduces the others. For `tv [i, r{d},
+    r{K/d}]` and axes (2,), the new tensor is `[i, i{d}, r{K/d}]` and tv is `[i, r{d}]`. The root
+    axes of the new tensor are the old logical axes of `tv`. It has the mesh of `tv` and no parallel
+    types.
 
     Raises:
-        DefinitionError: tv is not a reduction, or the axes are not some (but not all) of its
+        DefinitionError: `tv` is not a reduction, or `axes` are not some (but not all) of its
             reduction axes.
         UnsupportedError: the definition has several outputs, or is a linear with a bias.
     """
@@ -186,7 +189,10 @@ def _zero(dtype: DataType) -> sc.Scalar:
 
 
 def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
-    """Returns a new tensor that reduces the `listed` axes and iterates the other reductions."""
+    """Returns a new tensor that reduces the `listed` loop axes (numbers) of `tv`.
+
+    The new tensor iterates the other reduction axes of `tv`.
+    """
     fusion, domain = tv.fusion, tv.domain
     history = transforms_between(domain, domain.logical, domain.loop)
     # Transforms of an earlier rfactor; the operand has their input axes.
@@ -227,7 +233,10 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
 def _connected(
     domain: TensorDomain, history: Sequence[Transform], listed: set[int]
 ) -> frozenset[int]:
-    """Returns the axes that transforms connect with a listed loop axis, by number."""
+    """Returns the numbers of the axes that transforms connect with a listed loop axis.
+
+    `history` are the transforms from logical to loop axes.
+    """
     found = set(listed)
     changed = True
     while changed:
@@ -241,7 +250,7 @@ def _connected(
 
 
 def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
-    """Sets the domain of tv, which reduces the axes that the producer iterates."""
+    """Sets the domain of `tv` so that it reduces the reduction axes that `producer` iterates."""
     fusion, old, new = tv.fusion, tv.domain, producer.domain
     # The producer's loop axes have the order of tv's old loop axes, so their kinds correspond.
     was_reduction = {n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)}
@@ -264,7 +273,10 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Returns the contiguity after an rfactor: iterated axes keep their flags and their order."""
+    """Returns the contiguity of `logical` after an rfactor.
+
+    Axes that are not reduced keep their flags and their order.
+    """
     flags: Mapping[int, bool | None] = dict(
         enumerate(
             flag

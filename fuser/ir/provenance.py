@@ -1,7 +1,8 @@
-"""Origins: why each tensor has its mesh and its sharding.
+"""Origins: the reason why each tensor has its mesh and its sharding.
 
-A fusion stores the origins of its tensors by tensor number. Copies of the fusion, the host program
-and a program that was read from text therefore keep them. They do not affect execution.
+A fusion stores the origins of its tensors by tensor number. Therefore copies of the fusion, the
+host program and a program that was read from text have the same origins. Origins do not affect
+execution.
 
     T3 deviceIdx.x on axis 0 : user at mlp.py:9
     T7 deviceIdx.x on axis 1 : forward from T3 through linear at mlp.py:12
@@ -48,13 +49,14 @@ _ROW = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of one fact about tensor `tensor`: its mesh, one cut, or its placement.
+    """The origin of one fact about a tensor: its mesh, one sharded axis (cut), or its placement.
 
+    - `tensor` is the number of the tensor.
     - `source` is the number of the tensor from which the fact was derived, through the op `op`.
     - `where` is the user's line of that op.
-    - `ptype` is the device or stream type of a cut; `axis` is its axis, counted as in torch, or
-      None for an axis that is summed over.
-    - `result` is the tensor that the op computes, where the row describes an operand of the op.
+    - `ptype` is the device or stream type of a cut.
+    - `axis` is the axis of a cut, counted as in torch, or None for an axis that is summed over.
+    - `result` is the number of the op's result, if the fact is about an operand of the op.
     """
 
     tensor: int
@@ -80,7 +82,11 @@ class Origin:
 
 
 def read_origin(cursor: Cursor) -> Origin:
-    """Reads one line as `str` of an `Origin` writes it. Raises `ParseError`."""
+    """Reads one line as `str(Origin)` writes it.
+
+    Raises:
+        ParseError: the line is no origin.
+    """
     row = cursor.expect(_ROW, "the origin of a tensor's sharding")
     if row["how"] not in _HOWS:
         raise cursor.fail(f"unknown origin {row['how']!r}: {', '.join(_HOWS)}", row.start("how"))

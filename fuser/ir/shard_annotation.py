@@ -25,7 +25,7 @@ from fuser.support.record import record
 
 @record
 class Shard:
-    """The placement that divides axis `dim` into equal blocks; -1 is the last axis."""
+    """The placement that divides axis `dim` into equal blocks. -1 is the last axis."""
 
     dim: int
 
@@ -39,7 +39,7 @@ class Shard:
 
 @record
 class Replicate:
-    """The placement that stores the same values on all devices of a mesh dimension."""
+    """The placement that stores the same values on all devices along a mesh dimension."""
 
 
 # Per dimension of a mesh, the axis that it shards, or None.
@@ -48,21 +48,21 @@ Dims = tuple[int | None, ...]
 
 @checked
 def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
-    """Places a tensor on a mesh and returns it. Sharding propagation keeps this placement.
+    """Places a tensor on a mesh and returns the tensor. Sharding propagation keeps this placement.
 
     `mesh` is a DeviceMesh, the argument of its constructor, or a mesh of torch. `placements` has
-    one `Shard` or `Replicate` per mesh dimension, of this package or of `torch.distributed.tensor`.
-    Axes are those of `tv.shape()`, so reductions do not count.
+    one `Shard` or `Replicate` per mesh dimension, either of this package or of
+    `torch.distributed.tensor`. Axes are those of `tv.shape()`, so reduction axes do not count.
 
-    It is equivalent to `set_device_mesh`, and one `outer_split` and `parallelize` per `Shard`. The
-    device axes are moved behind the other loop axes, so that `tv.axis(k)` remains the (divided)
-    axis k.
+    The call is equivalent to `set_device_mesh`, and `outer_split` and `parallelize` for each
+    `Shard`. The device axes are moved after the other loop axes, so that `tv.axis(k)` is still the
+    (divided) axis k.
 
     Raises:
-        ShardingError: the number of placements is not that of mesh dimensions, an axis does not
-            exist, or the mesh does not divide it.
+        ShardingError: the numbers of placements and mesh dimensions differ, an axis does not exist,
+            or the mesh does not divide an axis.
         DefinitionError: the tensor is sharded already, or an axis to be sharded was transformed.
-        UnsupportedError: a partial sum; ops create and reduce partial sums themselves.
+        UnsupportedError: a partial sum, because ops create and reduce partial sums themselves.
         ArgumentError: another kind of placement.
     """
     mesh = mesh_of(mesh)
@@ -89,7 +89,10 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
 
 
 def placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements for which `shard` produces the loop domain of a tensor, or None."""
+    """Returns the placements with which `shard` creates the loop axes of a tensor, or None.
+
+    The result is None if the user did not set the mesh, or if `shard` cannot create these axes.
+    """
     mesh, domain = tv.mesh, tv.domain
     if mesh is None or not tv.mesh_is_user_set:
         return None
@@ -123,7 +126,7 @@ def _type_of(mesh: DeviceMesh, position: int) -> ParallelType:
 
 
 def mesh_of(mesh: Any) -> DeviceMesh:
-    """Returns the DeviceMesh for a mesh of torch, or for an argument of `DeviceMesh`."""
+    """Returns a DeviceMesh for a DeviceMesh, a mesh of torch, or an argument of `DeviceMesh`."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     is_torchs = type(mesh).__module__ == "torch.distributed.device_mesh"
@@ -131,7 +134,11 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> Dims:
-    """Returns the axis that each dimension of the mesh shards."""
+    """Returns, for each mesh dimension, the axis of `tv` that the dimension shards, or None.
+
+    Raises:
+        ShardingError: `placements` and mesh do not match, or the mesh does not divide an axis.
+    """
     if not mesh.devices:
         raise ShardingError(
             f"shard: {mesh} is empty, so it has no device for {tv}: list the ranks that store it, "
@@ -157,7 +164,10 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
 
 
 def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
-    """Returns the axis of one placement, None for a replicated dimension."""
+    """Returns the axis that placement `placed` shards, or None for a replicated dimension.
+
+    `position` is the mesh dimension of the placement, for messages.
+    """
     module, name = str(type(placed).__module__), type(placed).__name__
     is_torchs = module.startswith("torch.distributed.")
     if isinstance(placed, Replicate) or (is_torchs and name == "Replicate"):

@@ -1,7 +1,7 @@
 """Base classes of values and ops, under nvFuser's names: Statement, Val and Expr.
 
 Users test `isinstance(x, fuser.Val)`; nothing in the compiler depends on these classes. The module
-also holds the fusion that is being defined, because values of all kinds need it.
+also stores the fusion that is being defined, because values of all kinds need this fusion.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Statement(metaclass=ABCMeta):  # noqa: B024 (it is for isinstance alone)
-    """A value or an op of a fusion; `str` prints it."""
+    """A value or an op of a fusion. `str` returns its text."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Val(Statement):
 
 
 class Expr(Statement):
-    """An op: `input(i)` returns an operand and `output(i)` a result."""
+    """An op: `input(i)` returns operand i, and `output(i)` returns result i."""
 
     __slots__ = ()
 
@@ -40,11 +40,19 @@ class Expr(Statement):
     if TYPE_CHECKING:
 
         def input(self, index: int) -> Any:
-            """Returns operand `index`. Raises `NoOperandError`."""
+            """Returns operand `index`.
+
+            Raises:
+                NoOperandError: the op has no such operand.
+            """
             ...
 
         def output(self, index: int) -> Any:
-            """Returns result `index`. Raises `NoOperandError`."""
+            """Returns result `index`.
+
+            Raises:
+                NoOperandError: the op has no such result.
+            """
             ...
 
 
@@ -56,7 +64,7 @@ class Values(list[T]):
     """
 
     def __call__(self) -> Values[T]:
-        """Returns the values in a new list, for which both spellings of nvFuser work."""
+        """Returns the values in a new list, which can also be called."""
         return Values(self)
 
     def __contains__(self, value: object) -> bool:
@@ -65,7 +73,11 @@ class Values(list[T]):
         return not isinstance(value, Val) and any(v == value for v in self)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
-        """Returns the position of a value; tensors are found by identity. Raises `ValueError`."""
+        """Returns the position of a value in the slice; tensors are compared by identity.
+
+        Raises:
+            ValueError: the list does not contain the value.
+        """
         places = range(len(self))[slice(start, stop)]
         found = next((k for k in places if self[k] is value or self[k] == value), None)
         if found is None:
@@ -74,10 +86,12 @@ class Values(list[T]):
 
 
 def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
-    """Returns operand or result `index` of an op, counted from 0.
+    """Returns element `index` of `values`, the operands or results of the op `expr`.
+
+    `what` is "input" or "output", for the message.
 
     Raises:
-        NoOperandError: an `IndexError`, if the op has no such value. `what` is "input" or "output".
+        NoOperandError: an `IndexError`, if the op has no such operand or result.
     """
     if not 0 <= index < len(values):
         text = " ".join(str(expr).split())
@@ -90,5 +104,5 @@ ACTIVE_FUSION: ContextVar[Any] = ContextVar("active_fusion", default=None)
 
 
 def is_defining() -> bool:
-    """Returns whether a definition is being written, so that comparisons create ops."""
+    """Returns whether the user is writing a definition, in which comparisons create ops."""
     return ACTIVE_FUSION.get() is not None

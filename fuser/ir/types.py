@@ -8,7 +8,7 @@ from fuser.support.errors import ArgumentError
 
 
 class IrEnum(enum.Enum):
-    """An enumeration that is hashed by identity and prints as nvFuser's enumerations do."""
+    """An enumeration whose members are hashed by identity and print as nvFuser's members do."""
 
     # Enum's own hash is a Python function, which would slow down every table look-up.
     __hash__ = object.__hash__
@@ -17,16 +17,20 @@ class IrEnum(enum.Enum):
         return f"<{type(self).__name__}.{self.name}: {self.value}>"
 
     def __int__(self) -> int:
-        """Returns the number of the member. Raises `ArgumentError` if its value is a text."""
+        """Returns the value of the member as a number.
+
+        Raises:
+            ArgumentError: the value is a text.
+        """
         if isinstance(self.value, int):
             return self.value
         raise ArgumentError(f"{self} has no number, only the text {self.value!r}")
 
 
 class IdMappingMode(IrEnum):
-    """The relations of axes that `fuser.idm` offers, from narrow to wide.
+    """The relations between axes that `fuser.idm` offers, from narrow to wide.
 
-    Each mode but `loop` maps every pair of axes that the modes before it map.
+    Each mode except `loop` relates all pairs of axes that the modes before it relate.
     """
 
     exact = 0
@@ -39,7 +43,8 @@ class IdMappingMode(IrEnum):
 class ParallelType(IrEnum):
     """The hardware or loop that executes an axis: devices, streams, blocks, threads, serial loops.
 
-    Values follow nvFuser's order, so `int(ptype.value)` is comparable.
+    Values follow nvFuser's order, so that `int(ptype.value)` can be compared with nvFuser's
+    numbers.
     """
 
     mesh_x = 0
@@ -65,7 +70,7 @@ class ParallelType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The printed form: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
+        """The text in printed axes: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
         return _PTYPE_TEXT[self]
 
     @property
@@ -75,17 +80,20 @@ class ParallelType(IrEnum):
 
     @property
     def is_stream(self) -> bool:
-        """Whether the axis counts the steps of a stream loop, alone or together with other axes."""
+        """Whether positions along the axis are iterations of a stream loop.
+
+        The axis may count the iterations alone or together with other stream axes.
+        """
         return self in STREAM_TYPES
 
     @property
     def is_block(self) -> bool:
-        """Whether the axis is spread over the blocks of a grid."""
+        """Whether the CUDA blocks of a grid execute the positions along the axis."""
         return self in GRID_TYPES
 
     @property
     def is_thread(self) -> bool:
-        """Whether the axis is spread over the threads of a block."""
+        """Whether the threads of a CUDA block execute the positions along the axis."""
         return self in BLOCK_TYPES
 
 
@@ -125,7 +133,7 @@ BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
 
 
 class IterType(IrEnum):
-    """The kind of an axis in its tensor; the value is the letter in printed axes, `iS0{i0}`."""
+    """The kind of an axis in its tensor. The value is the letter in printed axes: `iS0{i0}`."""
 
     iteration = "i"
     reduction = "r"
@@ -135,7 +143,7 @@ class IterType(IrEnum):
 
 
 class MemoryType(IrEnum):
-    """The memory that holds a tensor; the value is the letter in a tensor's name, `T0_g_float`."""
+    """The memory that holds a tensor. The value is the letter in a tensor's name, `T0_g_float`."""
 
     local = "l"
     shared = "s"
@@ -145,7 +153,7 @@ class MemoryType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The word in the text of allocations, such as `register`, `shared` or `global`."""
+        """The word for this memory in the text of allocations, such as `register` or `global`."""
         return {"l": "register", "s": "shared", "g": "global", "t": "tensor"}.get(
             self.value, "symmetric"
         )
@@ -156,7 +164,7 @@ setattr(MemoryType, "global", MemoryType.global_)
 
 
 class LoadStoreOpType(IrEnum):
-    """The hardware instruction or role of a copy."""
+    """The kind of a copy: the hardware instruction that executes it, or its role."""
 
     set = "Set"
     segmenter_set = "SegmenterSet"

@@ -1,4 +1,4 @@
-"""Invariants of a fusion, checked after every pass."""
+"""Checks the invariants of a fusion after every pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
     """Checks the invariants of a fusion after the pass named `after`.
 
     - Every tensor has one definition, before its first use.
-    - Inputs have no definition; each output has one or is an input.
-    - Contiguity has one entry per allocation axis, None exactly for broadcasts and reductions.
+    - Inputs have no definition. Each output has a definition or is an input.
+    - Contiguity has one flag per allocation axis. It is None exactly for broadcasts and reductions.
     - Loop and allocation axes are derived from the logical axes.
     - A tensor has at most one axis per device or stream type.
 
     Raises:
-        VerifyError: naming the pass, the op and the broken invariant.
+        VerifyError: an invariant is broken. The message names the pass, the op and the invariant.
     """
     known = {v for v in fusion.inputs if isinstance(v, TensorView)}
     for op in fusion.exprs:

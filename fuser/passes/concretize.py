@@ -2,18 +2,18 @@
 
 Before:
 
-- Reshapes whose sizes could not be compared symbolically have `?` axes.
+- Reshapes whose sizes could not be compared symbolically have `?` axes: axes of undecided kind.
 - Slices and pads that may leave one element have `?` axes.
 - Any extent may be 0.
 
 After:
 
-- No axis is `?`, and equal extents are one scalar.
-- A tensor without elements, or a reduction over none, is a `full`.
-- An extent of 0 is the constant 0; the symbol of any other extent is at least 1.
+- No axis is `?`, and all equal extents are the same scalar object.
+- A tensor without elements, or a reduction over no elements, is a `full`.
+- An extent of 0 is the constant 0. The symbol of any other extent is at least 1.
 - A symbolic extent of an axis that counts the devices of a mesh is the number of these devices.
 
-Every later stage relies on this.
+Every later stage relies on these properties.
 
     T1[?S2{i1}, ?S3{i2}] = reshape( T0[iS0{i0}] )       sizes i0=12, i1=3, i2=4
     T1[iS2{i1}rf, iS3{i2}rf] = reshape( T0[iS0{i0}] )   Split: iS4{i0} by factor i2 -> iS2, iS3
@@ -57,14 +57,15 @@ ExtentMap = Callable[[Scalar], Scalar]
 
 @record
 class ConcretizationKey:
-    """The decisions of `concretize`, in program order:
+    """The decisions of `concretize`, each tuple in program order:
 
-    - `plans`: one per undecided reshape.
-    - `ones`: whether the size is 1, for each undecided axis of a slice, pad or expand.
+    - `plans`: one plan per reshape with `?` axes.
+    - `ones`: for each `?` axis of a slice, pad or expand, whether its size is 1.
     - `empty`: the extents that are 0.
-    - `clamps`: the argument to which each minimum or maximum of sizes evaluates.
+    - `clamps`: for each minimum or maximum of sizes, the position of the argument that is its
+      value.
     - `even_parts`: for each extent that a reshape splits or merges, the number of devices that
-      divides it evenly; () if all devices do.
+      divides the extent evenly. The tuple is () if the number of all devices divides every extent.
     """
 
     plans: tuple[ReshapePlan, ...]
@@ -75,10 +76,10 @@ class ConcretizationKey:
 
 
 def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
-    """Returns a concretized copy for these sizes, and its key.
+    """Returns a concretized copy of `fusion` for these sizes, and the key of the decisions.
 
-    `sizes` has the values of extent symbols (or of the representatives of their classes) and of
-    integer scalar inputs.
+    `sizes` has the values of extent symbols and of integer scalar inputs. For extents that are
+    known to be equal, the value of one representative symbol suffices.
 
     Raises:
         InputError: a reshape changes the number of elements; the index of a gather is longer than
@@ -108,16 +109,16 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
 
 
 def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
-    """Returns the key of `concretize` for these sizes; () if nothing depends on them.
+    """Returns the key of `concretize` for these sizes, or () if no decision depends on sizes.
 
     Raises:
-        InputError, ShardingError: as `concretize`.
+        InputError, ShardingError: in the same cases as `concretize`.
     """
     return KeyOfSizes(fusion)(sizes)
 
 
 class KeyOfSizes:
-    """Computes `concretization_key` for many sizes; the fusion is analysed only once."""
+    """Computes `concretization_key` for many sizes, but analyses the fusion only once."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -141,7 +142,7 @@ class KeyOfSizes:
         self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
     def __call__(self, sizes: Mapping[Symbol, int]) -> Hashable:
-        """Checks the sizes and returns the key; raises the errors of `concretize`."""
+        """Checks the sizes and returns their key. Raises the same errors as `concretize`."""
         values: Mapping[Symbol, Number] = sizes
         if not self._related <= sizes.keys():
             values = _all_values(self._fusion, sizes)
@@ -177,14 +178,14 @@ class KeyOfSizes:
         return ConcretizationKey(tuple(plans), ones, empty, clamps, parts)
 
     def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
-        """Yields whether each deciding size is 1."""
+        """Yields, for each size that decides about a `?` axis, whether the size is 1."""
         sizes = self._deciding.scalars
         found = self._deciding.at_once(values) if sizes else ()
         known = (size_of(x, values) for x in sizes) if found is None else found
         return (n == 1 for n in known)
 
     def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
-        """Yields the symbolic extents that are 0, each once, in program order.
+        """Yields each distinct symbolic extent that is 0, in program order.
 
         Raises:
             InputError: an extent is negative.
@@ -208,14 +209,14 @@ class KeyOfSizes:
 
 # ------------------------------------------------------------------ values
 def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Number]:
-    """Returns the values of `sizes`, and of all symbols that follow from equal extents."""
+    """Returns `sizes` extended by the values of all symbols that follow from equal extents."""
     values: dict[Symbol, Number] = dict(sizes)
     complete(fusion, values)
     return values
 
 
 def _used_extents(fusion: Fusion) -> dict[Scalar, TensorView]:
-    """Returns the extents that are not constant, each with the first tensor that has it."""
+    """Returns extent -> first tensor with this extent, for all extents that are not constant."""
     found: dict[Scalar, TensorView] = {}
     for tv in _used_tensors(fusion):
         for axis in tv.domain.logical:
@@ -232,7 +233,10 @@ def _used_tensors(fusion: Fusion) -> Iterator[TensorView]:
 
 # ------------------------------------------------------------------ reshapes
 def _counts(fusion: Fusion, op: ReshapeOp) -> tuple[Scalar, Scalar] | None:
-    """Returns the element counts of both sides of a reshape, None if they are provably equal."""
+    """Returns the numbers of elements of a reshape's operand and result.
+
+    Returns None if the two are provably equal.
+    """
     have, want = (
         sc.product(fusion.canonical(a.size) for a in tv.domain.no_reductions)
         for tv in (op.inp, op.out)
@@ -256,7 +260,7 @@ def _check_counts(
 
 
 def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` if an index is longer than the tensor that it reads or writes."""
+    """Raises `InputError` if a gather's or scatter's index is too long along an axis."""
     for k, tv in op.limits():
         want, have = (
             [size_of(a.size, values) for a in t.domain.no_reductions] for t in (op.index, tv)
@@ -270,7 +274,7 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields scalars that are negative exactly if a slice exceeds an axis.
+    """Yields scalars of which one is negative exactly if a slice exceeds an axis.
 
     Scalars that are provably not negative are omitted.
     """
@@ -280,7 +284,7 @@ def _room(op: SliceOp) -> Iterator[Scalar]:
 
 
 def _check_bounds(ops: Sequence[SliceOp], values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` for a slice that starts before an axis or ends behind it."""
+    """Raises `InputError` for a slice that exceeds its axis, which has the size in `values`."""
     for op in ops:
         for axis, *bounds in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
             size = size_of(axis.size, values)
@@ -300,7 +304,10 @@ def _at(op: TensorOp) -> str:
 
 
 def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> ReshapePlan:
-    """Returns the plan of an undecided reshape for these sizes."""
+    """Returns how a reshape with `?` axes is split into squeezes, merges, splits and broadcasts.
+
+    `values` are the sizes for which the reshape is decided.
+    """
     sources = op.inp.domain.no_reductions
     ins = [size_of(a.size, values) for a in sources]
     outs = [size_of(a.size, values) for a in op.out.domain.logical]
@@ -319,9 +326,9 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 
 # ------------------------------------------------------------------ devices
 def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
-    """Returns the logical axes with a symbolic extent that count the devices of a mesh.
+    """Returns the logical axes with a symbolic extent whose positions are devices of a mesh.
 
-    Axes that the user put on a device type come first.
+    The axes that the user put on a device type come first.
     """
     found: list[tuple[TensorView, IterDomain]] = []
     placed = [tv for tv in fusion.tensors() if tv.mesh is not None]
@@ -340,12 +347,12 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
 
 
 def _number_of_devices(fusion: Fusion) -> int:
-    """Returns the least common multiple of the sizes of all meshes; 1 without meshes."""
+    """Returns the least common multiple of the sizes of all meshes, or 1 without meshes."""
     return lcm(*{tv.mesh.size for tv in fusion.tensors() if tv.mesh is not None})
 
 
 def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
-    """Returns the symbolic extents that only one side of a reshape has."""
+    """Returns the symbolic extents that only the operand or only the result of a reshape has."""
     found: dict[Scalar, None] = {}
     for op in fusion.used_exprs():
         if isinstance(op, ReshapeOp):
@@ -360,7 +367,7 @@ def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
 
 
 def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
-    """Raises `ShardingError` unless the extent of a device axis is the number of these devices."""
+    """Raises `ShardingError` unless `extent` is the number of devices that the axis counts."""
     assert tv.mesh is not None, f"{tv} has no mesh"
     count = tv.mesh.size_of(axis.ptype)
     if extent != count:
@@ -373,7 +380,7 @@ def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
 
 
 def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
-    """Returns the replacements of symbolic extents of device axes: symbol -> number of devices."""
+    """Returns the symbolic extents of device axes, each mapped to its number of devices."""
     counts: dict[Scalar, Scalar] = {}
     for tv, axis in _device_axes(fusion):
         assert tv.mesh is not None, f"{tv} has no mesh"
@@ -387,9 +394,10 @@ def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
 def _use_representatives(
     fusion: Fusion, values: Mapping[Symbol, Number], known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrites every extent and scalar operand with representatives and `known` values.
+    """Rewrites every extent and scalar operand, in place.
 
-    Extents that are 0 for these sizes become the constant 0.
+    Each symbol becomes the representative of its equal symbols, and scalars in `known` become their
+    known values. Extents that are 0 for these sizes become the constant 0.
     """
     memo: dict[Scalar, Scalar] = {}
 
@@ -410,14 +418,18 @@ def _refined(symbol: Symbol) -> Symbol:
 
 
 def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
-    """Returns `sizes`, extended by the symbols with which `concretize` replaces extents."""
+    """Returns `sizes` extended by the symbols that replace extents in a concretized fusion.
+
+    These symbols have the lower bound 1.
+    """
     return {**sizes, **{_refined(s): n for s, n in sizes.items() if n > 0}}
 
 
 def refine_extents(fusion: Fusion) -> None:
-    """Assumes, for a fusion that is not concretized, that no extent is 0.
+    """Replaces each extent by a symbol that is at least 1, in a fusion that is not concretized.
 
-    Its kernels only run if that holds. `?` axes of slices and pads become iterations.
+    `fusion` is changed in place. Its kernels run only for sizes without a 0. `?` axes of slices and
+    pads become iteration axes.
     """
     iterate_resized(fusion)
     known = _decided(fusion, lambda _: None)
@@ -429,7 +441,7 @@ def refine_extents(fusion: Fusion) -> None:
 
 
 def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
-    """Replaces scalars everywhere in `fusion`, in place."""
+    """Replaces each key of `known` by its value in all scalars of `fusion`, in place."""
 
     def replaced(x: Scalar) -> Scalar:
         return sc.substitute(x, known)
@@ -438,7 +450,10 @@ def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
 
 
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
-    """Returns the replacements of extent symbols: 0, or a symbol that is at least 1."""
+    """Returns the replacements of extent symbols: 0 if the value is 0, else a symbol of at least 1.
+
+    `value` returns the value of a symbol, or None if it is unknown.
+    """
     extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.axes.values()}
     extents.update({x: None for pair in fusion.equal_extents() for x in pair})
     known: dict[Scalar, Scalar] = {}
@@ -451,7 +466,11 @@ def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[S
 def _rewrite(
     fusion: Fusion, extent: ExtentMap, operand: ExtentMap, known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrites every scalar of a fusion: extents, operands, inputs and equalities."""
+    """Rewrites every scalar of a fusion, in place: extents, operands, inputs and equalities.
+
+    `extent` maps extents, and `operand` maps scalar operands. `known` has the replacements for
+    inputs and equalities.
+    """
     tensors = fusion.tensors()
     for tv in tensors:
         tv.domain = _map_extents(tv.domain, extent)
@@ -493,7 +512,10 @@ Values = Mapping[Symbol, Number]
 
 
 def fill_empty(fusion: Fusion, values: Values) -> None:
-    """Rewrites `fusion` in place for these sizes; does nothing if no extent is 0."""
+    """Replaces ops that reduce no elements, or whose result has none, by `full` ops, in place.
+
+    `values` has the sizes. Nothing changes if no extent is 0.
+    """
     if not any(_is_empty(a, values) for tv in fusion.tensors() for a in tv.domain.logical):
         return
     exprs: list[TensorOp] = []
@@ -508,7 +530,10 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 
 def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
-    """Returns the ops that replace `op`."""
+    """Returns the ops that replace `op` if its result has no elements or it reduces none.
+
+    Otherwise, returns `op` itself.
+    """
     if isinstance(op, nodes.LibraryOp) and op.TAKES_EMPTY:
         return [op]
     reduces_nothing = any(
@@ -539,7 +564,7 @@ def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
 
 
 def _fill_values(op: TensorOp) -> list[Scalar]:
-    """Returns the value of each output's elements, if it has any."""
+    """Returns, for each output, the value with which a `full` replaces its elements."""
     match op:
         case nodes.ReductionOp():
             return [op.init]
@@ -558,7 +583,10 @@ def _fill_values(op: TensorOp) -> list[Scalar]:
 
 
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
-    """Returns the ops of a linear without contracted elements: the expanded bias."""
+    """Returns the ops that replace a `LinearOp` that sums over no elements.
+
+    They expand its bias to the shape of the result.
+    """
     flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()
     logical, sources = op.out.domain.logical, iter(bias.domain.no_reductions)
@@ -588,9 +616,10 @@ def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[Te
 
 
 class Clamps:
-    """The integer minima and maxima in the extents of a fusion.
+    """The integer minima and maxima (clamps) in the extents of a fusion.
 
-    Those that only operands contain are not decided: they may differ between runs with equal sizes.
+    A clamp that only operands contain is not decided, because it may differ between runs with equal
+    sizes.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -606,9 +635,10 @@ class Clamps:
         self._distances = Computed([sc.sub(*x.args) for x in self._found if isinstance(x, Apply)])
 
     def decide(self, values: Mapping[Symbol, Number]) -> tuple[int, ...]:
-        """Returns the argument that each one is (0 or 1); () if a size is unknown.
+        """Returns, for each clamp, the position of the argument that is its value (0 or 1).
 
-        Of equal arguments, a constant is preferred.
+        If both arguments have the same value, a constant argument is preferred. Returns () if a
+        size is unknown.
         """
         distances = self._distances.at_once(values) if self._found else None
         if distances is None:
@@ -620,7 +650,10 @@ class Clamps:
     def replacements(
         self, fusion: Fusion, choices: tuple[int, ...], known: Mapping[Scalar, Scalar]
     ) -> dict[Scalar, Scalar]:
-        """Returns `known` with the replacements of the clamps of `fusion`, a copy, added."""
+        """Returns `known`, extended by the chosen argument of each clamp.
+
+        `fusion` is a copy of the analysed fusion, and `choices` is the result of `decide`.
+        """
         found = dict(known)
         for x, choice in zip(self._found, choices, strict=bool(choices)):
             assert isinstance(x, Apply)

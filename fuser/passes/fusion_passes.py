@@ -42,10 +42,11 @@ def look_up_first(fusion: Fusion) -> None:
         T2 = sub(T0 [n, v], T1 [n, 1])             T4 = takeAlongAxis(T0, T5, dim = 1)
         T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
 
-    Before: any fusion. After: no table that is read only by its lookup is a cast, sum, difference,
-    product or negation of one floating tensor and operands that are constant along the looked-up
-    axis. These ops cost less than the memory traffic that they save, even if elements are looked up
-    repeatedly; NaN stays NaN.
+    Before: any fusion. After: no table that only its lookup reads is the result of a cast, sum,
+    difference, product or negation that could be moved. Such an op has one floating operand with
+    the looked-up axis, and its other operands are constant along this axis. These ops cost less
+    than the memory traffic that they save, even if elements are looked up repeatedly. NaN stays
+    NaN.
     """
     is_done = False
     while not is_done:
@@ -61,7 +62,10 @@ def look_up_first(fusion: Fusion) -> None:
 
 
 def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
-    """Returns the operand of a table's definition that the lookup can read instead, or None."""
+    """Returns the operand from which a lookup can read instead of reading its table, or None.
+
+    `made` is the op that computes the table.
+    """
     table = op.table
     is_placed = table.mesh_is_user_set or bool(table.cut_lines)
     if is_placed or table in fusion.outputs or fusion.uses(table) != [op]:
@@ -77,7 +81,10 @@ def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
 
 
 def _fits(op: LookupOp, others: set[TensorView]) -> bool:
-    """Returns whether the result of a lookup can be combined with the table's other operands."""
+    """Returns whether an elementwise op can combine a lookup's result with the operands `others`.
+
+    `others` are the operands of the table's definition that the lookup would not read.
+    """
     if any(v.domain.no_reductions[op.axis].expanded is not None for v in others):
         return False
     match op:
@@ -92,7 +99,10 @@ def _fits(op: LookupOp, others: set[TensorView]) -> bool:
 
 
 def _looked_up_first(fusion: Fusion, op: LookupOp, made: TensorOp, source: TensorView) -> None:
-    """Replaces the lookup `op` by a lookup of `source` and the table's definition `made`."""
+    """Replaces the lookup `op` by a lookup of `source` and a copy of `made` that reads its result.
+
+    `made` is the op that computed the table of `op` from `source`.
+    """
     before = fusion.exprs
     with FusionGuard(fusion):
         found = _looked_up(op, source)
@@ -125,17 +135,17 @@ _ELEMENTWISE = (CastOp, UnaryOp, BinaryOp, LoadStoreOp)
 def view_first(fusion: Fusion) -> None:
     """Moves a reshape that a reduction reads in front of elementwise ops on an input.
 
-    Reshaping an input costs nothing, because the result is a view (`view_ops.py`). Behind a cast,
-    the axes of the reduction would not be axes of the input. A scheduler would then know neither
-    their order in memory nor their alignment. In group norm:
+    Reshaping an input costs nothing, because the result is a view (`view_ops.py`). If the reshape
+    comes after a cast, the axes of the reduction are not axes of the input. A scheduler then knows
+    neither their order in memory nor their alignment. In group norm:
 
         T1 = __bfloat2float(T0 [n, c, h, w])          T3 = reshape(T0) [n, g, c / g * h * w]
         T2 = reshape(T1) [n, g, c / g * h * w]   ->   T2 = __bfloat2float(T3)
         .. = Welford(T2)                              .. = Welford(T2)
 
-    Before: any fusion. After: no reshape whose result reaches a reduction reads a tensor that is
-    computed from an input by elementwise ops and read by nothing else. Inputs that an update writes
-    are excluded, because their views would show the new values.
+    Before: any fusion. After: a reshape whose result reaches a reduction does not read the result
+    of elementwise ops on an input, unless other ops also read that result. Inputs that an update
+    overwrites are excluded, because their views would show the new values.
     """
     if not any(isinstance(op, ReshapeOp) for op in fusion.exprs):
         return
@@ -149,7 +159,7 @@ def view_first(fusion: Fusion) -> None:
 
 
 def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
-    """Returns the tensors on which a reduction depends."""
+    """Returns the tensors on which the result of a reduction depends."""
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if isinstance(op, REDUCING) or any(out in found for out in op.outputs):
@@ -158,7 +168,10 @@ def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
 
 
 def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
-    """Returns the op that defines a reshape's operand and could run after it, or None."""
+    """Returns the op that defines a reshape's operand, if this op could run after the reshape.
+
+    Otherwise, returns None.
+    """
     tv = op.inp
     if any(t.mesh_is_user_set or t.cut_lines or t.domain.allocation for t in (tv, op.out)):
         return None
@@ -169,7 +182,9 @@ def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
 
 
 def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
-    """Returns whether `tv` is computed by unary ops from an input that nothing overwrites."""
+    """Returns whether a chain of unary ops computes `tv` from an input that no update
+    overwrites.
+    """
     while isinstance(made := fusion.definition(tv), _ELEMENTWISE):
         tensors = [v for v in made.inputs if isinstance(v, TensorView)]
         is_permuted = isinstance(made, LoadStoreOp) and bool(tv.domain.root)
@@ -180,7 +195,7 @@ def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _viewed_first(fusion: Fusion, op: ReshapeOp, made: TensorOp) -> ReshapeOp:
-    """Exchanges a reshape and the op `made` before it; returns the new reshape."""
+    """Exchanges a reshape and the op `made` that computes its operand; returns the new reshape."""
     (source,) = (v for v in made.inputs if isinstance(v, TensorView))
     named = primitives.cache_before(op.out)
     moved, copy = fusion.definition(named), fusion.definition(op.out)
@@ -223,10 +238,10 @@ _HOLDS: dict[DataType, frozenset[DataType]] = {
 
 
 def consecutive_casts(fusion: Fusion) -> None:
-    """Removes a cast without rounding in front of another cast.
+    """Removes a cast that does not round if its result is cast again.
 
     Before: cast(cast(x, A), B), where A represents every value of x's dtype. After: cast(x, B), or
-    x itself if B is its dtype. A cast that rounds stays.
+    x itself if B is x's dtype. A cast that rounds stays.
 
         T1 = __half2float(T0)
         T2 = __float2half(T1)      ->   uses of T2 read T0
@@ -259,7 +274,7 @@ def remove_bcast_squeeze(fusion: Fusion) -> None:
     """Removes a squeeze of axes that a broadcast has just inserted.
 
     Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x with the
-    remaining flags. Kernels then have no axes that nothing iterates.
+    remaining flags. Kernels then have no loops over axes that are inserted and removed again.
 
         T1 = broadcast( T0, flags = {false, true} )
         T2 = squeeze( T1, flags = {false, true} )      ->   uses of T2 read T0
@@ -283,15 +298,16 @@ def remove_bcast_squeeze(fusion: Fusion) -> None:
 def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
     """Returns whether uses of `tv` may read another tensor instead.
 
-    It must not be an output, and the user must not have set its mesh or layout.
+    `tv` must not be an output, and the user must not have set its mesh or layout.
     """
     return tv not in fusion.outputs and not tv.mesh_is_user_set and not tv.domain.allocation
 
 
 def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
-    """Returns one op from `first.inp` to `second.out`, None if it would need both kinds of flags.
+    """Returns one op from `first.inp` to `second.out` that replaces a broadcast and a squeeze.
 
-    If no flag remains, it is a reshape that changes nothing.
+    The op is a broadcast, a squeeze, or a reshape that changes nothing if no flag remains. Returns
+    None if both a broadcast and a squeeze would remain.
     """
     pairs = list(zip(first.flags, second.flags, strict=True))
     added = [new for new, gone in pairs if not gone]
@@ -307,10 +323,11 @@ def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
 
 # ------------------------------------------------------------------------------- separate_updates
 def separate_updates(fusion: Fusion) -> None:
-    """Makes an op compute each value that is written into an input.
+    """Adds a copy of each input that is itself written into another input.
 
-    Before: an in-place output may be a fusion input itself. After: it is a `set` (copy) of that
-    input, so that its old value is read as any other. The lowering to a host program requires it.
+    Before: an in-place output may be a fusion input itself. After: such an output is a `set` (copy)
+    of that input, so the input's old value is read by an op. The lowering to a host program
+    requires this.
 
         inputs T0, T1; T0 -> T1, T1 -> T0      T2 = set(T0); T3 = set(T1); T2 -> T1, T3 -> T0
     """
@@ -322,7 +339,10 @@ def separate_updates(fusion: Fusion) -> None:
 
 
 def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
-    """Makes `value`, a copy of the in-place output, the tensor that is written into the input."""
+    """Makes `value`, a copy of the in-place output, the tensor that is written into the input.
+
+    `alias` is the update that is changed.
+    """
     op = LoadStoreOp(value, alias.out)
     definition = fusion.definition(alias.out)
     fusion.insert_after(definition, [op.replace(where=definition.where if definition else "")])
@@ -342,8 +362,8 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
 def remove_unused(fusion: Fusion) -> None:
     """Removes ops on which no output depends.
 
-    Before: any fusion. After: an output depends on every op, which later passes and the segmenter
-    then assume.
+    Before: any fusion. After: some output depends on every op. Later passes and the segmenter rely
+    on this.
     """
     fusion.exprs = fusion.used_exprs()
 
@@ -367,10 +387,10 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 
 
 def run_passes(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Runs all passes in place, and verifies the fusion after each.
+    """Runs all passes in place, and verifies the fusion after each pass.
 
-    `repeated` has the numbers of input axes along which memory holds one element for this input
-    class.
+    `repeated` has the numbers (ids) of the input axes that have stride 0 for the inputs at hand, so
+    that memory holds only one element along these axes.
     """
     # First, so that the other passes also rewrite the ops that it adds.
     masked = ("masks_to_biases", partial(masks_to_biases, repeated=repeated))
@@ -380,7 +400,7 @@ def run_passes(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def masks_to_biases(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Replaces each mask of attention by a bias, which a kernel computes and torch's kernels add.
+    """Replaces each boolean mask of attention by an additive bias that a kernel computes.
 
         T4 = sdpa(T0, T1, T2, mask = T3 [n, 1, l, s])   ->   T5 [n, 1, l, s] = where(T3, 0, -inf)
                                                              T4 = sdpa(T0, T1, T2, bias = T5)
@@ -388,9 +408,9 @@ def masks_to_biases(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
     Without this pass, torch would expand the mask to all heads. Before: any fusion. After: no
     attention reads a mask.
 
-    A bias has as few elements as its mask, also along axes of inputs where memory holds one
-    element; `repeated` has the numbers of these axes for this input class. Its dtype is that of an
-    existing bias, else of the query.
+    A bias has as few elements as its mask, also along input axes of stride 0, where memory holds
+    only one element. `repeated` has the numbers (ids) of these axes. The dtype of the new bias is
+    that of an existing bias, or else that of the query.
     """
     for op in fusion.exprs:
         if isinstance(op, SdpaFwdOp) and op.mask is not None:
@@ -403,7 +423,10 @@ def masks_to_biases(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def _bias_of_mask(op: SdpaFwdOp, mask: TensorView, repeated: Collection[int]) -> TensorView:
-    """Appends the ops that compute a bias from a mask, and from an existing bias."""
+    """Appends ops that compute a bias from a mask, and from the bias that `op` has already, if any.
+
+    Returns the new bias. `repeated` has the numbers (ids) of axes of stride 0.
+    """
     axes = mask.domain.no_reductions
     if op.bias is None and any(axis.number in repeated for axis in axes):
         ends = [1 if axis.number in repeated else axis.size for axis in axes]

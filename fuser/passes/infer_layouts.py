@@ -2,16 +2,18 @@
 
     y [N, C, H, W] = relu(x)    x in memory (N, H, W, C)   ->   y in memory (N, H, W, C)
 
-Before: inputs, tensors with a declared layout and communicated tensors have a memory order. After:
-every other tensor whose operand's order differs from its own axes has that order, without gaps, as
-its allocation domain. This is a hint: no op relies on it, and declared layouts stay. An output that
-is a view of an input has the strides of that view, gaps included.
+Before: inputs, tensors with a declared layout and communicated tensors have a memory order.
 
-- An op takes the order of the operand with most axes in memory, or of the first such operand. Other
-  operands only order axes that this one lacks.
-- Views keep an order as far as possible; a reshape that merges axes that are not adjacent in memory
-  ends it.
-- Library ops write row-major results, except those that name the operand to follow (attention).
+After: every other tensor has the memory order of an operand, without gaps, as its allocation
+domain. If that order is the order of the tensor's axes, the allocation domain stays empty. The
+order is a hint: no op relies on it, and declared layouts stay. An output that is a view of an input
+has the strides of that view, gaps included.
+
+- An op follows the operand with most axes in memory, or the first such operand. Other operands only
+  order axes that this operand lacks.
+- Views keep an order as far as possible. A reshape has no order if it merges axes that are not
+  adjacent in memory.
+- Library ops write row-major results, except ops that name the operand to follow (attention).
 - Factories and axes of stride 0 have no order.
 """
 
@@ -53,10 +55,9 @@ def infer_layouts(
 ) -> None:
     """Sets the memory orders of the tensors of `fusion`, in place.
 
-    - `repeated` has the numbers of input axes along which memory holds one element for this input
-      class.
-    - `fixed` tensors keep their order, which their users do not follow.
-    - `is_part` returns whether the result of an op names a part of its operand.
+    - `repeated` has the numbers (ids) of the input axes that have stride 0 for the inputs at hand.
+    - `fixed` tensors keep their declared order.
+    - `is_part` returns whether the result of an op is a part of its operand's memory.
     """
     updated = {alias.out: alias.into for alias in fusion.aliases}
     follows = {v for op in fusion.exprs for v in op.outputs if _followed_operand(op, v)}
@@ -87,9 +88,10 @@ def infer_layouts(
 
 
 def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) -> set[TensorView]:
-    """Returns the tensors, outputs excluded, that library ops read as batches of matrices.
+    """Returns the tensors that library ops read as batches of matrices, directly or through views.
 
-    They may be read through views. torch would copy them if a batch axis were inside of a matrix.
+    The memory order of these tensors is not changed. torch would copy a tensor if a batch axis were
+    inside of a matrix. Outputs of the fusion are excluded.
     """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
@@ -100,33 +102,45 @@ def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) ->
 
 
 def _followed_operand(op: TensorOp, out: TensorView) -> TensorView | None:
-    """Returns the operand in whose memory order torch writes a library op's result, or None."""
+    """Returns the operand in whose memory order torch writes the result `out` of `op`, or None.
+
+    The result is None for ops that torch does not execute, and for row-major results.
+    """
     return op.followed_by(out) if isinstance(op, LibraryOp) else None
 
 
 def _read_by_rows(fusion: Fusion) -> set[TensorView]:
     """Returns the operands of library ops that accept batches with any strides.
 
-    torch copies such an operand if its last axis is not the innermost one in memory.
+    torch copies such an operand if its last axis is not the innermost axis in memory.
     """
     ops = (op for op in fusion.exprs if isinstance(op, LibraryOp) and op.TAKES_ANY_BATCHES)
     return {v for op in ops for _, v in tensor_operands(op)}
 
 
 def _ends_elsewhere(tv: TensorView, order: Order) -> bool:
-    """Returns whether the innermost axis of an order is not the last of these axes."""
+    """Returns whether the innermost axis in memory is not the last axis of the tensor.
+
+    `order` is the memory order, without axes that are not stored.
+    """
     return bool(order) and order[-1] != max(order)
 
 
 def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
-    """Returns the existing order of a tensor, without axes of stride 0; () if no axis remains."""
+    """Returns the declared memory order of a tensor, without axes of stride 0.
+
+    `repeated` has the numbers (ids) of axes of stride 0. Returns () if no other axis has an order.
+    """
     axes = tv.domain.no_reductions
     order = declared_order(tv) or ()
     return tuple(p for p in order if is_stored(axes[p]) and axes[p].number not in repeated)
 
 
 def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order]) -> Order:
-    """Returns the order that a result takes from its operands, () if none of them has one."""
+    """Returns the order that a result takes from its operands, or () if no operand has an order.
+
+    `orders` has the orders of the operands.
+    """
     stored = [p for p, a in enumerate(out.domain.no_reductions) if is_stored(a)]
     if isinstance(op, LibraryOp):
         followed = _followed_operand(op, out)
@@ -141,9 +155,10 @@ def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order])
 
 
 def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order | None:
-    """Returns an operand's order as positions of the result, without axes that it lacks.
+    """Returns the memory order of operand `index` as positions of axes of the result `out`.
 
-    It is None if the order of the result's axes does not follow from it.
+    Axes that the result lacks are omitted. Returns None if the operand's order does not determine
+    the order of the result's axes.
     """
     domain = out.domain
     pairs = zip(domain.maybe_root, op.axis_map(index), strict=True)
@@ -159,7 +174,11 @@ def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order |
 
 
 def _through(t: Transform, order: list[int]) -> list[int] | None:
-    """Returns an order of axes behind a transform, None if it merges axes that are not adjacent."""
+    """Returns the order of axes after a transform, given the order before the transform.
+
+    Orders are lists of axis numbers. Returns None if the transform merges axes that are not
+    adjacent.
+    """
     found = [n for n in t.inputs if n in order]
     if not found:
         return order
@@ -170,10 +189,10 @@ def _through(t: Transform, order: list[int]) -> list[int] | None:
 
 
 def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
-    """Returns `positions`, sorted by the first of `orders` that contains both of two positions.
+    """Returns `positions`, with each pair sorted by the first of `orders` that contains both.
 
-    Other pairs keep their order. This is the insertion sort by which torch orders the axes of a
-    result, starting with the innermost axis.
+    A pair that no order contains keeps its order. This is the insertion sort by which torch orders
+    the axes of a result, starting with the innermost axis.
     """
     found = list(reversed(positions))
     for end in range(1, len(found)):
@@ -191,13 +210,19 @@ def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
 
 
 def _viewed(op: TensorOp, strides: Mapping[TensorView, Strides]) -> Strides | None:
-    """Returns the strides of a view; None if it is none, or its operand's are unknown."""
+    """Returns the strides of a view op's result.
+
+    Returns None if the op is no view, or if the strides of its operand are unknown.
+    """
     known = strides.get(op.inputs[0])  # pyright: ignore[reportArgumentType, reportCallIssue]
     return None if known is None else view_strides(op, known, TensorView.shape)
 
 
 def _lay(tv: TensorView, order: Order, view: Strides | None) -> None:
-    """Declares a memory order that differs from that of the axes, and the gaps of a view."""
+    """Declares the memory order of a tensor if it differs from the order of its axes.
+
+    If `view` has strides, the gaps between these strides are declared, too.
+    """
     if list(order) != sorted(order):
         set_memory_order(tv, _joined([order], range(tv.ndim)))
     if view is not None:

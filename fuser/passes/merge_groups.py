@@ -1,12 +1,12 @@
 """Merges kernels that share tensors, if a scheduler accepts the merged kernel.
 
-The steps of a program are groups of kernel ops and all other ops. They form a graph, in which
-merging two groups contracts an edge. A group is merged with as many others as possible at once; if
-a scheduler refuses the result, half as many are tried.
+The *steps* of a program are groups of kernel ops, and all other ops. Steps form a graph, in which
+merging two groups contracts an edge. A group is merged with as many other groups as possible at
+once. If a scheduler refuses the merged group, half as many are tried.
 
-The steps are numbered in an order in which each one follows the steps that it depends on. To find
-out whether one step depends on another, only the steps between them are visited. A contraction
-renumbers only those.
+The steps are numbered so that each step has a larger number than the steps on which it depends. To
+find out whether one step depends on another, only steps with numbers between the two are visited. A
+contraction renumbers only these steps.
 
 Source: Pearce, Kelly: A dynamic topological sort algorithm for directed acyclic graphs, 2006.
 """
@@ -46,8 +46,9 @@ SCHEDULERS: Mapping[str | None, tuple[str, ...]] = {
 
 @record
 class SegmentGroup:
-    """The ops of one kernel; `first` and `last` are the positions of its first and last op.
+    """The ops of one kernel.
 
+    - `first` and `last` are the positions of the first and the last op in program order.
     - `scheduler` and `fusion` are set once a scheduler has accepted the group.
     - `totals` are sums over rows of which this kernel computes only partial sums (`row_parts`).
     """
@@ -70,9 +71,10 @@ _Step = int | TensorOp
 
 @record
 class _Contraction:
-    """Two groups that were merged under the key of the first, with the data to undo it.
+    """The data to undo a merge of two groups: the groups and their keys in `Merger._groups`.
 
-    `moved` has the old numbers of the steps that were renumbered.
+    The merged group has the key `place` of the first group. `moved` has the old numbers of the
+    steps that were renumbered.
     """
 
     place: int
@@ -83,13 +85,15 @@ class _Contraction:
 
 
 class Merger:
-    """Merges groups that share inputs, or of which one reads the other's outputs.
+    """Merges two groups that share inputs, or of which one reads outputs of the other.
 
-    - `others` are the ops that no kernel computes; `position` numbers all ops in program order.
-    - `accept` completes a group that some scheduler accepts. Of the given totals, its kernel then
-      computes only partial sums.
+    - `groups` are the kernels to begin with. `others` are the ops that no kernel computes.
+    - `position` numbers all ops in program order.
+    - `accept(group, totals)` returns the group with its scheduler, or None if no scheduler accepts
+      the group. If `totals` is not (), the kernel computes only partial sums of these tensors.
     - `pays` returns whether one kernel is as fast as several.
-    - `may_share_kernel` is an equivalence relation of ops.
+    - `may_share_kernel` is an equivalence relation of ops: the ops of one kernel must be
+      equivalent.
     """
 
     def __init__(
@@ -128,15 +132,16 @@ class Merger:
         self._sizes: dict[TensorView, str] = {}
 
     def run(self, kinds: Sequence[str | None] = KINDS) -> list[SegmentGroup]:
-        """Merges until nothing changes and returns the remaining groups, in program order.
+        """Merges until nothing changes, and returns the remaining groups in program order.
 
-        The order of the kinds (see `_merge_all`) has these reasons:
+        The order of the kinds (`_merge_all` describes each kind) has these reasons:
 
-        - "reduction" is first: a step that waits for one of several sums mostly waits for all.
-        - None and "tail" complete the kernels of reductions, so that steps that wait for them can
-          merge.
-        - "rows" and "whole" are last: kernels along rows, and sums, are complete by then.
-        - "horizontal" is run alone, when all others are done: its groups share only an input.
+        - "reduction" is first: a group that reads one of several sums mostly reads all of them.
+        - None and "tail" follow. They complete the kernels of reductions, so that groups that read
+          their results can merge.
+        - "rows" and "whole" are last: kernels along rows and kernels of sums are complete by then.
+        - "horizontal" needs a call of its own after all other kinds, because its groups share only
+          an input.
         """
         for kind in kinds:
             while self._merge_all(kind):
@@ -144,14 +149,17 @@ class Merger:
         return [self._groups[place] for place in sorted(self._groups)]
 
     def _merge_all(self, kind: str | None) -> bool:
-        """Merges each group with later ones by one kind; returns whether any were merged.
+        """Merges each group with later groups, and returns whether any groups were merged.
+
+        `kind` is the kind of merge:
 
         - "reduction", "pointwise": both groups have this kind and the same size.
-        - None: one waits for a reduction of the other, or is pointwise and reads the same rows.
-        - "tail": one reads only results of the other's reductions.
-        - "rows": one sums over the rows along which the other's kernel works.
-        - "whole": one writes tensors as large as the operand that the other reduces.
-        - "horizontal": both are pointwise, and neither reads results of the other.
+        - None: one group reads a result of a reduction group, or is pointwise and reads only
+          tensors that a kernel along rows reads.
+        - "tail": one group reads only results of the other group's reductions.
+        - "rows": one group sums over the rows along which the other group's kernel works.
+        - "whole": one group writes tensors as large as the operand that the other group reduces.
+        - "horizontal": both groups are pointwise, and neither reads results of the other.
         """
         before = len(self._groups)
         places = sorted(self._groups)
@@ -162,9 +170,9 @@ class Merger:
         return len(self._groups) < before
 
     def _extend(self, place: int, kind: str | None) -> bool:
-        """Merges a group with as many others as a scheduler accepts.
+        """Merges the group with key `place` with as many other groups as a scheduler accepts.
 
-        After a refusal, half as many are tried. Returns whether any were merged.
+        After a refusal, half as many groups are tried. Returns whether any groups were merged.
         """
         most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
@@ -195,11 +203,11 @@ class Merger:
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
     def _joins_a_sum(self, place: int, part: SegmentGroup) -> bool:
-        """Returns whether a pointwise part of a merged group could also join another sum.
+        """Returns whether a pointwise part of a merged group could join another sum instead.
 
-        An example are gradients of rows, which can join the sum of a weight's gradient, along other
-        axes. This was measured on an H200, for layer norm of 128 x 262144 in float32: 184 us,
-        against 226 us if they join the sums of their own rows in clusters.
+        An example is the gradient of rows: it can join the kernel that sums a weight's gradient. On
+        an H200, for layer norm of 128 x 262144 in float32, this took 184 us. With the row gradients
+        in the kernel of the sums of their own rows (in clusters), it took 226 us.
         """
         space, mine = self._space_of(part), self._space(place)
         return any(
@@ -211,7 +219,10 @@ class Merger:
 
     # ------------------------------------------------------------ who may merge
     def _partner(self, place: int, kind: str | None) -> int | None:
-        """Returns the first later group that shares a tensor and may be merged, or None."""
+        """Returns the key of a group to merge with the group `place`, or None.
+
+        It is the first later group that shares a tensor with the group and that may be merged.
+        """
         group = self._groups[place]
         if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:
             return None
@@ -261,10 +272,11 @@ class Merger:
     def _is_whole(
         self, a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]
     ) -> bool:
-        """Returns whether group a is pointwise, and group b reduces a tensor of a's size.
+        """Returns whether group a is pointwise and group b reduces a tensor of the same size.
 
-        Both must use that tensor. The merged kernel then only writes a's outputs in addition. A
-        group that transposes a tensor is excluded, because it has a schedule of its own.
+        Group a must read or write this tensor. The merged kernel does the work of group b and in
+        addition only writes the outputs of a. A group that transposes a tensor is excluded, because
+        it has a schedule of its own. `spaces` are the iteration spaces of a and b.
         """
         if a.scheduler != "pointwise" or spaces[1][0] != "reduction":
             return False
@@ -276,14 +288,18 @@ class Merger:
         return any(("pointwise", self._size(t)) == spaces[0] for t in both)
 
     def _comes_along(self, rows: int, place: int) -> bool:
-        """Returns whether a pointwise group reads only tensors that a kernel along rows reads."""
+        """Returns whether a pointwise group reads only tensors that a kernel along rows reads.
+
+        `rows` is the key of the group of the kernel along rows, which keeps whole rows on the chip.
+        `place` is the key of the pointwise group.
+        """
         group, of_rows = self._groups[place], self._groups[rows]
         if of_rows.scheduler not in SCHEDULERS[None] or self._space(place)[0] != "pointwise":
             return False
         return bool(group.inputs) and {*group.inputs} <= {*of_rows.inputs}
 
     def _space(self, place: int) -> tuple[object, ...]:
-        """Returns the iteration space of a group: pointwise or reduction, and its size."""
+        """Returns the iteration space of a group: "pointwise" or "reduction", and its size."""
         group = self._groups[place]
         known = self._spaces.get(place)
         if known is None or known[0] is not group:
@@ -306,9 +322,9 @@ class Merger:
         return self._sizes[tv]
 
     def _are_apart(self, i: int, j: int) -> bool:
-        """Returns whether one group depends on the other through a third step.
+        """Returns whether one of two groups depends on the other through a third group or op.
 
-        Merging them would create a cycle.
+        If so, merging the groups with keys `i` and `j` would create a cycle.
         """
         start, goal = (i, j) if self._number[i] > self._number[j] else (j, i)
         last = self._number[goal]
@@ -327,20 +343,20 @@ class Merger:
         return False
 
     def _sources(self, step: _Step) -> list[_Step]:
-        """Returns the steps that compute the operands of a step."""
+        """Returns the groups and ops (steps) that compute the operands of a group or op."""
         read = self._groups[step].inputs if isinstance(step, int) else step.inputs
         return [self._producer[v] for v in read if v in self._producer]
 
     def _targets(self, step: _Step) -> list[_Step]:
-        """Returns the steps that read the results of a step."""
+        """Returns the groups and ops (steps) that read the results of a group or op."""
         made = self._groups[step].outputs if isinstance(step, int) else step.outputs
         return [s for v in made for s in (*self._readers.get(v, ()), *self._reading.get(v, ()))]
 
     # ------------------------------------------------------------ order
     def _numbered(self, steps: Iterable[_Step]) -> dict[_Step, int]:
-        """Numbers the steps so that each one follows the steps that it depends on.
+        """Numbers groups and ops (steps) so that each one follows the ones on which it depends.
 
-        Otherwise they keep the given order.
+        Steps that do not depend on each other keep the order in `steps`.
         """
         number: dict[_Step, int] = {}
         for first in steps:
@@ -356,7 +372,11 @@ class Merger:
     def _between(
         self, start: int, is_between: Callable[[int], bool], next_of: Callable[[_Step], list[_Step]]
     ) -> list[_Step]:
-        """Returns the steps that are reachable through steps with accepted numbers, in order."""
+        """Returns the groups and ops (steps) that can be reached from `start`, sorted by number.
+
+        `next_of` returns the neighbours of a step. Only steps for whose number `is_between` returns
+        True are visited.
+        """
         found: set[_Step] = set()
         todo: list[_Step] = [start]
         while todo:
@@ -367,10 +387,11 @@ class Merger:
         return sorted(found, key=self._number.__getitem__)
 
     def _move_together(self, place: int, other: int) -> dict[_Step, int]:
-        """Renumbers the steps between two groups so that the groups become adjacent.
+        """Renumbers the steps (groups and ops) between two groups so that the groups become
+        adjacent.
 
-        The steps that the groups depend on come before both, and those that depend on them behind.
-        Returns the old numbers of the steps.
+        The steps on which the groups depend come before both groups, and the steps that depend on
+        the groups come after both. Returns the old number of each renumbered step.
         """
         first, last = sorted((place, other), key=self._number.__getitem__)
         ends = self._number[first], self._number[last]
@@ -400,7 +421,10 @@ class Merger:
             self._readers[t].discard(place)
 
     def _contract(self, place: int, other: int) -> _Contraction:
-        """Merges two groups; the result has the outputs that other steps read."""
+        """Merges two groups, and returns the data to undo the merge.
+
+        The merged group has only those outputs that other steps read or that memory must hold.
+        """
         moved = self._move_together(place, other)
         a, b = self._groups[place], self._groups.pop(other)
         self._leave(place, a)
@@ -414,7 +438,7 @@ class Merger:
         return _Contraction(place, a, other, b, moved)
 
     def _undo(self, done: _Contraction) -> None:
-        """Restores the two groups of a contraction."""
+        """Restores the two groups that a contraction merged."""
         self._leave(done.place, self._groups[done.place])
         for place, group in ((done.place, done.group), (done.other, done.its_group)):
             self._groups[place] = group
@@ -425,16 +449,17 @@ class Merger:
 def _is_tail(a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]) -> bool:
     """Returns whether group a is pointwise and reads only results of reductions of group b.
 
-    The merged kernel then only writes a's outputs in addition.
+    `spaces` are the iteration spaces of a and b. The merged kernel does the work of group b and in
+    addition only writes the outputs of group a.
     """
     kinds = [space[0] for space in spaces]
     return kinds == ["pointwise", "reduction"] and {*a.inputs} <= {*b.outputs}
 
 
 def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
-    """Returns whether one group works along rows, and the other computes unrelated sums.
+    """Returns whether one group works along rows, and the other computes unrelated sums over rows.
 
-    The first must not read these sums.
+    Unrelated means that the row group does not read these sums.
     """
     rows, sums = (a, b) if a.scheduler == "inner_persistent" else (b, a)
     are_both = (rows.scheduler, sums.scheduler) == ("inner_persistent", "reduction")
@@ -442,7 +467,10 @@ def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
 
 
 def _totals(merged: Sequence[_Contraction]) -> tuple[TensorView, ...]:
-    """Returns the results of the reductions of the group that computes sums."""
+    """Returns the reduction results of the group that computes sums, sorted by tensor number.
+
+    `merged` has exactly one merge: of a group that works along rows and a group of sums.
+    """
     (pair,) = merged
     a, b = pair.group, pair.its_group
     sums = b if a.scheduler == "inner_persistent" else a
@@ -470,7 +498,7 @@ MANY_OPS = 1024
 
 
 def elements(tv: TensorView) -> Scalar:
-    """Returns the number of elements that memory holds; broadcast axes count as 1."""
+    """Returns the number of elements that memory holds for `tv`; a broadcast axis counts as 1."""
     return tv.fusion.canonical(memory_layout.elements(tv))
 
 
@@ -480,17 +508,17 @@ def worth_storing(
     kernels: Iterable[frozenset[TensorOp]],
     stored: Iterable[TensorView],
 ) -> list[TensorView]:
-    """Returns the further tensors that should be stored, in program order.
+    """Returns the tensors that should be stored in addition to `stored`, in program order.
 
-    `exprs` are the ops in order. `kernels` has the ops that each kernel computes from the tensors
-    `stored`.
+    `exprs` are the ops in program order. `kernels` has, per kernel, the ops that the kernel
+    computes from the tensors `stored`.
     """
     return _Decision(fusion, exprs, tuple(kernels), {*stored}).run()
 
 
 @dataclass
 class _Decision:
-    """One run of `worth_storing`, with the kernels that compute each op at this point."""
+    """The state of one call of `worth_storing`: the kernels that compute each op so far."""
 
     fusion: Fusion
     exprs: Sequence[TensorOp]
@@ -501,10 +529,11 @@ class _Decision:
     computed_in: dict[TensorOp, int] = field(default_factory=dict[TensorOp, int])
 
     def run(self) -> list[TensorView]:
-        """Chooses tensors from the last result to the first, as if earlier ones were recomputed.
+        """Returns the tensors to store, in program order.
 
-        Then, from the first to the last, it drops those that are cheap to compute from other stored
-        ones.
+        The first loop chooses tensors from the last result to the first, as if all earlier results
+        were recomputed. The second loop goes from the first to the last chosen tensor. It drops a
+        tensor that is cheap to compute from the other stored tensors.
         """
         for bit, ops in enumerate(self.kernels):
             for op in ops:
@@ -524,28 +553,30 @@ class _Decision:
         return [op.out_tensor for op in repeated if op.out_tensor in chosen]
 
     def _readers(self, op: TensorOp) -> int:
-        """Returns the kernels that use an op's result, as a bit set."""
+        """Returns the kernels that use an op's result, as a bit set (bit i: kernel i)."""
         return self._users(op.outputs, {})
 
     def _spread(self, op: TensorOp) -> bool:
-        """Updates the kernels that compute an op, from those of its users.
+        """Sets the kernels that compute `op` to the kernels that compute the users of its result.
 
-        Returns whether storing its result can pay: its users are computed by different sets of
-        kernels.
+        Returns whether storing the result can pay. This requires that several kernels compute the
+        users, and that not all users are computed by the same kernels. The op must have one result.
         """
         self.computed_in[op] = readers = self._readers(op)
         users = {self.computed_in.get(u, 0) for out in op.outputs for u in self.fusion.uses(out)}
         return readers.bit_count() > 1 and users != {readers} and len(op.outputs) == 1
 
     def _compute_again(self, op: TensorOp) -> None:
-        """Makes the readers of an op's result recompute it from stored tensors."""
+        """Makes all kernels that read an op's result recompute the result from stored tensors."""
         self.stored.remove(op.out_tensor)
         ops, _ = self._cone(op)
         for step in sorted(ops, key=self.position.__getitem__, reverse=True):
             self.computed_in[step] = self._readers(step)
 
     def _pays(self, op: TensorOp) -> bool:
-        """Returns whether storing an op's result costs less than recomputing it in every reader."""
+        """Returns whether storing an op's result costs less than computing it again in each
+        reader.
+        """
         ops, inputs = self._cone(op)
         if len(ops) > MANY_OPS:
             return True
@@ -575,7 +606,10 @@ class _Decision:
         return spared > LEAST_GAIN * cost_of_storing
 
     def _users(self, tensors: Iterable[TensorView], others: Mapping[TensorOp, int]) -> int:
-        """Returns the kernels that use tensors, as a bit set; `others` overrides some ops."""
+        """Returns the kernels that compute a user of `tensors`, as a bit set.
+
+        For an op in `others`, the bit set in `others` replaces the recorded kernels.
+        """
         found = 0
         for tv in tensors:
             for use in self.fusion.uses(tv):
@@ -583,9 +617,9 @@ class _Decision:
         return found
 
     def _cone(self, op: TensorOp) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Returns the ops that compute a result from other stored tensors, and those tensors.
+        """Returns the ops that compute a result from other stored tensors, and these tensors.
 
-        It stops when there are more ops than may be recomputed.
+        The search stops at more than `MANY_OPS` ops, because so many ops are never recomputed.
         """
         ops, inputs, todo = set[TensorOp](), dict[TensorView, None](), [op]
         while todo and len(ops) <= MANY_OPS:

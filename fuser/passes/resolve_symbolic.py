@@ -1,8 +1,11 @@
 """Resolves `?` axes: decides undecided reshapes, and updates all tensors computed from them.
 
-Before: some reshapes have `?` axes without transforms, and slices and pads have `?` axes that may
-have size 1. Tensors computed from these have `?` axes, too. After: every axis is an iteration, a
-broadcast or a reduction. Tensors and axes keep their numbers.
+An axis is `?` while it is unknown whether it is an iteration or a broadcast axis.
+
+Before: some reshapes have `?` axes without transforms. Slices and pads have `?` axes that may have
+size 1. Tensors computed from such results have `?` axes, too.
+
+After: every axis is an iteration, a broadcast or a reduction. Tensors and axes keep their numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ Values = Mapping[Symbol, Number] | None
 
 
 def is_undecided(op: TensorOp) -> bool:
-    """Returns whether the op is a reshape whose axes are not derived from root axes yet."""
+    """Returns whether the op is a reshape that is not decided yet.
+
+    No transforms derive the `?` axes of such a reshape from root axes.
+    """
     if not isinstance(op, nodes.ReshapeOp):
         return False
     # A tensor without axes has no root axes.
@@ -47,7 +53,7 @@ def is_undecided(op: TensorOp) -> bool:
 
 
 def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
-    """Returns the `?` axes of a slice or pad: they are broadcasts if one element remains."""
+    """Returns the `?` axes of a slice or pad. Such an axis becomes a broadcast if its size is 1."""
     if not isinstance(op, SliceOp | PadOp):
         return ()
     domain = op.out.domain
@@ -56,7 +62,10 @@ def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
 
 
 def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
-    """Returns the sizes whose being 1 decides about `?` axes; those of reshapes are excluded."""
+    """Returns the sizes of `op` that decide about `?` axes by whether they are 1.
+
+    Sizes of reshapes are excluded, because a reshape has a plan (`ReshapePlan`) instead.
+    """
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
         named = (
@@ -67,9 +76,9 @@ def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
 
 
 def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
-    """Returns (operand axis, wanted size) for axes of an expand that may have one element.
+    """Returns (operand axis, wanted size) for each axis of an expand that may have one element.
 
-    Such an axis is an iteration; it is expanded if it has one element.
+    The operand's axis is an iteration axis. An axis that turns out to have one element is expanded.
     """
     if not isinstance(op, nodes.ExpandOp):
         return []
@@ -82,10 +91,10 @@ def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
 
 
 def iterate_resized(fusion: Fusion) -> None:
-    """Makes every `?` axis of slices and pads an iteration, in place, whatever its size.
+    """Makes every `?` axis of slices and pads an iteration axis, in place, whatever its size.
 
-    It is used for kernels that serve several input classes. Axes that are joined with such an axis
-    must have its size.
+    Kernels that run for several input classes (sets of sizes) need this. Axes that an op joins with
+    such an axis must have the same size.
     """
     if any(resized_axes(op) or _open_axes(op) for op in fusion.used_exprs()):
         resolve_symbolic(fusion, iter(()), None)
@@ -94,7 +103,8 @@ def iterate_resized(fusion: Fusion) -> None:
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
     """Decides all `?` axes of `fusion`, in place.
 
-    `plans` has one entry per undecided reshape on which an output depends, in program order.
+    `plans` has one entry per reshape with `?` axes on which an output depends, in program order.
+    `values` has the sizes. If `values` is None, `?` axes of slices and pads become iteration axes.
     """
     exprs: list[TensorOp] = []
     changed: set[TensorView] = set()
@@ -123,9 +133,10 @@ def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Value
 def _decide(
     fusion: Fusion, op: nodes.ReshapeOp, plan: ReshapePlan, values: Values
 ) -> list[TensorOp]:
-    """Returns the squeeze, reshape and broadcast that replace an undecided reshape.
+    """Returns the squeeze, reshape and broadcast ops that replace a reshape with `?` axes.
 
-    If the tensor has no elements, axes of size 1 become broadcasts and the others iterations.
+    If the tensor has no elements, the reshape stays. Axes of size 1 of the result become broadcast
+    axes, and its other axes become iteration axes.
     """
     out = op.out
     if plan.is_empty:
@@ -193,7 +204,10 @@ def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
 
 
 def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
-    """States that axes that a reshape keeps have the sizes that it names."""
+    """Records that an axis that a reshape does not change has the size declared in its shape.
+
+    `pairs` has the axis and the declared size. Pairs with different values are ignored.
+    """
     for axis, size in pairs:
         if _size(axis.size, values) == _size(size, values):
             fusion.unify_extents(axis.size, size)
@@ -206,7 +220,12 @@ def _grouped_domain(
     named: Sequence[IterDomain],
     values: Values,
 ) -> TensorDomain:
-    """Returns root axes, logical axes and transforms; kept axes get the numbers of `named`."""
+    """Returns the domain of a reshape's result: root axes, logical axes and transforms.
+
+    `groups` has, per group, the positions of the operand's axes and the sizes into which the group
+    is reshaped. An axis that the reshape does not change gets the axis number of its entry in
+    `named`.
+    """
     root = [fusion.clone_axis(a) for a in source.domain.no_reductions]
     at = 0
     for ins, sizes in groups:
@@ -220,7 +239,7 @@ def _grouped_domain(
 
 
 def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
-    """Sets root axes, logical axes and transforms of `out`, and replays its loop transforms."""
+    """Sets root axes, logical axes and transforms of `out`, and repeats its loop transforms."""
     old = out.domain
     whole = old.having(
         root=domain.root_numbers,
@@ -237,9 +256,9 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
 def _with_broadcasts(
     fusion: Fusion, op: nodes.ExpandOp, values: Values
 ) -> tuple[list[TensorOp], TensorView]:
-    """Returns ops that turn axes of one element into broadcasts, and the expand's operand.
+    """Returns ops that turn an expand's axes of size 1 into broadcasts, and the new operand.
 
-    The ops are a reshape that merges all axes, and one that splits them again.
+    The ops are a reshape that merges all axes, and a reshape that splits the merged axis again.
     """
     inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]
     spread = (_size(a.size, values) == 1 != _size(size, values) for a, size in _open_axes(op))
@@ -263,7 +282,7 @@ def _with_broadcasts(
 
 # ------------------------------------------------------------------ downstream
 def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) -> list[IterDomain]:
-    """Returns the new states of the output's root axes, from the axes of the operands."""
+    """Returns the output's root axes with kinds and extents derived from the operands' axes."""
     columns: dict[int, list[tuple[TensorView, IterDomain]]] = {}
     for index, tv in tensor_operands(op):
         for source, target in mapped_axes(op, index, out):
@@ -292,7 +311,7 @@ def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) 
 
 
 def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
-    """Returns `axis` with the kind and sizes of `source`; a reduction axis stays a reduction."""
+    """Returns `axis` with the kind and sizes of `source`, except that a reduction stays one."""
     if axis.is_reduction():
         return replace(axis, extent=source.size)
     return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
@@ -308,7 +327,8 @@ def _expanded(
 ) -> IterDomain:
     """Returns an operand's axis expanded to `size`.
 
-    `out` is the result's axis; if it is `?`, the sizes in `deciding_sizes` decide.
+    `out` is the result's axis. If `out` is `?`, the sizes in `values` decide whether it is
+    expanded.
     """
     if out.is_broadcast:
         return replace(axis, expanded=out.expanded)
@@ -343,9 +363,9 @@ def _check_sizes(
     pairs: Sequence[tuple[TensorView, IterDomain]],
     values: Values,
 ) -> list[tuple[TensorView, IterDomain]]:
-    """Checks that the sizes of joined axes agree, and returns the axes that are compared.
+    """Checks that joined axes have equal sizes, and returns the (tensor, axis) pairs compared.
 
-    Broadcasts that are not expanded are excluded, unless the axis is contracted.
+    A broadcast axis that is not expanded is not compared, unless `out` is a reduction axis.
     """
     sized = [
         (tv, a)
@@ -365,7 +385,10 @@ def _check_sizes(
 
 # ------------------------------------------------------------------ replay
 def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values) -> TensorDomain:
-    """Returns the domain in which these axes have new states; derived axes are recomputed."""
+    """Returns a copy of `domain` in which the axes `states` replace those with the same numbers.
+
+    Axes that are derived from these axes are recomputed.
+    """
     rules = _Restate(domain, values)
     known = replay(forward(domain.transforms), {a.number: a for a in states}, rules)
     made = domain.with_axes(
@@ -379,7 +402,7 @@ def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values)
 
 
 class _Restate(Rules[IterDomain]):
-    """Rules for the states (kind and extent) of derived axes, from new states of their sources."""
+    """Rules that compute kind and extent of derived axes from those of their source axes."""
 
     needs_all = False
 
@@ -397,7 +420,7 @@ class _Restate(Rules[IterDomain]):
     def merge(
         self, t: MergeTransform, outer: IterDomain | None, inner: IterDomain | None
     ) -> IterDomain:
-        """Returns the merged axis; an iteration wins over a broadcast."""
+        """Returns the merged axis, which is a broadcast axis only if both axes are broadcasts."""
         o, i = outer or self._axes[t.outer], inner or self._axes[t.inner]
         expanded = i.expanded if o.expanded is None else o.expanded
         like = replace(i if o.is_broadcast else o, expanded=expanded)
@@ -407,7 +430,7 @@ class _Restate(Rules[IterDomain]):
         return _sized(out, like, self._sizes.merge(t, o.size, i.size))
 
     def resize(self, t: Resize, inp: IterDomain) -> IterDomain:
-        """Returns the resized axis; a `?` axis becomes a broadcast if its size is 1."""
+        """Returns the resized axis. A `?` axis becomes a broadcast axis if its size is 1."""
         out, size = self._axes[t.out], self._sizes.resize(t, inp.size)
         if out.kind is not IterType.symbolic:
             return replace(out, extent=size)
@@ -416,12 +439,12 @@ class _Restate(Rules[IterDomain]):
         return replace(out, kind=IterType.iteration, extent=size)
 
     def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
-        """Returns the rotated axis with the kind and size of its source."""
+        """Returns the swizzled axis with the kind and size of its source axis."""
         return _sized(self._axes[t.out], inp, inp.size)
 
 
 def _sized(out: IterDomain, inp: IterDomain, size: Scalar) -> IterDomain:
-    """Returns a derived axis with the kind of its source and this size."""
+    """Returns the derived axis `out` with the kind of its source axis `inp` and extent `size`."""
     if inp.is_broadcast:
         expanded = None if inp.expanded is None else size
         return replace(out, kind=IterType.broadcast, extent=sc.ONE, expanded=expanded)

@@ -59,7 +59,10 @@ SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 @record
 class Segment:
-    """One step of the program: ops in order, and the tensors that it reads and writes."""
+    """One step of the compiled program: its ops in order, the tensors it reads and writes.
+
+    `kind` says what executes the ops. For a kernel, `scheduler` is the name of the scheduler.
+    """
 
     number: int
     kind: SegmentKind
@@ -72,13 +75,13 @@ class Segment:
 
     @property
     def line(self) -> str:
-        """The user's line of the last op that has one."""
+        """The user's line of the last op in this segment that has a line, else ""."""
         return next((op.where for op in reversed(self.exprs) if op.where), "")
 
 
 @record
 class SegmentedFusion:
-    """A fusion and its segments in the order in which they run."""
+    """A fusion, and its segments in the order in which the segments run."""
 
     fusion: Fusion
     segments: tuple[Segment, ...]
@@ -103,20 +106,22 @@ def segment_fusion(
     row_parts: int = 0,
     takes_both: Callable[[Fusion], str | None] | None = None,
 ) -> SegmentedFusion:
-    """Divides `fusion` into segments in the order in which they run.
+    """Divides `fusion` into segments, and returns the segments in the order in which they run.
 
     - `find_scheduler` returns the name of a scheduler that accepts a kernel's fusion, or None.
     - `local_shape` returns the extents of a tensor in memory.
-    - `pays` returns whether one pointwise kernel is as fast as several.
-    - `may_share_kernel` is an equivalence relation of ops; those of one kernel run equally often.
-    - `stands_alone` returns whether the library executes an op.
-    - `row_parts`: if not 0, sums over rows may be split into this many partial sums, in `fusion`
-      itself.
-    - `takes_both` returns the scheduler of kernels that run side by side in one launch; None
-      disables such kernels.
+    - `pays(parts, union)` returns whether one kernel `union` is as fast as the kernels `parts`.
+    - `may_share_kernel` is an equivalence relation of ops: the ops of one kernel must run equally
+      often.
+    - `stands_alone` returns whether the library executes an op as a segment of its own.
+    - `row_parts`: if not 0, a sum over rows may be split into this many partial sums. The split
+      changes `fusion` itself.
+    - `takes_both` returns the scheduler of a kernel that runs two merged kernels side by side in
+      one launch. None disables such kernels.
 
     Raises:
-        UnsupportedError: no scheduler accepts some op, even alone; it is named.
+        UnsupportedError: no scheduler accepts some op, not even as the only op of a kernel. The
+            message names the op.
     """
     segmenter = _Segmenter(
         fusion, find_scheduler, local_shape, pays, may_share_kernel, stands_alone, row_parts
@@ -125,7 +130,7 @@ def segment_fusion(
 
 
 class _Segmenter:
-    """One run of `segment_fusion`."""
+    """The state of one call of `segment_fusion`."""
 
     def __init__(
         self,
@@ -175,10 +180,11 @@ class _Segmenter:
 
     # ------------------------------------------------------------ views
     def _mark_aliases(self) -> None:
-        """Turns view ops into aliases if their operand is stored anyway and torch can view it.
+        """Turns view ops into aliases, which cost nothing, where memory holds the operand anyway.
 
-        An alias pays if memory already holds the operand, or if a library op or communication needs
-        the result. A chain of views between two kernel ops stays in the kernel.
+        torch must be able to view the operand. An alias pays if memory already holds the operand,
+        or if a library op or communication needs the result. A chain of views between two kernel
+        ops stays in the kernel.
         """
         needs_memory = self._views_wanted_in_memory()
         shown = views_of_inputs(self.fusion)
@@ -212,10 +218,10 @@ class _Segmenter:
                 self.strides[e.out] = strides
 
     def _may_be_sent(self, e: TensorOp, strides: tuple[Scalar, ...]) -> bool:
-        """Returns whether communications may read this view.
+        """Returns whether communications may read the view that `e` computes with these strides.
 
-        They send memory, which must be dense and in the declared order. A kernel packs any other
-        view.
+        Communications send memory, which must be dense and in the declared order. A kernel copies
+        any other view into such memory.
         """
         sent = any(self.kind.get(u) == "communication" for u in self.fusion.uses(e.out_tensor))
         dense = zip(
@@ -224,10 +230,11 @@ class _Segmenter:
         return not sent or all(a.is_broadcast or have == want for a, have, want in dense)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
-        """Returns the view ops whose result must be in memory.
+        """Returns the view ops whose result must be in memory because of one of these readers:
 
-        Such a result is read, directly or through other views, by a library op, a communication, a
-        lookup as its table, or a kernel that may not contain the view.
+        - a library op or a communication, directly or through other views;
+        - a lookup that uses the result as its table;
+        - a kernel that may not contain the view op.
         """
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):
@@ -246,11 +253,11 @@ class _Segmenter:
         return definition is None or self.kind[definition] != "kernel"
 
     def _dense(self, tv: TensorView) -> tuple[Scalar, ...]:
-        """Returns the strides of a freshly allocated local tensor, per logical axis."""
+        """Returns the strides that a newly allocated local tensor has, one per logical axis."""
         return memory_layout.dense_strides(tv, self.local_shape(tv))
 
     def _view_strides(self, e: TensorOp) -> Strides | None:
-        """Returns the strides of a view op's result, None if torch would have to copy."""
+        """Returns the strides of a view op's result, or None if torch would have to copy."""
         source: TensorView = e.inputs[0]
         known = self.strides.get(source)
         if known is None:
@@ -259,7 +266,10 @@ class _Segmenter:
 
     # ------------------------------------------------------------ what memory holds
     def _materialised(self) -> dict[TensorView, None]:
-        """Returns the tensors that memory must hold, as an ordered set."""
+        """Returns the tensors that memory must hold, as a dictionary with None values.
+
+        The dictionary serves as an ordered set.
+        """
         stored: dict[TensorView, None] = {
             v: None for v in self.fusion.inputs if isinstance(v, TensorView)
         }
@@ -284,7 +294,11 @@ class _Segmenter:
         return stored
 
     def _without_broadcasts(self, tv: TensorView, reduced: dict[TensorView, None]) -> TensorView:
-        """Returns the tensor before broadcasts and squeezes, which the readers repeat for free."""
+        """Returns the tensor from which broadcasts and squeezes compute `tv`.
+
+        Storing this tensor suffices, because the readers repeat broadcasts and squeezes at no cost.
+        The search ends at the first tensor that is not in `reduced`.
+        """
         while isinstance(e := self.fusion.definition(tv), nodes.BroadcastOp | nodes.SqueezeOp):
             if e.inp not in reduced or self.kind[e] != "kernel":
                 break
@@ -292,7 +306,10 @@ class _Segmenter:
         return tv
 
     def _reduced_space(self) -> dict[TensorView, None]:
-        """Returns results of reductions, and tensors computed from them alone, of equal size."""
+        """Returns the results of reductions, and the tensors computed only from such results.
+
+        A computed tensor counts only if it has as many elements as its operands.
+        """
         reduced: dict[TensorView, None] = {}
         for e in self.exprs:
             if self.kind[e] != "kernel":
@@ -315,7 +332,7 @@ class _Segmenter:
     def _cone(
         self, targets: Iterable[TensorView], stored: dict[TensorView, None]
     ) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Returns the kernel ops that compute `targets` from stored tensors, and those tensors."""
+        """Returns the kernel ops that compute `targets` from stored tensors, and these tensors."""
         ops: set[TensorOp] = set()
         inputs: dict[TensorView, None] = {}
         todo = [self.fusion.definition(t) for t in targets]
@@ -335,7 +352,7 @@ class _Segmenter:
         return ops, {v: None for v in inputs if self.fusion.definition(v) not in ops}
 
     def _levels(self) -> dict[TensorOp, int]:
-        """Returns, for each op, the largest number of non-kernel ops on a path to it."""
+        """Returns each op's level: the most non-kernel ops on a path from an input to the op."""
         levels: dict[TensorOp, int] = {}
         for e in self.exprs:
             found = [self.fusion.definition(v) for v in e.inputs if isinstance(v, TensorView)]
@@ -344,15 +361,19 @@ class _Segmenter:
         return levels
 
     def _store_early(self, stored: dict[TensorView, None]) -> None:
-        """Stores tensors that kernels of very many levels would each recompute.
+        """Adds to `stored` tensors that kernels of many different levels would each recompute.
 
-        Such kernels cannot be merged, because each waits for results of the one before. In a deep
-        program, each kernel would otherwise recompute everything before it. With residuals
+        The level of a kernel is the number of library ops, views and communications before it.
+        Kernels of different levels cannot be merged, because each waits for results of the level
+        before. In a deep program, each kernel would otherwise recompute everything before it. With
+        residuals
 
             y1 = x + f(..), y2 = y1 + g(..), y3 = y2 + h(..), ..
 
-        each would add up all earlier terms. Kernels of one level count as one. `worth_storing`
-        decides: a tensor that pays for so many kernels also pays for more.
+        each kernel would add up all earlier terms. All kernels of one level count as one kernel,
+        because they may be merged. `worth_storing` decides once `MANY_LEVELS` levels compute an op.
+        The decision holds for the whole program: a tensor that pays for these kernels also pays for
+        more kernels.
         """
         levels, many = self._levels(), MANY_LEVELS
         kernels: dict[int, set[TensorOp]] = {}
@@ -376,7 +397,7 @@ class _Segmenter:
             many = MANY_LEVELS if more else 2 * many
 
     def _cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
-        """Returns one group per op that computes stored tensors, with the ops that it needs."""
+        """Returns one group per op that computes a stored tensor: the op, and the ops it needs."""
         groups: list[SegmentGroup] = []
         seen: set[TensorView] = set()
         for e in self.exprs:
@@ -393,7 +414,14 @@ class _Segmenter:
         return groups
 
     def _accepted_cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
-        """Returns the cones; a cone that no scheduler accepts is divided behind its reductions."""
+        """Returns one accepted group per op that computes stored tensors.
+
+        If no scheduler accepts a group, the results of its reductions are added to `stored`, and
+        all groups are computed again.
+
+        Raises:
+            UnsupportedError: no scheduler accepts a group that has no such reduction.
+        """
         while True:
             made: list[SegmentGroup] = []
             refused: SegmentGroup | None = None
@@ -435,9 +463,10 @@ class _Segmenter:
     def _accepted(
         self, group: SegmentGroup, totals: tuple[TensorView, ...] = ()
     ) -> SegmentGroup | None:
-        """Returns the group with fusion and scheduler, None if no scheduler accepts it.
+        """Returns the group with fusion and scheduler, or None if no scheduler accepts the group.
 
-        With `totals`, its kernel must compute only partial sums of these. Results are cached.
+        If `totals` is given, the kernel computes only partial sums of these tensors. Results are
+        cached.
         """
         key = group.ops, group.outputs, group.inputs, totals
         if key not in self.answers:
@@ -445,7 +474,7 @@ class _Segmenter:
         return self.answers[key]
 
     def _ask(self, group: SegmentGroup, totals: tuple[TensorView, ...]) -> SegmentGroup | None:
-        """Computes the result of `_accepted` for a new candidate."""
+        """Computes the result of `_accepted` for a group that is not in the cache."""
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)
@@ -462,9 +491,9 @@ class _Segmenter:
         return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
 
     def _split_rows(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
-        """Returns the groups; each one with totals becomes two groups.
+        """Returns `groups` with each group that has `totals` replaced by two groups.
 
-        The first computes partial sums, the second adds them up.
+        The first of the two computes partial sums, and the second adds the partial sums up.
         """
         made: list[SegmentGroup] = []
         for group in groups:
@@ -491,14 +520,18 @@ class _Segmenter:
         return {op for op in found if op is not None}
 
     def _number_ops(self) -> None:
-        """Updates the positions and kinds of ops after new ones were added."""
+        """Updates the order, positions and kinds of ops after new ops were added to the fusion."""
         self.exprs = self.fusion.used_exprs()
         self.position = {e: i for i, e in enumerate(self.exprs)}
         for e in self.exprs:
             self.kind.setdefault(e, "kernel")
 
     def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> SegmentGroup:
-        """Returns the accepted group of these ops. Raises `UnsupportedError` if there is none."""
+        """Returns the accepted group of these ops.
+
+        Raises:
+            UnsupportedError: no scheduler accepts the group.
+        """
         made = {out for op in ops for out in op.outputs}
         read = [v for op in ops for v in op.inputs if isinstance(v, TensorView) and v not in made]
         at = [self.position[op] for op in ops]
@@ -523,7 +556,10 @@ class _Segmenter:
 
     # ------------------------------------------------------------ order
     def _order(self, groups: list[SegmentGroup]) -> list[Segment]:
-        """Returns the segments in an order in which they can run, otherwise in program order."""
+        """Returns the segments, each after the segments whose results it reads.
+
+        If several segments could run next, the first of them in program order is next.
+        """
         steps: list[tuple[int, Segment]] = []
         for g in groups:
             ops = self._in_order(g)
@@ -558,7 +594,10 @@ class _Segmenter:
 
 
 def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[TensorView]:
-    """Returns the tensors, and all results that these ops (in order) compute from them."""
+    """Returns `tensors` and all results of `exprs` that depend on them.
+
+    `exprs` are in program order.
+    """
     found = {*tensors}
     for op in exprs:
         if any(v in found for v in op.inputs):
@@ -567,7 +606,7 @@ def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[Tens
 
 
 def _is_boundary(op: TensorOp) -> bool:
-    """Returns whether the op is a border between kernels that the user set (`ops.segment_set`)."""
+    """Returns whether the user set the op as a border between kernels (`ops.segment_set`)."""
     return isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
 
 
@@ -579,8 +618,8 @@ def extract(
 ) -> Fusion:
     """Returns a separate fusion of some ops, with the same numbers, extents and shardings.
 
-    The logical axes of inputs become their root axes, and reductions are dropped. Scalar inputs
-    that the ops use become inputs, too.
+    The logical axes of an input tensor become its root axes, and its reduction axes are dropped.
+    The scalar inputs of `fusion` that the ops use become inputs of the new fusion.
     """
     part, mapping = fusion.copy(ops)
     part.origins = ()
@@ -604,9 +643,9 @@ def extract(
 
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain of a tensor that a segment reads, without root axes and reductions.
+    """Returns the domain of a tensor that a segment reads, without root axes and reduction axes.
 
-    Its axes are not marked as derived (`rf`).
+    The axes are no longer marked as derived (`rf`), because a segment does not derive its inputs.
     """
     return _once(domain, _read)
 
@@ -617,7 +656,10 @@ def _read(domain: TensorDomain) -> TensorDomain:
 
 
 def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) -> TensorDomain:
-    """Returns a changed domain; the same object each time, so that comparisons are fast."""
+    """Returns `change(domain)`, computed only once per domain.
+
+    Later calls return the same object, so that comparisons of domains are fast.
+    """
     if change not in domain.known:
         domain.known[change] = change(domain)
     return domain.known[change]
@@ -636,8 +678,8 @@ def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) 
 class RowParts:
     """A reduction that computes partial sums over rows.
 
-    `count` is the number of parts, `part` the number of the axis that counts them, `rest` that of
-    the axis that is still reduced.
+    `count` is the number of partial sums. `part` is the number (id) of the axis that counts the
+    partial sums, and `rest` is the number of the axis that is still reduced.
     """
 
     count: int
@@ -646,7 +688,7 @@ class RowParts:
 
 
 def row_parts(op: TensorOp) -> RowParts | None:
-    """Returns how an op computes partial sums over rows, None for any other op."""
+    """Returns how an op computes partial sums over rows, or None if it does not compute any."""
     if not isinstance(op, ReductionOp) or not op.out.domain.root:
         return None
     domain = op.out.domain
@@ -659,9 +701,10 @@ def row_parts(op: TensorOp) -> RowParts | None:
 
 
 def may_come_in_parts(total: TensorView) -> bool:
-    """Returns whether a reduction can be split into partial sums.
+    """Returns whether the reduction that computes `total` can be split into partial sums.
 
-    It must have one result without a declared memory order, a mesh axis or loop transforms.
+    The op must have one result. This result must not have a declared memory order, a mesh axis or
+    loop transforms.
     """
     op, domain = total.definition(), total.domain
     is_plain = domain.loop_numbers == domain.logical_numbers and not domain.allocation
@@ -670,10 +713,7 @@ def may_come_in_parts(total: TensorView) -> bool:
 
 
 def split_rows(total: TensorView, count: int) -> TensorView:
-    """Splits a reduction into `count` partial sums and their sum; returns the partial sums.
-
-    The reduced axes count as one, in their order. Part k sums the rows k, k + count, and so on.
-    """
+    """Splits a reduction into `count` partial sums and their total; returns the partial sums."""
     axes = [k for k, a in enumerate(total.domain.loop) if a.is_reduction()]
     first = axes[0]
     total.reorder({at: first + k for k, at in enumerate(axes)})

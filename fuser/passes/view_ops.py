@@ -1,6 +1,6 @@
-"""Views: which ops only rename elements of their operand, and the strides of their results.
+"""Views: ops whose result shares the memory of the operand, and the strides of such results.
 
-Strides are scalar expressions over extents. A property that holds for them therefore holds for
+Strides are scalar expressions over extents. A property of these expressions therefore holds for
 every size of an input class, and torch can create such a view without a copy.
 """
 
@@ -70,9 +70,9 @@ def views_of_inputs(fusion: Fusion) -> set[TensorView]:
 def view_strides(
     op: TensorOp, known: Strides, local_shape: Callable[[TensorView], Sequence[Scalar]]
 ) -> Strides | None:
-    """Returns the strides of a view op's result, None if torch would have to copy.
+    """Returns the strides of a view op's result, or None if torch would have to copy.
 
-    `known` are the strides of its operand. `local_shape` returns the extents of a tensor in memory.
+    `known` are the strides of the operand. `local_shape` returns the extents of a tensor in memory.
     """
     if isinstance(op, nodes.ReshapeOp):
         return _reshape_strides(op, known, local_shape)
@@ -103,8 +103,8 @@ def contiguity_of(
 ) -> tuple[bool | None, ...]:
     """Returns the contiguity of a tensor with these strides, one flag per axis in `order`.
 
-    `order` lists all axes, outermost first. The flag is None if memory holds one element along an
-    axis.
+    `order` lists the positions of all axes, outermost first. The flag of an axis is None if memory
+    holds only one element along the axis.
     """
     axes, step = tv.domain.no_reductions, sc.ONE
     flags: list[bool | None] = []
@@ -118,7 +118,10 @@ def contiguity_of(
 
 
 def lies_as_declared(tv: TensorView, strides: Strides, extents: Sequence[Scalar]) -> bool:
-    """Returns whether strides match the declared layout of a tensor for all sizes."""
+    """Returns whether strides match the declared layout of a tensor for all sizes.
+
+    `extents` are the extents of the tensor's axes in memory.
+    """
     order = memory_layout.memory_order(tv)
     found = contiguity_of(tv, strides, [p for p, _ in order], extents)
     return all(is_so or not flag for is_so, (_, flag) in zip(found, order, strict=True))

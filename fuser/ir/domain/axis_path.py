@@ -1,11 +1,11 @@
-"""Computes a quantity of derived axes from that of their sources, or the other way round.
+"""Computes a quantity of derived axes from that of their source axes, or in the other direction.
 
     steps = path(domain, domain.loop, domain.logical)         undoes splits and merges
     values = replay(steps, {number: value, ...}, rules)       the value of every axis on the path
 
 `Rules` define, per kind of transform and direction, how one quantity changes. This module has the
-rules of indices, sizes and strides; rules of shardings, new axes or torch views are defined by
-their users. Transforms are interpreted only through such rules.
+rules of indices, sizes and strides. Rules of shardings, new axes and torch views stand in the
+modules that use them. Transforms are interpreted only through such rules.
 """
 
 from __future__ import annotations
@@ -33,33 +33,35 @@ V = TypeVar("V")
 
 
 class PathStep(NamedTuple):
-    """One transform of a path, applied forward (inputs to outputs) or backward."""
+    """One transform on a path, applied forward (inputs to outputs) or backward (outputs to
+    inputs).
+    """
 
     transform: Transform
     is_forward: bool
 
 
 def forward(transforms: Iterable[Transform]) -> tuple[PathStep, ...]:
-    """Returns the steps that apply these transforms in order."""
+    """Returns the path steps that apply these transforms in order."""
     return tuple(PathStep(t, True) for t in transforms)
 
 
 def backward(transforms: Sequence[Transform]) -> tuple[PathStep, ...]:
-    """Returns the steps that undo these transforms, the last one first."""
+    """Returns the path steps that undo these transforms, the last transform first."""
     return tuple(PathStep(t, False) for t in reversed(transforms))
 
 
 def transforms_between(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
 ) -> tuple[Transform, ...]:
-    """Returns the transforms that derive `targets` from `sources`, in order."""
+    """Returns the transforms that derive `targets` from `sources`, in the order of application."""
     return tuple(_producers(domain, {a.number for a in targets}, {a.number for a in sources}))
 
 
 def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[Transform]:
     """Returns the transforms that derive the `wanted` axes from the `stop` axes, in order.
 
-    Adds the axes between the two to `wanted`.
+    Changes `wanted` in place: removes the `stop` axes and adds the axes on the way.
     """
     wanted -= stop
     picked: list[Transform] = []
@@ -76,7 +78,7 @@ def path(
     """Returns the steps from `sources` to `targets`: backward steps first, then forward steps.
 
     A target that is an ancestor or a descendant of a source is always reached. Any other target is
-    reached only if the sources determine it (memory axes -> logical axes -> loop axes).
+    reached only if the sources determine its value (memory axes -> logical axes -> loop axes).
     """
     start = {a.number for a in sources}
     goal = {a.number for a in targets} - start
@@ -107,9 +109,10 @@ def path(
 class Rules(Generic[V]):
     """The rules of one quantity: how each kind of transform changes it, forward and backward.
 
-    A method returns None if the value cannot be determined; the default methods always do. With
-    `needs_all`, a step is applied only if all its sources have values. Otherwise one value is
-    enough, and a missing second value of a merge or a shift (or of undoing one) is passed as None.
+    Each method takes the values of the source axes and returns the values of the target axes. A
+    value is None if it cannot be determined. The methods of this base class always return None. If
+    `needs_all` is True, a step is applied only if all its sources have values. Otherwise one value
+    is enough, and a missing second value is passed as None.
     """
 
     needs_all = True
@@ -155,7 +158,7 @@ class Rules(Generic[V]):
         return None, None
 
     def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
-        """Returns the values of the step's targets, computed from those of its sources."""
+        """Returns the values of the step's target axes, computed from those of its source axes."""
         t = step.transform
         if step.is_forward:
             match t:
@@ -183,9 +186,9 @@ class Rules(Generic[V]):
 
 
 def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
-    """Returns the known values by axis number, with those that the rules compute along the steps.
+    """Returns `known`, extended by the values that the rules compute along the steps.
 
-    A known value is never replaced. The result is ordered by the steps.
+    Keys are axis numbers. A known value is never replaced. The result is ordered by the steps.
     """
     found = dict(known)
     enough = all if rules.needs_all else any
@@ -203,9 +206,10 @@ def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -
 
 # ------------------------------------------------------------------ indices
 class IndexRules(Rules[Scalar]):
-    """Rules for indices: the index of a derived axis from those of its sources, and back.
+    """Rules for indices: the index of a derived axis from the indices of its sources, and back.
 
-    `coordinate` returns this device's coordinate along a device type; only rotations need it.
+    `coordinate` returns the executing device's coordinate along a device type. Only rotations need
+    it.
     """
 
     def __init__(
@@ -235,7 +239,8 @@ class IndexRules(Rules[Scalar]):
     def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
         """Returns (index / inner size, index % inner size).
 
-        A broadcast axis that is merged in a loop has index 0.
+        If a broadcast axis was merged with a concrete axis in a loop, the index of the broadcast
+        axis is 0.
         """
         if self._only_concrete(t):
             is_inner = self._axes[t.outer].is_broadcast
@@ -243,15 +248,19 @@ class IndexRules(Rules[Scalar]):
         return self._apart(t.inner, out)
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
-        """Returns outer index * inner size + inner index; a broadcast axis in a loop is ignored."""
+        """Returns outer index * inner size + inner index.
+
+        If a broadcast axis is merged with a concrete axis in a loop, the result is the concrete
+        axis's index.
+        """
         if self._only_concrete(t):
             return inner if self._axes[t.outer].is_broadcast else outer
         return self._together(t.inner, outer, inner)
 
     def _only_concrete(self, t: MergeTransform) -> bool:
-        """Returns whether a merge of a broadcast and a concrete axis iterates the latter only.
+        """Returns whether a merge of a broadcast and a concrete axis iterates only the latter.
 
-        This holds in loops, but not in views.
+        This is so in loops, but not in views.
         """
         outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
         return outer.is_broadcast != inner.is_broadcast and not out.rfactor
@@ -261,11 +270,11 @@ class IndexRules(Rules[Scalar]):
         return self._together(t.inner, outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
-        """Returns the index plus the elements that were added on the left."""
+        """Returns the index plus the number of elements that were added on the left."""
         return sc.add(inp, t.left)
 
     def unresize(self, t: Resize, out: Scalar) -> Scalar:
-        """Returns the index minus the elements that were added on the left."""
+        """Returns the index minus the number of elements that were added on the left."""
         return sc.sub(out, t.left)
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
@@ -280,18 +289,18 @@ class IndexRules(Rules[Scalar]):
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
         """Returns the shift of a row: (row * size) % width.
 
-        It is written as a difference, so that the start address of the row cancels in index
+        The result is written as a difference, so that the start address of the row cancels in index
         arithmetic.
         """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the row index, and the index plus the shift of the row."""
+        """Returns the row index, and the element index plus the shift of the row."""
         return rows, sc.add(inp, self._begin(t, rows))
 
     def unshift(self, t: Shift, same: Scalar, out: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the row index, and the index minus the shift of the row."""
+        """Returns the row index, and the element index minus the shift of the row."""
         return same, sc.sub(out, self._begin(t, same))
 
 
@@ -302,9 +311,11 @@ def indices_forward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns the indices (axis number -> index) of all axes that these indices determine, forward.
+    """Returns `indices`, and the indices of all axes that can be derived in the forward direction.
 
-    `transforms` defaults to all of the domain. A transform without all input indices is skipped.
+    Keys are axis numbers. `transforms` defaults to all transforms of the domain. A transform is
+    skipped if the index of one of its inputs is unknown. `coordinate` is needed for rotations
+    (`IndexRules`).
     """
     steps = forward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
@@ -317,23 +328,30 @@ def indices_backward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns the indices of transform inputs from those of outputs (loop -> logical -> root)."""
+    """Returns the indices of transform inputs, computed from the indices of transform outputs.
+
+    Keys are axis numbers. The direction is loop -> logical -> root. `coordinate` is needed for
+    rotations (`IndexRules`).
+    """
     steps = backward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
 
 
 # ------------------------------------------------------------------ sizes and strides
 class SizeRules(Rules[Scalar]):
-    """Rules for sizes of derived axes (forward only).
+    """Rules for the sizes of derived axes, in the forward direction only.
 
-    `rewrite` is applied to the factors of splits and the widths of resizes and shifts.
+    `rewrite` is applied to the factors of splits and to the widths of resizes and shifts.
     """
 
     def __init__(self, rewrite: Callable[[Scalar], Scalar] = lambda x: x) -> None:
         self._rewrite = rewrite
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the sizes of (outer, inner): one is the factor, the other ceil(size / factor)."""
+        """Returns the sizes of (outer, inner): the factor, and ceil(size / factor).
+
+        The factor is the inner size if `inner_split` is set, else the outer size.
+        """
         factor = self._rewrite(t.factor)
         rest = sc.ceildiv(inp, factor)
         return (rest, factor) if t.inner_split else (factor, rest)
@@ -347,19 +365,19 @@ class SizeRules(Rules[Scalar]):
         return sc.add(sc.add(inp, self._rewrite(t.left)), self._rewrite(t.right))
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
-        """Returns the size, which a rotation keeps."""
+        """Returns the size of the source axis, because a rotation does not change it."""
         return inp
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the number of rows, and the extended size (see `Shift`)."""
+        """Returns the number of rows, and the size plus width - 1 (see `Shift`)."""
         return rows, shifted_extent(inp, self._rewrite(t.width))
 
 
 class StrideRules(Rules[Scalar]):
-    """Rules for strides of derived axes (forward only).
+    """Rules for the strides of derived axes, in the forward direction only.
 
-    `size` returns the size of an axis by number. The result is None if the derived axis has no
-    single stride, as after a rotation.
+    `size` returns the size of the axis with a given number. A stride is None if the derived axis
+    has no single stride, as after a rotation.
     """
 
     def __init__(self, size: Callable[[int], Scalar]) -> None:
@@ -370,29 +388,31 @@ class StrideRules(Rules[Scalar]):
         return sc.mul(inp, self._size(t.inner)), inp
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar | None:
-        """Returns the stride of a merged axis, None if its parts are not adjacent in memory."""
+        """Returns the stride of a merged axis, or None if its sources are not adjacent in
+        memory.
+        """
         if self._size(t.inner) == sc.ONE:
             return outer
         is_one = self._size(t.outer) == sc.ONE
         return inner if is_one or outer == sc.mul(inner, self._size(t.inner)) else None
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
-        """Returns the stride, which a resize keeps."""
+        """Returns the stride of the source axis, because a resize does not change it."""
         return inp
 
 
 def is_divisible(domain: TensorDomain, split: SplitTransform) -> bool:
-    """Returns whether the factor provably divides the size of the split axis."""
+    """Returns whether the split factor provably divides the size of the split axis."""
     return sc.int_value(sc.mod(domain.axes[split.inp].size, split.factor)) == 0
 
 
 def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> list[SplitTransform]:
-    """Returns the splits whose parts may extend past the end of the split axis."""
+    """Returns the splits whose results may extend past the end of the split axis."""
     return [t for t in transforms if isinstance(t, SplitTransform) and not is_divisible(domain, t)]
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain with each split factor replaced by the size of the axis that has it."""
+    """Returns the domain in which each split factor is the size of the inner (or outer) axis."""
 
     def exact(t: Transform) -> Transform:
         if not isinstance(t, SplitTransform):

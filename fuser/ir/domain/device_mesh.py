@@ -1,7 +1,7 @@
 """DeviceMesh: an n-dimensional array of ranks. `mesh_x` is the *last* mesh dimension.
 
-The text of a small mesh lists every rank. That of a large one uses ranges, with steps, gaps and
-dimensions:
+The text of a small mesh lists every rank. The text of a large mesh uses ranges, with steps, gaps
+and dimensions:
 
     DeviceMesh{{0 1}{2 3}}   DeviceMesh{0..1023}   DeviceMesh{0..6 8..63}   DeviceMesh{0..56 by 8}
     DeviceMesh{{0..7}..{1016..1023}}   DeviceMesh{{0..896 by 128}..{127..1023 by 128} by 1}
@@ -38,7 +38,11 @@ _checked_init = partial(checked, name="DeviceMesh")
 
 
 def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
-    """Returns (row-major ids, shape) of nested sequences of ints."""
+    """Returns (row-major rank ids, shape) of nested sequences of ints.
+
+    Raises:
+        Mismatch: the sequences are ragged or nested too deeply.
+    """
     if python_number(nested) is not None:
         return [take_integer(nested)], ()
     if depth > _MAX_DIMENSIONS:
@@ -58,11 +62,11 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
 class DeviceMesh:
     """Ranks arranged in an array of 1 to 3 dimensions.
 
-    `devices` is an integer torch tensor, or nested sequences of ints; a flat list is
-    one-dimensional.
+    `devices` is an integer torch tensor, or nested sequences of ints. A flat list becomes a
+    one-dimensional mesh.
 
     Raises:
-        ArgumentError: for a single number, which could mean a rank or a count of ranks.
+        ArgumentError: `devices` is a single number, which could mean a rank or a number of ranks.
         ShardingError: for duplicates, negative ranks, ragged lists or more than 3 dimensions.
     """
 
@@ -104,7 +108,10 @@ class DeviceMesh:
 
     @checked
     def dim_of(self, ptype: ParallelType) -> int | None:
-        """Returns the mesh dimension of a device type (mesh_x: the last), None if absent."""
+        """Returns the mesh dimension of a device type, or None if the mesh lacks it.
+
+        mesh_x is the last dimension.
+        """
         if not ptype.is_device:
             raise ShardingError(
                 f"{self} has no dimension {ptype.text}: expected a device type, such as mesh_x"
@@ -114,7 +121,7 @@ class DeviceMesh:
 
     @checked
     def size_of(self, ptype: ParallelType) -> int:
-        """Returns the number of devices along `ptype`; 1 if the mesh lacks that dimension."""
+        """Returns the number of devices along `ptype`, or 1 if the mesh lacks that dimension."""
         dim = self.dim_of(ptype)
         return 1 if dim is None else self.shape[dim]
 
@@ -127,13 +134,13 @@ class DeviceMesh:
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
         """Returns the position of `rank` along `ptype`.
 
-        It is 0 if the mesh lacks that dimension or that rank.
+        Returns 0 if the mesh lacks that dimension or that rank.
         """
         dim = self.dim_of(ptype)
         return 0 if dim is None else self._coordinates(rank)[dim]
 
     def _coordinates(self, rank: int) -> list[int]:
-        """Returns the position of `rank` along each dimension; zeros for an unknown rank."""
+        """Returns the position of `rank` along each dimension, or zeros for an unknown rank."""
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
@@ -159,7 +166,7 @@ class DeviceMesh:
 
     @checked
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
-        """Returns the ranks that share all of `rank`'s coordinates except those along `ptypes`.
+        """Returns the ranks that have the same coordinates as `rank`, except along `ptypes`.
 
         Mesh [[0 1 2][3 4 5]]: team(4, (mesh_x,)) = (3, 4, 5), team(4, (mesh_y,)) = (1, 4).
         """
@@ -186,7 +193,7 @@ class DeviceMesh:
 
     @cached_property
     def ranks_text(self) -> str:
-        """The ranks as printed, without the outermost braces: `0 1`, `{0 1}{2 3}`, `0..1023`."""
+        """The text of the ranks, without the outermost braces: `0 1`, `{0 1}{2 3}`, `0..1023`."""
         return _items_text(self.devices, self.shape, is_short=self.size > SPELLED_OUT)
 
     def __repr__(self) -> str:
@@ -195,7 +202,10 @@ class DeviceMesh:
 
 # ------------------------------------------------------------------ text
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
-    """Returns the items of one dimension; `is_short` abbreviates three or more equal steps."""
+    """Returns the text of the items along the first dimension of an array of ids.
+
+    With `is_short`, three or more items at equal distances are written as a range.
+    """
     count = len(ids) // shape[0] if shape[0] else 0
 
     def text(at: int) -> str:
@@ -218,9 +228,10 @@ def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -
 
 
 def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
-    """Returns (number, step): how many blocks from `at` on follow each other by one step.
+    """Returns (length, distance) of the longest range of blocks that begins with block `at`.
 
-    A block has `count` consecutive ids; each id exceeds that of the block before by the step.
+    A block is `count` consecutive ids. In a range, each id is larger by the same distance than the
+    id at the same position of the block before.
     """
     if (at + 1) * count >= len(ids):
         return 1, 0
@@ -237,13 +248,17 @@ def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
-    """Returns the ranks of all meshes, each once, in ascending order."""
+    """Returns the ranks of all meshes in ascending order. Each rank occurs once."""
     ranks = {mesh.ranks for mesh in set(meshes)}
     return ranks.pop() if len(ranks) == 1 else tuple(sorted(set[int]().union(*ranks)))
 
 
 def read_mesh(cursor: Cursor) -> DeviceMesh:
-    """Reads a mesh as it is printed. Raises `ParseError`."""
+    """Reads the text of a mesh at the cursor.
+
+    Raises:
+        ParseError: the text is no mesh.
+    """
     cursor.skip()
     start, depth = cursor.pos, 0
     for brace in _BRACES.finditer(cursor.text, start, cursor.end):
@@ -258,10 +273,10 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 
 
 def read_ranks(cursor: Cursor) -> DeviceMesh:
-    """Reads the text of a one-dimensional team: `(0 1 2)` or `(0..1023)`.
+    """Reads a team, a one-dimensional list of ranks, at the cursor: `(0 1 2)` or `(0..1023)`.
 
     Raises:
-        ParseError: with the position.
+        ParseError: the text is no list of ranks. The error has the position.
     """
     cursor.skip()
     start, end = cursor.pos, cursor.text.find(")", cursor.pos, cursor.end) + 1
@@ -284,7 +299,7 @@ def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
 
 
 def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
-    """Returns the mesh of a text that was read before and moves the cursor to `end`; else None."""
+    """Returns the cached mesh of the text up to `end` and moves the cursor there, or None."""
     known = _read.recall(cursor.text[cursor.pos : end])
     if known is not None:
         cursor.pos = end
@@ -309,7 +324,10 @@ def _read_item(c: Cursor, depth: int) -> object:
 
 
 def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
-    """Returns the items of the range `first..last by step`, without `first`."""
+    """Returns the items of the range `first..last by step`, without `first`.
+
+    If `step` is None, it is the number of ids in `first`. `at` is the position for errors.
+    """
     try:
         (ids, shape), (ends, other) = _flatten(first), _flatten(last)
     except FuserError as error:
@@ -332,7 +350,7 @@ def _shifted(item: object, by: int) -> object:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns ranks as a phrase: `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
+    """Returns ranks as words: `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"

@@ -1,12 +1,12 @@
-"""Equality classes of extents: which sizes of a fusion are equal, and how each one is written.
+"""Equality classes of extents: which sizes of a fusion are equal, and which one represents them.
 
 Ops that join axes require equal extents. If one side is a symbol, it is replaced by the other side
-everywhere. Of two symbols, the one with the higher number is replaced. The replacement is called
-the representative of the class.
+everywhere. If both sides are symbols, the symbol with the higher number is replaced. The
+replacement is called the representative of the class.
 
-Some equalities cannot replace a symbol: `2*i0 = 3*i1`, `i0 = min(4, i0)`. They are kept as stated,
-and an extent that equals the left side as a whole is replaced by the right side. Every equality is
-also a condition on the inputs, which `fuser.ir.binding` checks.
+Some equalities cannot replace a symbol: `2*i0 = 3*i1`, `i0 = min(4, i0)`. Such an equality is kept
+as stated, and an extent that equals its left side as a whole is replaced by its right side. Every
+equality is also a condition on the inputs, which `fuser.ir.binding` checks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ class ExtentClasses:
         self._is_shared = False
 
     def copy(self) -> ExtentClasses:
-        """Returns an independent copy."""
+        """Returns an independent copy of the equalities."""
         new = ExtentClasses()
         new.__dict__.update(self.__dict__)
         self._is_shared = new._is_shared = True
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal; if neither is preferred, `a` represents both."""
+        """States that two extents are equal, for the reason `reason`.
+
+        The extent that `_rank` sorts first becomes the representative. If both rank equally, `a`
+        does.
+        """
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
             return
@@ -54,7 +58,10 @@ class ExtentClasses:
         self._join(a, b, reason)
 
     def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
-        """Makes `a` the representative of `b`, or stores the equality; both are representatives."""
+        """Makes `a` the representative of `b`, or stores the equality if neither is a symbol.
+
+        Both must be representatives already.
+        """
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
             self._reasons, self._is_shared = dict(self._reasons), False
@@ -71,7 +78,7 @@ class ExtentClasses:
         self._rules = {self._substituted(x): y for x, y in self._whole}
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Returns an extent written with representatives only."""
+        """Returns an extent in which each symbol is replaced by its representative."""
         if not self._classes and not self._whole:
             return x
         found = self._answers.get(x)
@@ -96,7 +103,7 @@ class ExtentClasses:
             x = substitute(x, known)
 
     def relations(self) -> tuple[Relation, ...]:
-        """Returns all equalities as (extent, representative), those of symbols first."""
+        """Returns all equalities as (extent, representative), equalities of symbols first."""
         if self._relations is None:
             found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
             for x, y in self._whole:
@@ -108,13 +115,13 @@ class ExtentClasses:
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
-        """Returns the origin of an equality, such as `add of T0 and T1 at model.py:7`, or ""."""
+        """Returns the reason of an equality, such as `add of T0 and T1 at model.py:7`, or ""."""
         return self._reasons.get((x, representative)) or self._reasons.get(x, "")
 
     def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
-        """Replaces symbols in every equality, and drops those that become trivial.
+        """Replaces symbols by `values` in every equality, and drops equalities that become trivial.
 
-        A symbol that represented another one keeps doing so, whatever their numbers.
+        If a representative is replaced, its replacement becomes the representative.
         """
         stated = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
         self.__init__()
@@ -122,7 +129,10 @@ class ExtentClasses:
             self.write(substitute(x, values), substitute(y, values), reason)
 
     def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
-        """States that two extents are equal; of two symbols, `y` becomes the representative."""
+        """States that two extents are equal.
+
+        If both are symbols, `y` becomes the representative.
+        """
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
             self._join(y, x, reason)
@@ -131,7 +141,10 @@ class ExtentClasses:
 
 
 def _rank(x: Scalar) -> tuple[int, object]:
-    """Returns the sort key of representatives: constants, symbols by number, other expressions."""
+    """Returns the key by which representatives are preferred, lowest first.
+
+    Constants come first, then symbols by number, then other expressions.
+    """
     if isinstance(x, Const):
         return (0, ())
     return (1, sort_key(x)) if isinstance(x, Symbol) else (2, ())

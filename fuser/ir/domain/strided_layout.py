@@ -1,4 +1,4 @@
-"""The layout of a tensor in memory, without the memory: shape, strides and alignment."""
+"""The layout of a tensor in memory (shape, strides and alignment) as a value without memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 class StridedLayout:
     """Shape, strides and alignment of a tensor, with the query methods of `torch.Tensor`.
 
-    It replaces a tensor on torch's meta device, which takes ten times as long to create.
+    This class replaces tensors on torch's meta device, whose creation takes ten times as long.
 
-    - `skipped`: the elements from a multiple of VECTOR_BYTES to the first element.
-    - `span`: the elements of memory from the first to the last one, both included.
-    - `is_plain`: the tensor is contiguous and aligned to VECTOR_BYTES.
+    - `itemsize`: the bytes of one element.
+    - `skipped`: the number of elements between a multiple of VECTOR_BYTES and the first element.
+    - `span`: the number of elements of memory from the first to the last element, both included.
+    - `is_plain`: whether the tensor is contiguous and aligned to VECTOR_BYTES.
     """
 
     __slots__ = ("_is_contiguous", "_itemsize", "_skipped", "_strides", "is_plain", "shape", "span")
@@ -39,7 +40,11 @@ class StridedLayout:
 
     @staticmethod
     def of(t: torch.Tensor, skipped: int) -> StridedLayout:
-        """Returns the layout of a torch tensor."""
+        """Returns the layout of a torch tensor.
+
+        `skipped` is the number of elements between a multiple of VECTOR_BYTES and the first
+        element.
+        """
         shape, strides, is_contiguous = t.shape, t.stride(), t.is_contiguous()
         span = t.numel() if is_contiguous else _span(shape, strides)
         return StridedLayout(shape, strides, t.element_size(), span, is_contiguous, skipped)
@@ -48,7 +53,11 @@ class StridedLayout:
     def with_strides(
         shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, skipped: int = 0
     ) -> StridedLayout:
-        """Returns the layout with this shape and these strides, in elements."""
+        """Returns the layout of a tensor with this shape and these strides, in elements.
+
+        `skipped` is the number of elements between a multiple of VECTOR_BYTES and the first
+        element.
+        """
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):
             is_contiguous = is_contiguous and (n == 1 or step == dense)
@@ -58,7 +67,7 @@ class StridedLayout:
         )
 
     def viewed(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> StridedLayout:
-        """Returns the layout of a view that begins `shift` elements behind this layout."""
+        """Returns the layout of a view that begins `shift` elements after this layout begins."""
         skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
         return StridedLayout.with_strides(shape, strides, self._itemsize, skipped)
 
@@ -85,10 +94,10 @@ class StridedLayout:
 
     @overload
     def stride(self, axis: int) -> int:
-        """Returns the stride of one axis, in elements."""
+        """Returns the stride of axis `axis`, in elements."""
 
     def stride(self, axis: int | None = None) -> tuple[int, ...] | int:
-        """Returns the strides of all axes or the stride of one, in elements."""
+        """Returns the stride of axis `axis`, or all strides if it is None, in elements."""
         return self._strides if axis is None else self._strides[axis]
 
     def is_contiguous(self) -> bool:
@@ -104,17 +113,17 @@ class StridedLayout:
         return self.span * self._itemsize
 
     def storage_offset(self) -> int:
-        """Returns the elements from a multiple of VECTOR_BYTES to the first element."""
+        """Returns the number of elements from a multiple of VECTOR_BYTES to the first element."""
         return self._skipped
 
     def view(self, shape: Sequence[int]) -> StridedLayout:
         """Checks that the tensor can be viewed with another shape, in which one size may be -1.
 
-        The result is this layout and not that of the view: callers only need to know that one
+        Returns this layout and not the layout of the view, because callers only check that the view
         exists.
 
         Raises:
-            RuntimeError: if the view does not exist, as torch does.
+            RuntimeError: the view does not exist. torch raises the same error.
         """
         if self._is_contiguous:
             return self
@@ -129,7 +138,7 @@ class StridedLayout:
         return self
 
     def squeeze(self, axis: int) -> StridedLayout:
-        """Returns the layout of the view without an axis of one element."""
+        """Returns the layout of the view without axis `axis`, which must have one element."""
         shape, strides = list(self.shape), list(self._strides)
         assert shape.pop(axis) == 1, f"axis {axis} has more than one element"
         del strides[axis]
@@ -150,7 +159,7 @@ def viewed_strides(
 ) -> tuple[int, ...] | None:
     """Returns the strides of a view with shape `wanted`, or None if there is no such view.
 
-    Strides of axes of one element are arbitrary.
+    The strides of axes with one element are arbitrary.
     """
     if prod(shape) != prod(wanted):
         return None

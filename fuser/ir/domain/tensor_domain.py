@@ -1,10 +1,10 @@
-"""Axes of a tensor (iteration domains), and the transforms that derive them from one another.
+"""Axes of a tensor (iteration domains), and the transforms that derive axes from other axes.
 
-A `TensorDomain` holds the current state of every axis by number. Root, logical, allocation and loop
-are tuples of axis numbers. Transforms (`SplitTransform`, `MergeTransform`, `Resize`, `Swizzle1D`,
-`Shift`) derive one of these tuples from another. All classes are frozen: scheduling creates a new
-`TensorDomain` and assigns it to the tensor. `fuser.ir.domain.axis_path` computes sizes, indices and
-strides along transforms.
+A `TensorDomain` maps the number of each axis to the current state of the axis. Its root, logical,
+allocation and loop domains are tuples of axis numbers. Transforms (`SplitTransform`,
+`MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) derive one of these tuples from another. All
+classes are frozen: scheduling creates a new `TensorDomain` and assigns it to the tensor.
+`fuser.ir.domain.axis_path` computes sizes, indices and strides along transforms.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from fuser.support.record import record, remembered, replace
 
 @record
 class IterDomain:
-    """The state of one axis of one tensor.
+    """One axis of one tensor: its number, and its current properties.
 
-    - `number` identifies the axis in its fusion; the other fields are its current state.
-    - `extent` is the number of iterations, 1 for a broadcast.
-    - `expanded` is the size that users see of an expanded broadcast.
-    - `rfactor` marks an axis that the op derives from its root axes: a reshape, or an rfactor.
+    - `number` identifies the axis in its fusion.
+    - `extent` is the number of iterations; it is 1 for a broadcast axis.
+    - `ptype` is the parallel type: serial, or a device, stream, block or thread type.
+    - `expanded` is the size that users see of an expanded broadcast axis, else None.
+    - `rfactor` marks an axis that the op derives from its root axes, by a reshape or by `rfactor`.
     """
 
     number: int
@@ -41,7 +42,7 @@ class IterDomain:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether the axis is a broadcast, expanded or not."""
+        """Whether this is a broadcast axis, expanded or not."""
         return self.kind is IterType.broadcast
 
     @property
@@ -51,12 +52,12 @@ class IterDomain:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the axis counts the steps of a stream loop."""
+        """Whether each position along the axis is one iteration of a stream loop."""
         return self.ptype.is_stream
 
     @property
     def size(self) -> Scalar:
-        """The size that users see: the expanded size of an expanded broadcast, else the extent."""
+        """The size that users see: the expanded size if there is one, else the extent."""
         return self.extent if self.expanded is None else self.expanded
 
     def is_reduction(self) -> bool:
@@ -64,11 +65,11 @@ class IterDomain:
         return self.kind is IterType.reduction
 
     def numbered(self, number: int) -> IterDomain:
-        """Returns the same state under another number."""
+        """Returns a copy of the axis with another number."""
         return IterDomain(number, self.kind, self.extent, self.ptype, self.expanded, self.rfactor)
 
     def having(self, **state: Any) -> IterDomain:
-        """Returns the axis with these field values; itself if it has them already."""
+        """Returns the axis with these field values, or `self` if it has these values already."""
         if all(getattr(self, name) is value for name, value in state.items()):
             return self
         return replace(self, **state)
@@ -88,7 +89,7 @@ Rewrite = Callable[[Scalar], Scalar]
 class SplitTransform:
     """inp -> outer, inner.
 
-    The factor is the extent of `inner` if `inner_split`, else that of `outer`.
+    `factor` is the extent of `inner` if `inner_split` is set, else the extent of `outer`.
     """
 
     inp: int
@@ -109,16 +110,16 @@ class SplitTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The factor, and whether it is the inner extent."""
+        """The parameters: the factor, and whether the factor is the inner extent."""
         return (self.factor, self.inner_split)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The factor."""
+        """The scalar parameters: the factor."""
         return (self.factor,)
 
     def renumbered(self, fn: Renumber) -> SplitTransform:
-        """Returns the split between the axes `fn(number)`."""
+        """Returns the same split with each axis number n replaced by `fn(n)`."""
         inp, outer, inner = fn(self.inp), fn(self.outer), fn(self.inner)
         return SplitTransform(inp, outer, inner, self.factor, self.inner_split)
 
@@ -156,17 +157,17 @@ class MergeTransform:
         return ()
 
     def renumbered(self, fn: Renumber) -> MergeTransform:
-        """Returns the merge between the axes `fn(number)`."""
+        """Returns the same merge with each axis number n replaced by `fn(n)`."""
         return MergeTransform(fn(self.outer), fn(self.inner), fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> MergeTransform:
-        """Returns itself: a merge has no parameters."""
+        """Returns `self`, because a merge has no parameters."""
         return self
 
 
 @record
 class Resize:
-    """inp -> out, with extent inp + left + right: index of out = index of inp + left.
+    """inp -> out, with extent inp + left + right, and index of out = index of inp + left.
 
     `left` and `right` may be negative, as in a slice.
     """
@@ -188,20 +189,20 @@ class Resize:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The added elements (left, right)."""
+        """The parameters: the numbers of elements that are added on the left and on the right."""
         return (self.left, self.right)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The added elements (left, right)."""
+        """The scalar parameters: the numbers of elements that are added on the left and right."""
         return (self.left, self.right)
 
     def renumbered(self, fn: Renumber) -> Resize:
-        """Returns the resize between the axes `fn(number)`."""
+        """Returns the same resize with each axis number n replaced by `fn(n)`."""
         return replace(self, inp=fn(self.inp), out=fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> Resize:
-        """Returns the resize by `fn(left)` and `fn(right)`."""
+        """Returns the resize that adds `fn(left)` and `fn(right)` elements."""
         return replace(self, left=fn(self.left), right=fn(self.right))
 
 
@@ -209,7 +210,7 @@ class Resize:
 class Swizzle1D:
     """inp -> out, a rotation: index of inp = (index of out + c) % extent.
 
-    c is the coordinate of this device along the device type `ptype`.
+    c is the coordinate of the executing device along the device type `ptype`.
     """
 
     inp: int
@@ -228,7 +229,7 @@ class Swizzle1D:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The device type whose coordinate is the rotation."""
+        """The parameters: the device type along which a device's coordinate is the rotation."""
         return (self.ptype,)
 
     @property
@@ -237,11 +238,11 @@ class Swizzle1D:
         return ()
 
     def renumbered(self, fn: Renumber) -> Swizzle1D:
-        """Returns the rotation between the axes `fn(number)`."""
+        """Returns the same rotation with each axis number n replaced by `fn(n)`."""
         return replace(self, inp=fn(self.inp), out=fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> Swizzle1D:
-        """Returns itself: a rotation has no scalar parameters."""
+        """Returns `self`, because a rotation has no scalar parameters."""
         return self
 
 
@@ -249,9 +250,10 @@ class Swizzle1D:
 class Shift:
     """rows, inp -> same, out: index of out = index of inp + (row * extent of inp) % width.
 
-    It aligns vector accesses of rows whose length is no multiple of the vector width. If rows are
-    adjacent in memory, a multiple of `width` along `out` is also a multiple in memory. `out` has
-    width - 1 iterations more than `inp`; those before and behind the elements of a row are skipped.
+    A shift aligns vector accesses if the length of a row is no multiple of the vector width. `same`
+    is a copy of the axis `rows`. If rows are adjacent in memory, a multiple of `width` along `out`
+    is also a multiple of `width` in memory. `out` has width - 1 iterations more than `inp`.
+    Iterations before the first and after the last element of a row are skipped.
     """
 
     rows: int
@@ -262,35 +264,35 @@ class Shift:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The numbers of (rows, axis that is shifted)."""
+        """The numbers of (axis of rows, axis that is shifted)."""
         return (self.rows, self.inp)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The numbers of (same rows, shifted axis)."""
+        """The numbers of (copy of the axis of rows, shifted axis)."""
         return (self.same, self.out)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The width, in elements."""
+        """The parameters: the width, in elements."""
         return (self.width,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The width, in elements."""
+        """The scalar parameters: the width, in elements."""
         return (self.width,)
 
     def renumbered(self, fn: Renumber) -> Shift:
-        """Returns the shift between the axes `fn(number)`."""
+        """Returns the same shift with each axis number n replaced by `fn(n)`."""
         return Shift(fn(self.rows), fn(self.inp), fn(self.same), fn(self.out), self.width)
 
     def rewritten(self, fn: Rewrite) -> Shift:
-        """Returns the shift to multiples of `fn(width)`."""
+        """Returns the shift with width `fn(width)`."""
         return replace(self, width=fn(self.width))
 
 
 def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
-    """Returns the extent of a shifted axis: extent + width - 1."""
+    """Returns the extent of an axis after a `Shift`: extent + width - 1."""
     return sc.sub(sc.add(extent, width), 1)
 
 
@@ -300,7 +302,10 @@ Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
-    """Returns whether two transforms are of one kind with equal parameters, whatever their axes."""
+    """Returns whether two transforms have the same type and equal parameters.
+
+    The axes of the transforms may differ.
+    """
     return type(a) is type(b) and a.form == b.form
 
 
@@ -310,7 +315,7 @@ def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
 
 
 def splits_of(transforms: Iterable[Transform]) -> dict[int, SplitTransform]:
-    """Returns the splits among `transforms`, by the number of the axis that each splits."""
+    """Returns the splits among `transforms`, by the number of the axis that is split."""
     return {t.inp: t for t in transforms if isinstance(t, SplitTransform)}
 
 
@@ -319,10 +324,10 @@ _state_of = attrgetter("kind", "extent", "ptype", "expanded", "rfactor")
 
 
 class Structure:
-    """A domain without its axis numbers; equal layers of a model have equal structures.
+    """A domain without its axis numbers, for comparisons.
 
-    `places` maps each axis number to its place among the sorted numbers. The hash is precomputed,
-    so that comparing is fast.
+    Domains of equal layers of a model have equal structures. `places` maps each axis number to its
+    position among the sorted numbers. The hash is computed once, so that comparisons are fast.
     """
 
     __slots__ = ("_hash", "_key", "places")
@@ -344,13 +349,16 @@ class Structure:
 class TensorDomain:
     """The axes of one tensor, and its root, logical, allocation and loop domains.
 
-    - `axes` holds exactly the axes that one of the domains or a transform names.
-    - `root_numbers` is () if root equals logical.
+    - `axes` maps axis numbers to axes. It has exactly the axes of the four domains and of the
+      transforms.
+    - `root_numbers` is () if the root axes are the logical axes.
     - `allocation_numbers` is () if memory order is logical order.
-    - `contiguity` has one entry per allocation (or logical) axis. It is None exactly for broadcast
-      and reduction axes. Otherwise it tells whether the stride is that of a tensor without gaps:
-      stride * extent of the next inner stored axis, or 1 for the innermost one.
-    - `transforms` derive logical from root, and loop and allocation from logical, in order.
+    - `contiguity` has one flag per allocation axis (or logical axis, if there is no allocation
+      domain). The flag is None exactly for broadcast and reduction axes. Otherwise it says whether
+      the axis has no gaps. The stride is then the stride * extent of the next inner stored axis, or
+      1 if there is none.
+    - `transforms` derive the logical axes from the root axes, and the loop and allocation axes from
+      the logical axes, in order.
     """
 
     axes: Mapping[int, IterDomain] = field(hash=False)
@@ -383,8 +391,8 @@ class TensorDomain:
     ) -> TensorDomain:
         """Returns the domain with these axes.
 
-        `loop` defaults to logical, `contiguity` to contiguous. `between` are further axes, which
-        only transforms name.
+        `loop` defaults to the logical axes, and `contiguity` to a tensor without gaps. `between`
+        are axes that are in none of the four domains, but that transforms read or derive.
         """
         axes: dict[int, IterDomain] = {}
         for axis in (*between, *root, *allocation, *(loop or ()), *logical):
@@ -403,27 +411,27 @@ class TensorDomain:
         )
 
     def __call__(self) -> TensorDomain:
-        """Returns itself: in nvFuser, `tv.domain()` is a method."""
+        """Returns `self`, because in nvFuser `tv.domain()` is a method."""
         return self
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
-        """Returns the axes with these numbers, in this order."""
+        """Returns the axes with the numbers in `group`, in this order."""
         return tuple(map(self.axes.__getitem__, group))
 
     @remembered
     def root(self) -> tuple[IterDomain, ...]:
-        """The root axes; () if they are the logical axes."""
+        """The root axes, from which the op derives the logical axes; () if both are the same."""
         return self.states(self.root_numbers)
 
     @remembered
     def logical(self) -> tuple[IterDomain, ...]:
-        """The logical axes, reductions included."""
+        """The logical axes, reduction axes included."""
         return self.states(self.logical_numbers)
 
     @remembered
     def allocation(self) -> tuple[IterDomain, ...]:
-        """The axes in memory order, outermost first; () if that is logical order."""
+        """The axes in memory order, outermost first; () if memory order is logical order."""
         return self.states(self.allocation_numbers)
 
     @remembered
@@ -433,22 +441,22 @@ class TensorDomain:
 
     @property
     def maybe_root(self) -> tuple[IterDomain, ...]:
-        """The root axes, which are the logical ones if no others are set."""
+        """The root axes if there are any, else the logical axes."""
         return self.root or self.logical
 
     @property
     def maybe_allocation(self) -> tuple[IterDomain, ...]:
-        """The axes in memory order, which is logical order if no other is set."""
+        """The allocation axes (in memory order) if there are any, else the logical axes."""
         return self.allocation or self.logical
 
     @remembered
     def no_reductions(self) -> tuple[IterDomain, ...]:
-        """The logical axes that consumers and users see: those that are not reduced."""
+        """The logical axes that are not reduced, which consumers and users see."""
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
     @remembered
     def is_undecided(self) -> bool:
-        """Whether a reshape whose transforms depend on sizes of inputs has not been decided yet.
+        """Whether this is the domain of a reshape whose transforms depend on undecided input sizes.
 
         No transform then connects the root axes with the logical axes.
         """
@@ -459,7 +467,7 @@ class TensorDomain:
 
     @remembered
     def has_devices(self) -> bool:
-        """Whether some axis, or a part of one, is on a device type."""
+        """Whether some axis, or an axis derived from it, is on a device type."""
         return any(a.is_device for a in self.axes.values())
 
     @remembered
@@ -489,27 +497,31 @@ class TensorDomain:
 
     @remembered
     def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
-        """The axes of `dense_strides_of` (`fuser.ir.memory_layout`), innermost in memory first.
+        """The axes from which `memory_layout.dense_strides_of` computes strides, innermost first.
 
-        Each is (position, is expanded, memory holds all of its elements).
+        Each is (position, whether the axis is expanded, whether memory holds all elements along the
+        axis).
         """
         axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
 
     @remembered
     def splits(self) -> Mapping[int, SplitTransform]:
-        """The splits, by the number of the axis that each splits."""
+        """The split transforms; the key of a split is the number of the axis it splits."""
         return splits_of(self.transforms)
 
     def rotated(self, number: int) -> IterDomain:
-        """Returns the axis, or the last of the rotations (`Swizzle1D`) that start from it."""
+        """Returns the axis `number`, or the result of the last rotation that starts from it.
+
+        A rotation is a `Swizzle1D`.
+        """
         for t in self.transforms:
             if isinstance(t, Swizzle1D) and t.inp == number:
                 number = t.out
         return self.axes[number]
 
     def above(self, group: Iterable[int]) -> set[int]:
-        """Returns the numbers of these axes and of all axes from which they are derived."""
+        """Returns the numbers in `group`, and the numbers of all axes they are derived from."""
         found = set(group)
         for t in reversed(self.transforms):
             if not found.isdisjoint(t.outputs):
@@ -528,9 +540,10 @@ class TensorDomain:
         transforms: Iterable[Transform] | None = None,
         axes: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Returns the domain with some tuples replaced; `axes` are new or changed states.
+        """Returns the domain with some of its fields replaced.
 
-        Axes that nothing names any more are dropped.
+        `axes` are new axes, or axes with changed properties. Axes that are no longer in a domain or
+        in a transform are dropped.
         """
 
         def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
@@ -549,7 +562,11 @@ class TensorDomain:
     def with_loop(
         self, loop: Iterable[int], *transforms: Transform, axes: Iterable[IterDomain] = ()
     ) -> TensorDomain:
-        """Returns the domain with other loop axes, and the transforms that derive them."""
+        """Returns the domain with other loop axes, and with the transforms that derive them.
+
+        `transforms` are added to the transforms of the domain. `axes` are the axes that they
+        create.
+        """
         return replace(
             self,
             axes={**self.axes, **{a.number: a for a in axes}},
@@ -560,19 +577,19 @@ class TensorDomain:
     def with_allocation(
         self, allocation: Iterable[int], contiguity: Iterable[bool | None]
     ) -> TensorDomain:
-        """Returns the domain with another memory order; () stands for logical order."""
+        """Returns the domain with another memory order; () means logical order."""
         return self.having(allocation=allocation, contiguity=contiguity)
 
     def with_axes(self, *states: IterDomain) -> TensorDomain:
-        """Returns the domain with these states of some axes."""
+        """Returns the domain in which the axes `states` replace the axes with the same numbers."""
         return replace(self, axes={**self.axes, **{a.number: a for a in states}})
 
     def in_logical_order(self) -> TensorDomain:
-        """Returns the domain with contiguous memory in logical order."""
+        """Returns the domain of a tensor without gaps, in logical order."""
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
-        """Returns the domain with `fn` applied to every axis; `fn` may change the numbers."""
+        """Returns the domain with `fn` applied to every axis. `fn` may change the axis numbers."""
         made = {n: fn(a) for n, a in self.axes.items()}
         if all(made[n] is a for n, a in self.axes.items()):
             return self
@@ -593,7 +610,7 @@ class TensorDomain:
         )
 
     def without_root(self) -> TensorDomain:
-        """Returns the domain of a copy of the tensor: without root axes and reductions.
+        """Returns the domain that a copy of the tensor has: without root axes and reduction axes.
 
         Loop and allocation axes that are derived from the other logical axes stay.
         """
@@ -616,12 +633,12 @@ class TensorDomain:
 
     @remembered
     def known(self) -> dict[Hashable, Any]:
-        """Cached results of analyses of this domain, each under its own key."""
+        """Cached results of analyses of this domain; each analysis has its own key."""
         return {}
 
     @remembered
     def structure(self) -> Structure:
-        """The domain without its axis numbers."""
+        """The `Structure` of this domain, which has no axis numbers."""
         places = {number: place for place, number in enumerate(sorted(self.axes))}
 
         def group(found: Iterable[int]) -> tuple[int, ...]:
@@ -640,9 +657,9 @@ class TensorDomain:
 
     @remembered
     def spread(self) -> tuple[IterDomain, ...]:
-        """The loop axes on device or stream types, reductions included.
+        """The loop axes on device or stream types, reduction axes included.
 
-        A broadcast axis that is not expanded is left out: every device has its one element.
+        A broadcast axis that is not expanded is omitted, because every device has its only element.
         """
         return tuple(
             a
@@ -659,7 +676,7 @@ class TensorDomain:
 
     @remembered
     def problem(self) -> str | None:
-        """The cached result of `domain_problem`: a broken invariant, or None."""
+        """The cached result of `domain_problem`: a description of a broken invariant, or None."""
         return domain_problem(self)
 
 
@@ -672,7 +689,10 @@ def _pruned(
     contiguity: tuple[bool | None, ...],
     transforms: tuple[Transform, ...],
 ) -> TensorDomain:
-    """Returns the domain with only those axes that it names, in the order of their numbers."""
+    """Returns the domain with these fields, without axes that no domain or transform contains.
+
+    Axes are sorted by their numbers.
+    """
     used = {*root, *logical, *allocation, *loop}
     for t in transforms:
         used.update(t.inputs)
@@ -682,12 +702,12 @@ def _pruned(
 
 
 def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:
-    """Returns the numbers of axes, in order."""
+    """Returns the numbers of `axes`, in the same order."""
     return tuple(a.number for a in axes)
 
 
 def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool | None, ...]:
-    """Returns one flag per axis: `flag`, or None for broadcast and reduction axes."""
+    """Returns one contiguity flag per axis: None for broadcast and reduction axes, else `flag`."""
     none = (IterType.broadcast, IterType.reduction)
     return tuple(None if a.kind in none else flag for a in axes)
 
@@ -714,7 +734,7 @@ _UNDERIVED = "a logical axis is not derived from the root domain"
 
 
 def domain_problem(domain: TensorDomain) -> str | None:
-    """Returns the first broken invariant of a domain, None if all hold."""
+    """Returns a description of the first broken invariant of a domain, or None if all hold."""
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
         return f"contiguity has {len(domain.contiguity)} entries for {len(axes)} axes"
@@ -739,10 +759,10 @@ def domain_problem(domain: TensorDomain) -> str | None:
 
 
 def derivation_problem(domain: TensorDomain) -> str | None:
-    """Returns the first axis that no transform derives, or that two derive; None if there is none.
+    """Returns a description of an axis that no transform derives, or that two derive, or None.
 
-    Logical axes must be derived from root axes, loop and allocation axes from logical ones. Of an
-    undecided reshape, the logical axes count as given.
+    Logical axes must be derived from root axes, and loop and allocation axes from logical axes. The
+    logical axes of an undecided reshape count as given.
     """
     roots = domain.root_numbers or domain.logical_numbers
     if domain.is_undecided and all(a.rfactor for a in domain.logical):
@@ -776,14 +796,14 @@ def derivation_problem(domain: TensorDomain) -> str | None:
 
 
 def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
-    """Returns the extent of a merged axis; see `DomainBuilder.merge`."""
+    """Returns the extent of the merge of two axes, as `DomainBuilder.merge` describes."""
     if is_view and not (outer.is_broadcast and inner.is_broadcast):
         return sc.mul(outer.size, inner.size)
     return sc.mul(outer.extent, inner.extent)
 
 
 class AxisNumbers(Protocol):
-    """A source of unused axis numbers, such as a fusion."""
+    """An object that creates axes with unused numbers, such as a fusion."""
 
     def next_axis(self) -> int:
         """Returns an unused axis number."""
@@ -797,12 +817,15 @@ class AxisNumbers(Protocol):
         expanded: Scalar | None = None,
         rfactor: bool = False,
     ) -> IterDomain:
-        """Returns a new axis under an unused number."""
+        """Returns a new axis with an unused number."""
         ...
 
 
 class DomainBuilder:
-    """Derives axes by transforms, and collects the `axes` and `transforms` of a new domain."""
+    """Derives axes by transforms, and collects the `axes` and `transforms` of a new domain.
+
+    `fusion` numbers the new axes. `axes` are existing axes to begin with.
+    """
 
     def __init__(self, fusion: AxisNumbers, axes: Iterable[IterDomain] = ()) -> None:
         self._fusion = fusion
@@ -812,9 +835,10 @@ class DomainBuilder:
     def split(
         self, inp: IterDomain, factor: Scalar, *, inner_split: bool = True, rfactor: bool = False
     ) -> tuple[IterDomain, IterDomain]:
-        """Splits an axis into (outer, inner), which inherit kind and parallel type.
+        """Splits an axis into (outer, inner). Both inherit the kind and the parallel type.
 
-        Both parts of an expanded broadcast have extent 1; its expanded size is split.
+        If the axis is an expanded broadcast axis, both results have extent 1, and its expanded size
+        is split.
         """
 
         def sizes(extent: Scalar) -> tuple[Scalar, Scalar]:
@@ -831,11 +855,12 @@ class DomainBuilder:
         return outer, inner
 
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
-        """Merges two axes: extent outer * inner, and the parallel type of `outer`.
+        """Merges two axes; the result has extent outer * inner, and the parallel type of `outer`.
 
-        A merge of an iteration and a broadcast is an iteration; reductions stay reductions. An
-        expanded broadcast that is merged with a concrete axis counts with its expanded size in a
-        view (`rfactor=True`), and as 1 in a loop.
+        The merge of an iteration axis and a broadcast axis is an iteration axis. The merge of a
+        reduction axis is a reduction axis. If an expanded broadcast axis is merged with a concrete
+        axis, the broadcast's expanded size counts in a view (`rfactor=True`). In a loop, its extent
+        1 counts.
         """
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
@@ -848,10 +873,11 @@ class DomainBuilder:
         return out
 
     def resize(self, inp: IterDomain, left: Scalar, right: Scalar) -> IterDomain:
-        """Resizes an axis; the result is a broadcast if its size is the constant 1.
+        """Resizes an axis by `left` elements at its start and `right` elements at its end.
 
-        An expanded broadcast that is only cropped stays an expanded broadcast. Any other result is
-        an iteration.
+        - If the new size is the constant 1, the result is a broadcast axis.
+        - If an expanded broadcast axis is only cropped, the result is an expanded broadcast axis.
+        - In all other cases, the result is an iteration axis.
         """
         extent = sc.add(sc.add(inp.size, left), right)
         is_one = sc.int_value(extent) == 1
@@ -866,7 +892,7 @@ class DomainBuilder:
         return out
 
     def swizzle(self, inp: IterDomain, ptype: ParallelType) -> IterDomain:
-        """Rotates an axis by this device's coordinate along a device type."""
+        """Rotates an axis by the executing device's coordinate along a device type."""
         out = self._derive(inp)
         self._lead(Swizzle1D(inp.number, out.number, ptype), inp)
         return out
@@ -874,14 +900,14 @@ class DomainBuilder:
     def shift(
         self, rows: IterDomain, inp: IterDomain, width: Scalar
     ) -> tuple[IterDomain, IterDomain]:
-        """Shifts the elements of each row to aligned words of memory; see `Shift`."""
+        """Shifts the elements of each row so that vector accesses are aligned; see `Shift`."""
         same = self._derive(rows)
         out = self._derive(inp, extent=shifted_extent(inp.extent, width))
         self._lead(Shift(rows.number, inp.number, same.number, out.number, width), rows, inp)
         return same, out
 
     def restate(self, axis: IterDomain, state: IterDomain) -> IterDomain:
-        """Replaces the state of an axis that this builder created, and perhaps its number."""
+        """Replaces an axis that this builder created by `state`, which may have another number."""
         del self.axes[axis.number]
         self.axes[state.number] = state
         if state.number != axis.number:

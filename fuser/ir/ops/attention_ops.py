@@ -2,15 +2,15 @@
 
 Every axis has a letter:
 
-- n: batch. Further batch axes may precede it.
-- h: heads. With `enable_gqa`, keys and values have fewer heads g, and h / g consecutive heads of
-  queries read one head of keys. A sharding of h is then a sharding of g.
+- n: batch. More batch axes may precede n.
+- h: heads. With `enable_gqa`, keys and values have fewer heads, with letter g. Then h / g
+  consecutive heads of queries read one head of keys, and a sharding of h is also a sharding of g.
 - l: queries; s: keys.
 - e: features of a query and a key; v: features of a value.
 - p: the words of a random seed.
 
-Batches and heads are independent of each other, so they may be sharded. Every other axis is
-computed as a whole.
+Batches and heads are independent of each other, so they may be sharded. No other axis may be
+sharded.
 
 Source: Vaswani et al. 2017, section 3.2; Dao 2023 (FlashAttention-2) for the tensors that the
 gradient needs.
@@ -38,8 +38,8 @@ __all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
 class AttentionOp(LibraryOp):
     """Base of attention and its gradient.
 
-    `AXES` has the letters of each tensor's axes. `DTYPES` lists the tensors whose dtype is not that
-    of `query`.
+    `AXES` has the letters of each tensor's axes. `DTYPES` lists the tensors whose dtype differs
+    from the dtype of `query`.
     """
 
     RUNS_IN_STEPS: ClassVar[bool] = False
@@ -62,7 +62,10 @@ class AttentionOp(LibraryOp):
     }
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yields (field, tensor): operands that may be broadcast, other operands, then results."""
+        """Yields (field name, tensor) for all fields that have a tensor.
+
+        Operands that may be broadcast come first, then the other operands, then the results.
+        """
         others = (f for f in self.fields_of("operand") if f not in self.REPEATED)
         for field in (*self.REPEATED, *others, *self.fields_of("result")):
             value = getattr(self, field)
@@ -71,12 +74,12 @@ class AttentionOp(LibraryOp):
 
     @classmethod
     def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
-        """Returns the letters of a field's axes, without further batch axes in front of n."""
+        """Returns the letters of the axes of field `field`, without batch axes before n."""
         letters = cls.AXES[field]
         return letters.replace("h", "g") if enable_gqa and letters.startswith("nhs") else letters
 
     def letters(self, field: str) -> str:
-        """Returns the letters of all axes of a field, reductions not counted."""
+        """Returns the letters of all axes of the tensor in field `field`, except reductions."""
         own = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
         more = self._value("query").ndim - len(self.AXES["query"]) if "n" in own else 0
         return self.LEADING[len(self.LEADING) - max(more, 0) :] + own
@@ -92,13 +95,13 @@ class AttentionOp(LibraryOp):
         return self.letters(given[operand_index])
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose memory order a result has, None for a row-major result."""
+        """Returns the operand whose memory order a result has, or None for a row-major result."""
         followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
         return next(map(self._value, followed), None)
 
     @property
     def draws(self) -> bool:
-        """Whether elements are dropped at random: dropout_p is not the constant 0."""
+        """Whether elements are dropped at random, because dropout_p is not the constant 0."""
         dropped = self._value("dropout_p")
         return not (isinstance(dropped, Const) and dropped.value == 0)
 
@@ -114,12 +117,12 @@ class AttentionOp(LibraryOp):
         return str(self._value("dropout_p"))
 
     def _value(self, field: str) -> Any:
-        """Returns the value of a field that all attention ops have."""
+        """Returns the value of a field that exists in all attention ops."""
         return getattr(self, field)
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the operand axes with the letters of the first result."""
+        """Returns, per axis of the first result, the operand axis with the same letter, or None."""
         return self.axis_map_to(operand_index, self.out_tensor)
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
@@ -134,20 +137,20 @@ class AttentionOp(LibraryOp):
         return tuple(mine.index(c) if c in mine else None for c in letters)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `alike_map` for batches and heads alone; other axes cannot be sharded."""
+        """Returns `alike_map` with only batches and heads, because other axes cannot be sharded."""
         whole = self.whole_axes(out)
         found = enumerate(self.alike_map(operand_index, out))
         return tuple(None if k in whole else position for k, position in found)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the pairs of positions of axes with equal letters in two results."""
+        """Yields (position in `out`, position in `sibling`) of the axes with equal letters."""
         theirs = self.result_letters(sibling)
         for k, c in enumerate(self.result_letters(out)):
             if c in theirs:
                 yield k, theirs.index(c)
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the pairs of positions of axes that are sharded together in two results."""
+        """Yields (position in `out`, position in `sibling`) of axes that are sharded together."""
         theirs = _cut_letters(self.result_letters(sibling))
         for k, c in enumerate(_cut_letters(self.result_letters(out))):
             # A single head of keys, which all heads of queries read, cannot be sharded.
@@ -155,17 +158,20 @@ class AttentionOp(LibraryOp):
                 yield k, theirs.index(c)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the axes of a result that cannot be sharded: all but batches and heads."""
+        """Returns the axes of a result that cannot be sharded: all except batches and heads."""
         return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the axes of an operand that cannot be sharded: all but batches and heads."""
+        """Returns the axes of an operand that cannot be sharded: all except batches and heads."""
         letters = self.operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
     @staticmethod
     def is_whole(letter: str) -> bool:
-        """Returns whether an axis cannot be sharded: any element of a result needs all of it."""
+        """Returns whether the axis with this letter cannot be sharded.
+
+        This is so if any element of a result needs all elements along the axis.
+        """
         return letter.islower() and letter not in "nhg"
 
     def verify(self) -> None:
@@ -189,7 +195,7 @@ class AttentionOp(LibraryOp):
 
 
 def _cut_letters(letters: str) -> str:
-    """Returns the letters with g replaced by h: axes with equal letters are sharded together."""
+    """Returns the letters with g replaced by h, because both are sharded together."""
     return letters.replace("g", "h")
 
 
@@ -199,13 +205,13 @@ _FLOATS = (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double)
 class SdpaFwdOp(AttentionOp):
     """out = dropout(softmax(query @ key.T * scale + bias)) @ value, per batch and head.
 
-    - bias is added to the scores; mask (Bool) selects the scores that count. Both are broadcast to
-      [n, h, l, s].
-    - With is_causal, only keys up to the query's own position count.
-    - A row of which no score counts yields 0.
+    - bias is added to the scores. mask (Bool) is True for the scores that count. Both are broadcast
+      to [n, h, l, s].
+    - If is_causal is True, only keys up to the query's own position count.
+    - A row in which no score counts yields 0.
     - scale defaults to 1/sqrt(e).
     - log_sumexp is the log-sum-exp of the scores of each row. philox_seed and philox_offset
-      identify the dropped elements. The gradient needs all three.
+      identify the dropped elements. The gradient needs all three results.
     """
 
     out: TensorView = result()
@@ -246,13 +252,13 @@ class SdpaFwdOp(AttentionOp):
         return "sdpfa_fwd"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         has = (v is not None for v in (self.bias, self.mask, self.scale))
         return _forward(*has, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for *has, grouped in itertools.product((False, True), repeat=4):
             named = zip(("bias", "mask", "scale"), has, strict=True)
             absent = {f: None for f, given in named if not given}
@@ -262,8 +268,8 @@ class SdpaFwdOp(AttentionOp):
 class SdpaBwdOp(AttentionOp):
     """The gradients of query, key and value, computed from `grad_output`, the gradient of out.
 
-    `attended` (the forward result out), log_sumexp, philox_seed and philox_offset are the results
-    of the forward op, which must have neither bias nor mask.
+    The forward op must have neither bias nor mask. `attended` is its result out. log_sumexp,
+    philox_seed and philox_offset are its other results.
     """
 
     grad_query: TensorView = result()
@@ -304,12 +310,12 @@ class SdpaBwdOp(AttentionOp):
         return "sdpfa_bwd"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return _backward(self.scale is not None, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for scale, grouped in itertools.product((True, False), (False, True)):
             absent = {} if scale else {"scale": None}
             yield {**absent, "enable_gqa": grouped}, _backward(scale, enable_gqa=grouped)

@@ -1,11 +1,11 @@
-"""Lookups, which read a table at positions in an index tensor, and scatters, which write there.
+"""Lookups, which read a table at positions in an index tensor, and scatters, which write to them.
 
-The *looked-up axis* is the axis of the table whose positions the index holds. The values of an
+The *looked-up axis* is the axis of the table to whose positions the index refers. The values of an
 index are known only inside kernels, and any part of a result may need any part of that axis.
 Therefore the looked-up axis is never sharded.
 
 Indices in tensors count from 0. In a kernel, an index below 0 or past the end yields NaN, or 0 for
-a dtype without NaN; no memory is read.
+a dtype without NaN. No memory is read in this case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def _dtype_of(value: TensorView | Scalar) -> DataType:
 
 
 class LookupOp(TensorOp):
-    """Base of lookups. Their operands are `table` and `index`, in either order."""
+    """Base of lookups. The operands are `table` and `index`, in either order.
+
+    `TABLE` is the position of the table among the operands.
+    """
 
     if TYPE_CHECKING:
         out: TensorView
@@ -45,11 +48,11 @@ class LookupOp(TensorOp):
 
     @property
     def axis(self) -> int:
-        """The looked-up axis of the table."""
+        """The position of the looked-up axis in the table."""
         return self.dim
 
     def table_map(self) -> AxisMap:
-        """Returns the result axis of each table axis, None for the looked-up axis."""
+        """Returns the result axis for each axis of the table; None for the looked-up axis."""
         return tuple(None if k == self.axis else k for k in range(self.table.ndim))
 
     def index_map(self) -> AxisMap:
@@ -57,15 +60,15 @@ class LookupOp(TensorOp):
         return tuple(range(self.index.ndim))
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes of the result that may be shorter than those of the table.
+        """Returns the axes of the result that may be shorter than the table's corresponding axes.
 
-        Elements correspond one to one, but the two axes have different extents.
+        Elements correspond one to one, but the extents of the two axes differ.
         """
         return ()
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the axis of the table or of the index for each axis of the result, or None."""
+        """Returns, per axis of the result, the axis of the operand (table or index), or None."""
         found: list[int | None] = [None] * len(self.out.domain.maybe_root)
         is_table = operand_index == self.TABLE
         for place, target in enumerate(self.table_map() if is_table else self.index_map()):
@@ -74,7 +77,7 @@ class LookupOp(TensorOp):
         return tuple(found)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` without narrowed axes, along which shards do not correspond."""
+        """Returns `axis_map` with None for narrowed axes, whose shards do not correspond."""
         return _without(self.narrowed(), self.axis_map(operand_index))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
@@ -90,7 +93,11 @@ class LookupOp(TensorOp):
         return tuple(k for k, to in enumerate(self.index_map()) if to in narrowed)
 
     def verify(self) -> None:
-        """Checks the dtype of the index, the looked-up axis, and the ranks of all tensors."""
+        """Checks the index's dtype, the looked-up axis, and the number of axes of each tensor.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         dtype = _dtype_of(self.index)
         if dtype not in INDEX_DTYPES:
             found = dtype_text(dtype)
@@ -118,7 +125,7 @@ class LookupOp(TensorOp):
 class SelectOp(LookupOp):
     """out[.., ..] = table[.., index, ..] along axis `dim`, which the result lacks.
 
-    The index is a scalar; a negative one counts from the end.
+    The index is a scalar. A negative index counts from the end of the axis.
     """
 
     out: TensorView = result()
@@ -133,9 +140,10 @@ class SelectOp(LookupOp):
         return "select"
 
     def misfit(self, extent: int | None) -> str:
-        """Returns the error of a constant index that is outside of the axis, else "".
+        """Returns the error text for a constant index that is outside of the axis, else "".
 
-        `extent` is None if it is not known; an index that is an input cannot be checked either.
+        `extent` is the extent of the axis, or None if it is unknown. An index that is an input of
+        the fusion cannot be checked.
         """
         place = sc.int_value(self.index)
         if extent is None or place is None or -extent <= place < extent:
@@ -143,17 +151,17 @@ class SelectOp(LookupOp):
         return f"index {place} is outside of axis {self.dim} of {self.table}"
 
     def table_map(self) -> AxisMap:
-        """Returns the axes of the result, None for the selected axis."""
+        """Returns the result axis for each axis of the table; None for the selected axis."""
         places = range(self.table.ndim)
         return tuple(None if k == self.dim else k - (k > self.dim) for k in places)
 
     def index_map(self) -> AxisMap:
-        """Returns (): a scalar has no axes."""
+        """Returns (), because a scalar has no axes."""
         return ()
 
 
 class IndexSelectOp(LookupOp):
-    """out[.., i, ..] = table[.., index[i], ..] along axis `dim`; index is [n]."""
+    """out[.., i, ..] = table[.., index[i], ..] along axis `dim`. The index has shape [n]."""
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -167,7 +175,7 @@ class IndexSelectOp(LookupOp):
         return "index_select"
 
     def index_map(self) -> AxisMap:
-        """Returns (dim,): the axis of the index becomes axis `dim` of the result."""
+        """Returns (dim,), because the axis of the index becomes axis `dim` of the result."""
         return (self.dim,)
 
     def _ranks_agree(self) -> bool:
@@ -176,7 +184,7 @@ class IndexSelectOp(LookupOp):
 
 
 class EmbeddingFwdOp(LookupOp):
-    """out[*i, h] = table[index[*i], h]; table is [v, h]."""
+    """out[*i, h] = table[index[*i], h]. The table has shape [v, h]."""
 
     out: TensorView = result()
     index: TensorView = operand()
@@ -191,7 +199,7 @@ class EmbeddingFwdOp(LookupOp):
         return "embedding_fwd"
 
     def table_map(self) -> AxisMap:
-        """Returns None for the looked-up rows, and the last axis of the result for the columns."""
+        """Returns None for the looked-up axis 0, and the result's last axis for the other axis."""
         return (None, self.index.ndim)
 
     def _ranks_agree(self) -> bool:
@@ -201,7 +209,7 @@ class EmbeddingFwdOp(LookupOp):
 class _AlongAxisOp(LookupOp):
     """Base of lookups along axis `dim`: out[.., i, ..] = table[.., index[.., i, ..], ..].
 
-    Table and index have the same rank.
+    Table and index have the same number of axes.
     """
 
     def _ranks_agree(self) -> bool:
@@ -229,7 +237,7 @@ class TakeAlongAxisOp(_AlongAxisOp):
 class GatherOp(_AlongAxisOp):
     """out[.., i, ..] = table[.., index[.., i, ..], ..] along axis `dim`.
 
-    The other axes of the index may be shorter than those of the table.
+    Along the other axes, the index may be shorter than the table.
     """
 
     out: TensorView = result()
@@ -244,34 +252,38 @@ class GatherOp(_AlongAxisOp):
         return "gather"
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes other than `dim` whose two extents are not provably equal."""
+        """Returns the axes, except `dim`, along which table and index may differ in length."""
         found = _differing(self.table, self.index)
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor): the index may not be longer than this tensor along the axis."""
+        """Yields (axis, table): along this axis, the index may not be longer than the table."""
         return ((k, self.table) for k in self.narrowed())
 
 
 def _differing(a: TensorView, b: TensorView) -> list[int]:
-    """Returns the axes of two tensors of equal rank whose extents are not provably equal."""
+    """Returns the positions at which the extents of `a` and `b` are not provably equal.
+
+    Both tensors have the same number of axes.
+    """
     canonical = a.fusion.canonical
     pairs = enumerate(zip(a.domain.no_reductions, b.domain.no_reductions, strict=True))
     return [k for k, (x, y) in pairs if canonical(x.size) != canonical(y.size)]
 
 
 def _without(positions: Collection[int], found: AxisMap) -> AxisMap:
-    """Returns the axis map with None at these positions."""
+    """Returns the axis map with None at the positions `positions`."""
     return tuple(None if k in positions else place for k, place in enumerate(found))
 
 
 class ScatterOp(LibraryOp):
     """out = inp, but out[.., index[.., i, ..], ..] = src[.., i, ..] along axis `dim`.
 
-    - Along other axes, index may be shorter than inp and than a tensor src; src may be shorter than
-      inp.
-    - If several elements have the same position, any one of them is written.
-    - Elements with a position outside of the axis are ignored.
+    - Along the other axes, the index may be shorter than inp and than a tensor src, and src may be
+      shorter than inp.
+    - If several elements of the index have the same value, only one of the elements of src is
+      written. It is undefined which of them.
+    - Elements whose index is outside of the axis are ignored.
     """
 
     out: TensorView = result()
@@ -289,7 +301,7 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor): the index may not be longer than this tensor along the axis."""
+        """Yields (axis, tensor): along this axis, the index may not be longer than this tensor."""
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):
             yield from ((k, self.src) for k in _differing(self.src, self.index))
@@ -299,12 +311,15 @@ class ScatterOp(LibraryOp):
         return {self.dim, *(k for k, _ in self.limits())}
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns all axes for inp; for other operands, the axes of equal extents except `dim`."""
+        """Returns all axes for inp.
+
+        For other operands, returns the axes of equal extents, without `dim`.
+        """
         places = tuple(range(self.out.ndim))
         return places if operand_index == 0 else _without(self._whole(), places)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axes that may be sharded: all but `dim` and axes of different extents."""
+        """Returns the axes that may be sharded: all except `dim` and axes of different extents."""
         return _without(self._whole(), tuple(range(self.out.ndim)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
@@ -331,9 +346,10 @@ class ScatterOp(LibraryOp):
 
 
 class IndexPutAccumulateOp(LibraryOp):
-    """out = acc, but out[index[i], ..] += value[i, ..] for each i in order; index is [n].
+    """out = acc, but out[index[i], ..] += value[i, ..] for each i in order. `index` has one axis.
 
-    An axis of value may be a broadcast. Rows with an index outside of acc are ignored.
+    An axis of value may be a broadcast axis. Rows of value whose index is outside of acc are
+    ignored.
     """
 
     out: TensorView = result()
@@ -351,13 +367,13 @@ class IndexPutAccumulateOp(LibraryOp):
         return "index_put_accumulate"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns all axes for acc; for other operands, those of `cut_map`."""
+        """Returns all axes for acc. For other operands, returns the axes of `cut_map`."""
         if operand_index == 0:
             return tuple(range(self.out.ndim))
         return self.cut_map(operand_index, self.out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axes that may be sharded: all but the rows (axis 0) and axes of size 1."""
+        """Returns the axes that may be sharded: all except the rows (axis 0) and axes of size 1."""
         tv = (self.acc, self.index, self.value)[operand_index]
         axes = tv.domain.no_reductions if tv is not self.index else ()
         is_one = [a.is_broadcast and a.expanded is None for a in axes]
@@ -365,11 +381,11 @@ class IndexPutAccumulateOp(LibraryOp):
         return (*found, *[None] * (self.out.ndim - len(found)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0,): any row of the result may receive any row of value."""
+        """Returns (0,), because any row of the result may receive any row of value."""
         return (0,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns (0,): the rows cannot be sharded."""
+        """Returns (0,), because the rows cannot be sharded."""
         return (0,)
 
     def verify(self) -> None:

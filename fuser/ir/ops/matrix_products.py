@@ -1,8 +1,8 @@
 """Products of matrices beyond matmul: grouped products, and products of scaled Float8 tensors.
 
 Axes have letters: g groups, m rows, n columns, k the summed axis, 1 an axis of one element. The
-groups divide one of m, n and k, the *ragged* axis. Group i has the positions from offsets[i - 1] to
-offsets[i] - 1; group 0 begins at 0.
+groups divide one of m, n and k, which is called the *ragged* axis. Group i has the positions from
+offsets[i - 1] to offsets[i] - 1. Group 0 begins at 0.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ FACTORS = (DataType.Float8_e4m3fn, DataType.Float8_e5m2)
 
 
 def _is_one(axis: IterDomain) -> bool:
-    """Returns whether an axis has one element and is not expanded."""
+    """Returns whether an axis has one element: a broadcast axis that is not expanded."""
     return axis.is_broadcast and axis.expanded is None
 
 
 class ProductOp(LibraryOp):
-    """Base of products whose operands may be scaled.
+    """Base of products whose operands may have scales.
 
-    With scales, the matrices have one-byte floats, and out = alpha * sum_k (scale1 * mat1) *
-    (scale2 * mat2) + beta * bias. Absent factors are 1, an absent bias is 0. The last axis of out
-    is the reduction k, unless its size is 1.
+    - Without scales, out = sum_k mat1 * mat2.
+    - With scales, the matrices are one-byte floats, and out = alpha * sum_k (scale1 * mat1) *
+      (scale2 * mat2) + beta * bias. A missing alpha or beta is 1, and a missing bias is 0.
+
+    The last root axis of out is the reduction axis k, unless k has size 1.
     """
 
     if TYPE_CHECKING:
@@ -65,12 +67,12 @@ class ProductOp(LibraryOp):
     }
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return self._template([f for f, _ in self.tensors() if f != "out"])
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
             yield cls._variant([f for f, has in zip(cls.OPTIONAL, given, strict=True) if not has])
 
@@ -85,11 +87,11 @@ class ProductOp(LibraryOp):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the matrices have scales."""
+        """Whether the matrices have scales: both `scale1` and `scale2` are present."""
         return self.scale1 is not None
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yields (field, tensor) for all operands that are present, then the result."""
+        """Yields (field name, tensor) for all operands that are present, then for the result."""
         for field in (*self.fields_of("operand"), "out"):
             value = getattr(self, field)
             if value is not None:
@@ -97,11 +99,11 @@ class ProductOp(LibraryOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns the letters of the axes of matrices and offsets, by field."""
+        """Returns field name -> letters of the axes, for matrices, result and offsets."""
         raise NotImplementedError
 
     def letters(self, field: str) -> str:
-        """Returns the letters of the axes of a field, reductions not counted."""
+        """Returns the letters of the axes of the tensor in field `field`, except reductions."""
         known = self.matrices(self.mat1, self.mat2)
         if field in known:
             return known[field]
@@ -111,7 +113,10 @@ class ProductOp(LibraryOp):
         return "".join("1" if _is_one(axis) else c for axis, c in axes)
 
     def is_whole(self, letter: str) -> bool:
-        """Returns whether an axis cannot be sharded: any element of the result needs all of it."""
+        """Returns whether the axis with this letter cannot be sharded.
+
+        This is so if any element of the result needs all elements along the axis.
+        """
         raise NotImplementedError
 
     def _root_letters(self) -> str:
@@ -129,7 +134,7 @@ class ProductOp(LibraryOp):
         return tuple(mine.index(c) if c in mine else None for c in self._root_letters())
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` without the axes that cannot be sharded."""
+        """Returns `axis_map` with None for the axes that cannot be sharded."""
         whole = self.whole_axes(out)
         found = enumerate(self.axis_map(operand_index))
         return tuple(None if k in whole else place for k, place in found)
@@ -144,7 +149,7 @@ class ProductOp(LibraryOp):
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
     def verify(self) -> None:
-        """Checks the axes and dtypes of all tensors, and which of them are present together."""
+        """Checks axes and dtypes of all tensors, and which optional operands are given together."""
         for field, tv in self.tensors():
             self._verify_axes(field, tv)
         scales = self.scale1, self.scale2, self.alpha, self.beta
@@ -181,12 +186,12 @@ class ProductOp(LibraryOp):
 class GroupedMmaOp(ProductOp):
     """A matrix product per group. The ranks of mat1 and mat2 decide which axis is ragged:
 
-    - mat1 [m, k], mat2 [k, n]: k, and out is [g, m, n].
-    - mat1 [g, m, k], mat2 [k, n]: n, and out is [m, n].
-    - mat1 [m, k], mat2 [g, k, n]: m, and out is [m, n].
+    - mat1 [m, k], mat2 [k, n]: k is ragged, and out is [g, m, n].
+    - mat1 [g, m, k], mat2 [k, n]: n is ragged, and out is [m, n].
+    - mat1 [m, k], mat2 [g, k, n]: m is ragged, and out is [m, n].
 
-    Rows or columns that belong to no group are 0, without bias. Without scales, the matrices may
-    have any floating dtype, which is also the result's.
+    Rows or columns that belong to no group are 0; no bias is added to them. Without scales, the
+    matrices may have any floating dtype, which is also the dtype of the result.
     """
 
     out: TensorView = result()
@@ -216,7 +221,7 @@ class GroupedMmaOp(ProductOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         yield cls._variant([*cls.SCALES])
         yield from super().variants()
 
@@ -227,21 +232,24 @@ class GroupedMmaOp(ProductOp):
 
     @property
     def ragged(self) -> str:
-        """The letter of the axis that the groups divide."""
+        """The letter of the ragged axis, which the groups divide."""
         return self.FORMS[self.mat1.ndim, self.mat2.ndim][0]
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns the letters of the axes of matrices and offsets, by field."""
+        """Returns field name -> letters of the axes, for matrices, result and offsets."""
         _, *letters, out = cls.FORMS[mat1.ndim, mat2.ndim]
         return {"mat1": letters[0], "mat2": letters[1], "offsets": "g", "out": out}
 
     def is_whole(self, letter: str) -> bool:
-        """Returns True for g, k and the ragged axis, along which offsets are global."""
+        """Returns True for g, k and the ragged axis.
+
+        Offsets count along all of the ragged axis, so it cannot be sharded.
+        """
         return letter in ("g", "k", self.ragged)
 
     def verify(self) -> None:
-        """Checks the ranks of the matrices, then everything else."""
+        """Checks the ranks of the matrices, then the axes and dtypes of all tensors."""
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
             raise VerifyError(
                 "grouped_mm: expected matrices of ranks 2 and 2, 2 and 3, or 3 and 2, got "
@@ -257,9 +265,9 @@ class GroupedMmaOp(ProductOp):
 
 
 class ScaledMmaOp(ProductOp):
-    """A product of two scaled matrices.
+    """A product of two matrices with scales.
 
-    A scale has one element, or one per row of mat1 [m, 1] and one per column of mat2 [1, n]. The
+    A scale has one element, or one element per row of mat1 [m, 1] or per column of mat2 [1, n]. The
     bias is [n] or [m, n].
     """
 
@@ -279,7 +287,7 @@ class ScaledMmaOp(ProductOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns the letters of the axes of both matrices and the result."""
+        """Returns field name -> letters of the axes, for the matrices and the result."""
         return {"mat1": "mk", "mat2": "kn", "out": "mn"}
 
     def is_whole(self, letter: str) -> bool:
@@ -299,17 +307,23 @@ LANES = 32
 
 
 def whole_tiles(extent: Scalar, size: int) -> Scalar:
-    """Returns the number of tiles that cover an extent; the last one may be incomplete."""
+    """Returns the number of tiles of `size` elements that cover an extent.
+
+    The last tile may be incomplete.
+    """
     return sc.truncdiv(sc.add(extent, size - 1), size)
 
 
 def padding(dtype: DataType) -> float:
-    """Returns the value of an unused scale, whose bits are 0: 0, or 2**-127 in Float8_e8m0fnu."""
+    """Returns the value of a scale that is not used: 0, or 2**-127 in Float8_e8m0fnu.
+
+    All bits of both values are 0.
+    """
     return 2.0**-127 if dtype is DataType.Float8_e8m0fnu else 0
 
 
 def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
-    """Returns an upper bound of the tiles that the rows of all groups need.
+    """Returns an upper bound of the number of row tiles that the rows of all groups need.
 
     Every group starts a new tile, so that up to 127 rows of its last tile are unused.
     """
@@ -317,10 +331,10 @@ def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
 
 
 class GroupedScalesOp(LibraryOp):
-    """Copies scales into tiles, group by group.
+    """Copies scales of blocks into tiles, group by group.
 
-    The rows of group i are those of inp from input_offsets[i] up to the next group's; they are
-    stored from row output_offsets[i] of out on. Rows that belong to no group are 0.
+    Group i has the rows of inp from input_offsets[i] up to the first row of group i + 1. Its rows
+    are stored in out from row output_offsets[i] on. Rows of out that belong to no group are 0.
     """
 
     out: TensorView = result()
@@ -341,15 +355,15 @@ class GroupedScalesOp(LibraryOp):
         return "preprocess_grouped_matmul_input_sf"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns (None, None): rows and columns of tiles correspond to no operand axis."""
+        """Returns (None, None), because rows and columns of tiles correspond to no operand axis."""
         return (None, None)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0, 1): the result cannot be sharded."""
+        """Returns (0, 1), because neither axis of the result can be sharded."""
         return (0, 1)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns all axes of the operand, which cannot be sharded."""
+        """Returns all axes of the operand, because no axis can be sharded."""
         return tuple(range(self.inputs[operand_index].ndim))
 
     def verify(self) -> None:

@@ -1,8 +1,8 @@
 """The tensor ops of the fusion IR: declarations, text forms and axis maps.
 
 An axis map belongs to one tensor operand and has one entry per root axis of the output. The entry
-is the position of the corresponding operand axis, reductions not counted. It is None if the operand
-does not depend on that axis. Indexing, sharding and inlining all read these maps.
+is the position of the corresponding operand axis; reduction axes are not counted. If the operand
+has no such axis, the entry is None. Indexing, sharding and inlining all read these maps.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ _EXACT_RULES = ("limits", "fitting")
 
 
 def _exact_operands(kind: str, operands: Sequence[TensorView | Scalar]) -> tuple[Scalar, ...]:
-    """Returns the scalar operands that the dtype of the result must represent exactly."""
+    """Returns the scalar operands that the dtype of the result must represent exactly.
+
+    `kind` is a row of `fuser.ir.pointwise_table`, and `operands` are all operands of the op.
+    """
     row = POINTWISE[kind]
     found = (v for i, v in enumerate(operands) if i in row.exact and isinstance(v, Scalar))
     return tuple(v for v in found if category(v.dtype) == "int" or row.rule in _EXACT_RULES)
 
 
 class UnaryOp(TensorOp):
-    """out = kind(inp), elementwise. `kind` is a row of `fuser.ir.pointwise_table`."""
+    """out = kind(inp), elementwise. `kind` names a row of `fuser.ir.pointwise_table`."""
 
     out: TensorView = result()
     inp: TensorView = operand()
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return unary_template(self.kind, is_float=self.out.dtype() is DataType.Float)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for kind in kinds_of(1):
             for is_float in (False, True):
                 yield {"kind": kind}, unary_template(kind, is_float=is_float)
@@ -62,19 +65,22 @@ class CastOp(TensorOp):
         return "cast"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return "{out}\n   = " + cast_spelling(self.inp.dtype(), self.out.dtype()) + "({inp});"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         spellings = {cast_spelling(s, d): None for s in INFO for d in INFO}
         for spelling in spellings:
             yield {}, "{out}\n   = " + spelling + "({inp});"
 
 
 class BinaryOp(TensorOp):
-    """out = lhs kind rhs, elementwise; at most one operand may be a scalar."""
+    """out = lhs kind rhs, elementwise. At most one operand may be a scalar.
+
+    `kind` names a row of `fuser.ir.pointwise_table`.
+    """
 
     out: TensorView = result()
     lhs: TensorView | Scalar = operand()
@@ -82,7 +88,7 @@ class BinaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return binary_template(self.kind, is_float=category(self.out.dtype()) == "float")
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
@@ -91,14 +97,17 @@ class BinaryOp(TensorOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for kind in kinds_of(2):
             for is_float in (False, True):
                 yield {"kind": kind}, binary_template(kind, is_float=is_float)
 
 
 class TernaryOp(TensorOp):
-    """out = kind(a, b, c), elementwise; operands may be scalars."""
+    """out = kind(a, b, c), elementwise. Operands may be scalars.
+
+    `kind` names a row of `fuser.ir.pointwise_table`.
+    """
 
     out: TensorView = result()
     a: TensorView | Scalar = operand()
@@ -107,22 +116,22 @@ class TernaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return ternary_template(self.kind)
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns scalar operands that must not wrap around, such as the bounds of a clamp."""
+        """Returns the scalar operands that must not wrap around, such as the bounds of a clamp."""
         return _exact_operands(self.kind, (self.a, self.b, self.c))
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for kind in kinds_of(3):
             yield {"kind": kind}, ternary_template(kind)
 
 
 class FullOp(TensorOp):
-    """out = value at every position. The logical extents of out are `shape`."""
+    """out = value at every position. `shape` has the extents of the logical axes of out."""
 
     out: TensorView = result()
     shape: tuple[Scalar, ...] = operands()
@@ -135,16 +144,16 @@ class FullOp(TensorOp):
         return "full"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the value if it is an integer; it must not wrap around in the dtype of out."""
+        """Returns the value if it is an integer, because it must not wrap around in out's dtype."""
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns None for every axis: the op has no tensor operand."""
+        """Returns None for every axis, because the op has no tensor operand."""
         return (None,) * len(self.out.domain.maybe_root)
 
 
 class IotaOp(TensorOp):
-    """out[i] = start + i * step, for i below `length`."""
+    """out[i] = start + i * step, for 0 <= i < `length`."""
 
     out: TensorView = result()
     length: Scalar = operand()
@@ -158,22 +167,22 @@ class IotaOp(TensorOp):
         return "iota"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns None for the one axis: the op has no tensor operand."""
+        """Returns None for the only axis, because the op has no tensor operand."""
         return (None,)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0,): there is no operand whose sharding the result could follow."""
+        """Returns (0,), because there is no operand whose sharding the result could follow."""
         return (0,)
 
 
 class RandomOp(TensorOp):
     """Random numbers. Element i depends only on `seed`, `offset` and the position of i in `shape`.
 
-    - kind "uniform": in [a, b), by default [0, 1).
+    - kind "uniform": numbers in [a, b), by default [0, 1).
     - kind "normal": mean a and standard deviation b, by default 0 and 1.
     - Without a seed, each call draws new numbers from torch's generator.
-    - `begin` is the index of out's first element, if out is a part of a larger tensor of this
-      shape. It is () if out is all of it.
+    - If out is a part of a larger tensor of shape `shape`, `begin` is the index of out's first
+      element in that tensor. Otherwise `begin` is ().
     """
 
     out: TensorView = result()
@@ -191,14 +200,14 @@ class RandomOp(TensorOp):
     }
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return self._template(
             self.KINDS[self.kind][self.a is not None], self.seed is not None, bool(self.begin)
         )
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for kind, spellings in cls.KINDS.items():
             for spelled in spellings:
                 general = {} if spelled is spellings[1] else {"a": None, "b": None}
@@ -216,11 +225,11 @@ class RandomOp(TensorOp):
         return "{out}\n   = " + spelled + "({shape}" + ends + ", {out.dtype}" + seed + begin + ");"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns None for every axis: the op has no tensor operand."""
+        """Returns None for every axis, because the op has no tensor operand."""
         return (None,) * len(self.out.domain.maybe_root)
 
     def verify(self) -> None:
-        """Checks the rank of shape and begin, and that a and b, seed and offset are pairs."""
+        """Checks the ranks of shape and begin, and that a comes with b, and seed with offset."""
         rank = self.out.ndim
         are_pairs = (self.a is None, self.seed is None) == (self.b is None, self.offset is None)
         if not are_pairs or len(self.shape) != rank or len(self.begin) not in (0, rank):
@@ -232,7 +241,10 @@ class RandomOp(TensorOp):
 
 # ------------------------------------------------------------------ copies and views
 class LoadStoreOp(TensorOp):
-    """out = inp, a copy. If out has root axes, its logical axes are a permutation of them."""
+    """out = inp, a copy.
+
+    If out has root axes, its logical axes are a permutation of these root axes.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -245,14 +257,14 @@ class LoadStoreOp(TensorOp):
         return "permute" if self.out.domain.root else "set"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         permute = ".Permute" if self.out.domain.root else ""
         hint = "" if self.cache_op is CacheOp.unspecified else f", cache_op={self.cache_op.value}"
         return "{out}\n   = " + self.kind.value + permute + "( {inp}" + hint + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for kind in LoadStoreOpType:
             for cache_op in CacheOp:
                 hint = "" if cache_op is CacheOp.unspecified else f", cache_op={cache_op.value}"
@@ -262,17 +274,19 @@ class LoadStoreOp(TensorOp):
 
 
 class Reshard(TensorOp):
-    """out = inp with another placement, or inp reduced over a device axis: one change of placement.
+    """out = inp with another placement, or inp reduced over a device axis.
 
-    The change concerns the mesh axes `ptypes` (of inp.mesh and out.mesh):
+    One op is one change of placement, along the mesh axes `ptypes` of inp.mesh and out.mesh:
 
-    - `source`: the logical axis of inp that stops being sharded along them, or None.
-    - `target`: the logical axis of out that becomes sharded along them, or None.
-    - `reduction`: a kind of `ReductionOp`; `source` is then the device axis of a partial sum.
+    - `source`: the logical axis of inp that is sharded along `ptypes` and no longer is in out, or
+      None.
+    - `target`: the logical axis of out that is sharded along `ptypes`, but is not in inp, or None.
+    - `reduction`: a kind of `ReductionOp`, or None. `source` is then the device axis of a partial
+      sum.
 
-    Positions do not count reductions. If a stream type is among `ptypes`, out is computed in steps:
-    `target` is its stream axis, and `source` the axis whose blocks the devices hold. `source` is
-    then None if each step slices data that the device already has.
+    Positions do not count reduction axes. If `ptypes` contains a stream type, out is computed in
+    the steps of a stream loop. `target` is then the stream axis of out, and `source` the axis whose
+    blocks the devices hold. If each step slices data that the device already has, `source` is None.
     """
 
     out: TensorView = result()
@@ -288,12 +302,12 @@ class Reshard(TensorOp):
         return "reshard"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return _reshard_template(self.source is not None, self.target is not None, self.reduction)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for source in (False, True):
             for target in (False, True):
                 for reduction in (None, *ReductionOp.KINDS):
@@ -326,12 +340,12 @@ class BroadcastOp(TensorOp):
         return "broadcast"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the operand axes in order, with None for the new axes."""
+        """Returns the operand axes in order, and None for the new axes."""
         source = iter(range(len(self.flags)))
         return tuple(None if new else next(source) for new in self.flags)
 
     def verify(self) -> None:
-        """Checks that the number of axes that are not new is the rank of the operand."""
+        """Checks that the number of axes that are not new is the number of operand axes."""
         kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
         if kept != have:
             raise VerifyError(f"broadcast: flags keep {kept} axes, but {self.inp} has {have}")
@@ -356,7 +370,10 @@ class SqueezeOp(TensorOp):
 
 
 class ExpandOp(TensorOp):
-    """Expands broadcast axes to the extents in `shape`; of other axes, it states their extent."""
+    """Expands broadcast axes to the sizes in `shape`.
+
+    For an axis that is not a broadcast axis, `shape` has the extent of this axis.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -370,7 +387,10 @@ class ExpandOp(TensorOp):
 
 
 class ReshapeOp(TensorOp):
-    """Reshapes inp: splits and merges derive logical axes from root axes, which map to inp."""
+    """Reshapes inp: splits and merges derive the logical axes of out from its root axes.
+
+    The root axes are the axes of inp.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -384,9 +404,9 @@ class ReshapeOp(TensorOp):
 
 # ------------------------------------------------------------------ reductions
 class ReductionOp(TensorOp):
-    """Reduces inp over the reduction axes of out. kind: add, mul, max or min.
+    """Reduces inp over the reduction axes of out. `kind` is add, mul, max or min.
 
-    `init` is the result for an empty axis, and the value with which the reduction starts.
+    `init` is the value with which the reduction starts, and so the result for an empty axis.
     """
 
     out: TensorView = result()
@@ -401,7 +421,7 @@ class ReductionOp(TensorOp):
         return {"add": "sum", "mul": "prod"}.get(self.kind, self.kind)
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return (
             "{out}\n   = reduction( {inp}, op = "
             + self.kind
@@ -410,7 +430,7 @@ class ReductionOp(TensorOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for kind in cls.KINDS:
             yield (
                 {"kind": kind},
@@ -421,7 +441,9 @@ class ReductionOp(TensorOp):
 
 
 class WelfordOp(TensorOp):
-    """Mean, sum of squared deviations and count (dtype Index) over the reduction axes, in one pass.
+    """Mean, sum of squared deviations and count over the reduction axes, in one pass.
+
+    The results are `avg`, `var` and `n`, which has the dtype Index.
 
     Source: Welford 1962, "Note on a Method for Calculating Corrected Sums of Squares and Products".
     """
@@ -443,7 +465,7 @@ class WelfordOp(TensorOp):
 
 # ------------------------------------------------------------------ library ops
 class LibraryOp(TensorOp):
-    """Base of the ops that torch executes; each one is a segment of its own."""
+    """Base of the ops that torch executes. Each op is a segment of its own."""
 
     # Whether the steps of a stream loop may compute blocks of the results.
     RUNS_IN_STEPS: ClassVar[bool] = True
@@ -464,7 +486,7 @@ class LibraryOp(TensorOp):
         return False
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose memory order the result `out` has; None if it is row-major."""
+        """Returns the operand whose memory order `out` has, or None for a row-major result."""
         del out
         return None
 
@@ -472,7 +494,7 @@ class LibraryOp(TensorOp):
 class Contraction(LibraryOp):
     """Base of the ops that sum products over one axis.
 
-    That axis is the last one of out, a reduction. It is absent if its size is 1.
+    This axis is the last root axis of out, a reduction axis. If its size is 1, out lacks the axis.
     """
 
     if TYPE_CHECKING:
@@ -480,9 +502,9 @@ class Contraction(LibraryOp):
 
 
 class MatmulOp(Contraction):
-    """out[..., m, n] = sum_k a[..., m, k] b[..., k, n]; 1-D operands as in torch.matmul.
+    """out[..., m, n] = sum_k a[..., m, k] b[..., k, n], with 1-D operands as in torch.matmul.
 
-    out.logical is [batch..., M, N, rK]; rK is absent when K has size 1 in both operands.
+    out.logical is [batch..., M, N, rK]. rK is absent if K has size 1 in both operands.
     """
 
     out: TensorView = result()
@@ -497,7 +519,10 @@ class MatmulOp(Contraction):
         return "matmul"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns batch axes (aligned at the last one), then m of a, n of b, and k of both."""
+        """Returns, per root axis [batch.., m, n, k] of the result, the operand's axis, or None.
+
+        Batch axes are aligned at the last one. Operand a has m and k, and operand b has k and n.
+        """
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rank = len(axes) - has_k
@@ -514,10 +539,10 @@ class MatmulOp(Contraction):
 
 
 class LinearOp(Contraction):
-    """out = x @ weight.T + bias; the bias is optional.
+    """out = x @ weight.T + bias. The bias is optional.
 
     x [*i, K], weight [*w, N, K], bias [*w, N] -> out.logical [*w, *i, N, rK]. In a host program,
-    weight and bias may be those of one column, [K] and []; out is then [*i, rK].
+    weight and bias may be one column of these tensors, [K] and []; out is then [*i, rK].
     """
 
     out: TensorView = result()
@@ -532,13 +557,13 @@ class LinearOp(Contraction):
         return "linear"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         tail = ",\n            {bias}" if self.bias is not None else ""
         return "{out}\n   = linear({x},\n            {weight}" + tail + ")"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
 
@@ -558,7 +583,10 @@ class LinearOp(Contraction):
             )
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns x's axes for [*i, k], weight's for [*w, n, k], and the bias's for [*w, n]."""
+        """Returns, per root axis [*w, *i, n, k] of the result, the operand's axis, or None.
+
+        x has [*i, k], weight has [*w, n, k], and the bias has [*w, n].
+        """
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rows, batch = self.x.ndim - 1, max(self.weight.ndim - 2, 0)
@@ -569,7 +597,7 @@ class LinearOp(Contraction):
 
     @property
     def bias_lacks(self) -> tuple[bool, ...]:
-        """One flag per axis of the result: whether the bias lacks it, as it lacks the rows `*i`."""
+        """One flag per axis of the result: True if the bias has no such axis (the rows `*i`)."""
         return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])
 
 
@@ -580,7 +608,7 @@ class LinearOp(Contraction):
 class SliceOp(TensorOp):
     """out = inp[start:stop] along each axis, with step 1.
 
-    A `Resize` derives each logical axis from a root axis.
+    The transform of each axis is a `Resize` from a root axis to a logical axis.
     """
 
     out: TensorView = result()
@@ -601,7 +629,7 @@ class SliceOp(TensorOp):
 
     @property
     def stops(self) -> tuple[Scalar, ...]:
-        """The index behind the last one of each axis."""
+        """The index after the last index of each axis."""
         return self.ranges[1::3]
 
     @staticmethod
@@ -610,7 +638,7 @@ class SliceOp(TensorOp):
         return tuple(x for a, b in zip(starts, stops, strict=True) for x in (a, b, sc.ONE))
 
     def verify(self) -> None:
-        """Checks that every axis has a range and that each step is 1."""
+        """Checks that every axis has a start, a stop and a step, and that each step is 1."""
         axes, steps = self.inp.ndim, self.ranges[2::3]
         if len(self.ranges) != 3 * axes or any(sc.int_value(step) != 1 for step in steps):
             raise VerifyError(
@@ -620,10 +648,10 @@ class SliceOp(TensorOp):
 
 
 class PadOp(TensorOp):
-    """out = inp with `left[i]` and `right[i]` elements of `value` added around axis i.
+    """out = inp with `left[i]` and `right[i]` elements of `value` added before and after axis i.
 
     A negative width removes elements. `widths` is (left, right) of every axis, outermost first.
-    Without a `filler` the value is 0.
+    Without a `filler`, the added value is 0.
     """
 
     out: TensorView = result()
@@ -637,22 +665,22 @@ class PadOp(TensorOp):
         return "pad"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the added value if it is an integer; it must not wrap around in out's dtype."""
+        """Returns the added value if it is an integer: it must not wrap around in out's dtype."""
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     @property
     def left(self) -> tuple[Scalar, ...]:
-        """The number of elements added in front of each axis."""
+        """The number of elements that are added before the first element of each axis."""
         return self.widths[::2]
 
     @property
     def right(self) -> tuple[Scalar, ...]:
-        """The number of elements added behind each axis."""
+        """The number of elements that are added after the last element of each axis."""
         return self.widths[1::2]
 
     @property
     def value(self) -> Scalar:
-        """The value of added elements: the filler, or 0 in the dtype of out."""
+        """The value of added elements: the filler if there is one, else 0 in the dtype of out."""
         return sc.Const(0, self.out.dtype()) if self.filler is None else self.filler
 
     def verify(self) -> None:
@@ -663,21 +691,21 @@ class PadOp(TensorOp):
             )
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         filler = "" if self.filler is None else ", {filler}"
         return "{out}\n   = pad( {inp}, {widths}" + filler + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         yield {"filler": None}, "{out}\n   = pad( {inp}, {widths} )"
         yield {}, "{out}\n   = pad( {inp}, {widths}, {filler} )"
 
 
 class CatOp(TensorOp):
-    """Concatenates the pieces along `dim`. Each input is already padded to the extent of out.
+    """Concatenates the pieces along `dim`. Each piece is already padded to the extent of out.
 
-    `ends[k]` is the index along `dim` behind the last element of piece k.
+    `ends[k]` is the index along `dim` after the last element of piece k.
     """
 
     out: TensorView = result()
@@ -692,7 +720,7 @@ class CatOp(TensorOp):
         return "cat"
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (dim,): a block of the result may have elements of several pieces."""
+        """Returns (dim,), because a block of the result may have elements of several pieces."""
         return (self.dim,)
 
 
@@ -701,7 +729,7 @@ class CatOp(TensorOp):
 
 
 def unary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text template of a unary op; `is_float` is True for a Float result."""
+    """Returns the text template of a unary op. `is_float` is True if the result has dtype Float."""
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = " + row.text + "{inp};"
@@ -709,7 +737,7 @@ def unary_template(kind: str, *, is_float: bool) -> str:
 
 
 def binary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text template of a binary op; `is_float` is True for any floating result."""
+    """Returns the text template of a binary op. `is_float` is True for any floating dtype."""
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = {lhs}\n   " + row.text + " {rhs};"
@@ -737,7 +765,7 @@ _CAST_TO = {
 
 
 def cast_spelling(src: DataType, dst: DataType) -> str:
-    """Returns nvFuser's name of a cast: `__to_float`, `__half2float`, `__int2half`, ..."""
+    """Returns nvFuser's name of a cast from `src` to `dst`: `__to_float`, `__half2float`, ..."""
     s, d = INFO[src].text, INFO[dst].text
     if is_complex(src) and category(dst) in ("int", "float"):
         return _CAST_TO.get(d, f"__to_{_CAST_NAMES.get(d)}").replace("__", "__real_then_", 1)
@@ -756,5 +784,5 @@ _EXPENSIVE_INSTRUCTIONS = 20
 
 
 def instructions(op: TensorOp) -> int:
-    """Returns the approximate number of instructions that an op takes per element."""
+    """Returns the approximate number of instructions per element of an op."""
     return _EXPENSIVE_INSTRUCTIONS if op.name in EXPENSIVE else 1

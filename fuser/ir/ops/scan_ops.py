@@ -1,6 +1,6 @@
-"""Scans and sorts: ops along one axis, of which every result element may need all elements.
+"""Scans and sorts: ops along one axis, where each result element may need all elements of the axis.
 
-That axis is never sharded; the other axes may be.
+This axis is never sharded; the other axes may be sharded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AlongAxisOp(LibraryOp):
-    """Base of ops on one tensor along its axis `dim`; the results have the rank of the operand."""
+    """Base of ops on one tensor along its axis `dim`. The results have the rank of the operand."""
 
     if TYPE_CHECKING:
         inp: TensorView
@@ -32,7 +32,7 @@ class AlongAxisOp(LibraryOp):
     KEEPS_EXPANDED: ClassVar[bool] = False
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axes that may be sharded: all but `dim`."""
+        """Returns the axes that may be sharded: all except `dim`."""
         return tuple(None if k == self.dim else k for k in range(out.ndim))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
@@ -59,14 +59,14 @@ class AlongAxisOp(LibraryOp):
                 )
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtype of each result."""
+        """Returns the dtype of each result. Every subclass overrides this method."""
         raise NotImplementedError
 
 
 class ScanOp(AlongAxisOp):
-    """A cumulative reduction: out[i] = init kind inp[0] kind .. kind inp[i], along axis `dim`.
+    """A cumulative reduction along axis `dim`: out[i] = init * inp[0] * .. * inp[i].
 
-    The kinds are those of `ReductionOp`.
+    `*` stands for the operation `kind`, one of those of `ReductionOp`.
     """
 
     out: TensorView = result()
@@ -87,16 +87,16 @@ class ScanOp(AlongAxisOp):
         return self.NAMES[self.kind]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the initial value."""
+        """Returns the initial value, which the dtype of the result must represent exactly."""
         return (self.init,)
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return self._template(self.kind)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for kind in ReductionOp.KINDS:
             yield {"kind": kind}, cls._template(kind)
 
@@ -106,12 +106,12 @@ class ScanOp(AlongAxisOp):
         return "{out}\n   = scan(" + ",\n          ".join(arguments) + ")"
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtype of the operand."""
+        """Returns the dtype of the operand, which is also the dtype of the result."""
         return (self.inp.dtype(),)
 
 
 class ArgsortOp(AlongAxisOp):
-    """out[.., i, ..] is the position of the element that is at position i of its sorted row.
+    """out[.., i, ..] is the position of the element that sorting moves to position i along `dim`.
 
     With `stable`, equal elements keep their order. NaN is larger than all numbers.
     """
@@ -128,12 +128,12 @@ class ArgsortOp(AlongAxisOp):
         return "argsort"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return self._template(self.descending, self.stable)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for down, stable in itertools.product((False, True), repeat=2):
             yield {"descending": down, "stable": stable}, cls._template(down, stable)
 
@@ -148,9 +148,9 @@ class ArgsortOp(AlongAxisOp):
 
 
 class TopKOp(AlongAxisOp):
-    """The k largest (or smallest) elements of each row, and their positions in the row.
+    """The k largest (or smallest) elements along axis `dim`, and their positions along this axis.
 
-    With `sorted` they are in order. NaN is larger than all numbers.
+    With `sorted`, the elements are in order. NaN is larger than all numbers.
     """
 
     found: TensorView = result()
@@ -167,12 +167,12 @@ class TopKOp(AlongAxisOp):
         return "topk"
 
     def template(self) -> str:
-        """Returns the text template for the attributes and operands of this op."""
+        """Returns the template of the IR text of this op, for its attributes and operands."""
         return self._template(self.largest, self.sorted)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op."""
+        """Yields (attribute values, text template) for each way in which the op is printed."""
         for largest, in_order in itertools.product((False, True), repeat=2):
             yield {"largest": largest, "sorted": in_order}, cls._template(largest, in_order)
 
@@ -182,7 +182,7 @@ class TopKOp(AlongAxisOp):
         return "( {found}, {places} ) = topk( {inp}, {k}, dim = {dim}, " + flags + " )"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns all axes but `dim`, along which the result has k elements."""
+        """Returns all axes except `dim`, along which the result has k elements."""
         return self.cut_map(operand_index, self.found)
 
     def dtypes(self) -> tuple[DataType, ...]:
@@ -190,9 +190,9 @@ class TopKOp(AlongAxisOp):
         return (self.inp.dtype(), DataType.Int)
 
     def misfit(self, k: int, extent: int | None) -> str:
-        """Returns the error of a k that is negative or larger than the axis, else "".
+        """Returns the error text for a `k` that is negative or larger than the axis, else "".
 
-        `extent` is None if it is not known.
+        `extent` is the extent of the axis, or None if it is unknown.
         """
         if k >= 0 and (extent is None or k <= extent):
             return ""

@@ -31,7 +31,7 @@ _CASTS = {"int": "int", "bool": "bool", "float": "float", "complex": "complex"}
 
 
 class Computed:
-    """A tuple of scalars that is evaluated for given values of their symbols, as `evaluate` does.
+    """A tuple of scalars that is evaluated for given values of symbols, as `evaluate` does.
 
     The Python function is compiled at the first call, because many programs see only one size.
     """
@@ -43,19 +43,23 @@ class Computed:
         self._run: Callable[[Mapping[Symbol, Number]], tuple[Number, ...]] | None = None
 
     def __call__(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...]:
-        """Returns the values in order; raises the errors of `evaluate`."""
+        """Returns the values of the scalars, in order. Raises the same errors as `evaluate`."""
         found = self.at_once(values)
         return tuple(evaluate(x, values) for x in self.scalars) if found is None else found
 
     def hold(self, values: Mapping[Symbol, Number]) -> bool:
-        """Returns whether all scalars are true. Errors behind the first false one are ignored."""
+        """Returns whether all scalars are true.
+
+        Errors in scalars after the first false scalar are ignored.
+        """
         found = self.at_once(values)
         return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
 
     def at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
         """Returns all values, or None if the compiled function raises an error.
 
-        `evaluate` may still succeed then, because it computes only the selected branch of a choice.
+        In this case, `evaluate` may still succeed, because it computes only the selected branch of
+        a `where`.
         """
         run = self._run
         if run is None:
@@ -67,10 +71,10 @@ class Computed:
 
 
 def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], Any]:
-    """Returns a function from the symbols' values to the values of all scalars.
+    """Returns a function from the values of symbols to the values of all scalars.
 
-    Common parts are computed once. Both branches of a choice are computed, and errors do not name
-    the scalar.
+    Common subexpressions are computed once. Both branches of a `where` are computed. Errors of the
+    function do not name the scalar.
     """
     text = PythonText()
     names = [text.name(x) for x in scalars]
@@ -78,9 +82,10 @@ def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], A
 
 
 class PythonText:
-    """The statements of a Python function that computes scalars; common parts are computed once.
+    """The statements of a Python function that computes scalars.
 
-    `names` maps each computed scalar to its variable; `lines` are the statements.
+    `names` maps each computed scalar to its variable, and `lines` are the statements. Common
+    subexpressions are computed once.
     """
 
     def __init__(self) -> None:
@@ -89,27 +94,27 @@ class PythonText:
         self._known: dict[str, object] = {}
 
     def name(self, x: Scalar) -> str:
-        """Returns the variable of a scalar, after adding missing statements that compute it.
+        """Returns the variable of a scalar, after adding the statements that compute it.
 
-        A symbol without a variable is looked up in the parameter `values`.
+        A symbol without a variable is looked up in the function's parameter `values`.
         """
         for y in postorder(x, self.names.__contains__):
             self.assign(y, _text(y, self.names, self.constant))
         return self.names[x]
 
     def assign(self, x: Scalar, text: str) -> None:
-        """Adds a statement that assigns the value of a scalar to a new variable."""
+        """Adds a statement that assigns the expression `text` to a new variable for `x`."""
         self.names[x] = f"v{len(self.names)}"
         self.lines.append(f"{self.names[x]} = {text}")
 
     def constant(self, value: object) -> str:
-        """Returns a new name for an object that the function refers to."""
+        """Returns a new name under which the function can refer to the object `value`."""
         name = f"k{len(self._known)}"
         self._known[name] = value
         return name
 
     def function(self, parameter: str, result: str) -> Callable[..., Any]:
-        """Compiles the function with this parameter and this result expression."""
+        """Compiles a function of one parameter that returns the expression `result`."""
         body = "\n    ".join([*self.lines, f"return {result}"])
         made: dict[str, Any] = {}
         exec(f"def compute({parameter}):\n    {body}", self._known, made)
@@ -117,9 +122,9 @@ class PythonText:
 
 
 def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
-    """Returns the Python expression of a scalar in terms of the variables of its parts.
+    """Returns the Python expression of a scalar in terms of the variables of its children.
 
-    `named` returns a name for any other object in the expression.
+    `names` has these variables. `named` returns a name for any other object in the expression.
     """
     match x:
         case Const():
@@ -173,5 +178,5 @@ def _sum(x: Poly, names: Mapping[Scalar, str]) -> str:
 
 
 def _is_count(x: Scalar) -> bool:
-    """Returns whether the value is an int without a conversion."""
+    """Returns whether the value of `x` is a Python int, so that no conversion is needed."""
     return isinstance(x, Symbol) and is_int(x)

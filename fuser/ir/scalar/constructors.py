@@ -1,17 +1,17 @@
 """Symbolic scalars that are simplified when they are built.
 
-A scalar is a constant, a symbol, or an op applied to scalars. Integer sums and products are kept as
-polynomials over atoms (symbols and other ops such as `/`). Equal index expressions therefore
+A scalar is a constant, a symbol, or an op applied to scalars. Integer sums and products are stored
+as polynomials over atoms (symbols and other ops such as `/`). Equal index expressions therefore
 usually become the same object.
 
-A symbol carries its range, from which simplifications are proved (`fuser.ir.scalar.simplify`):
+A symbol has a range, from which simplifications are proved (`fuser.ir.scalar.simplify`):
 
 - an extent is at least 0, or at least 1 in a concretized fusion;
 - an index is in [0, extent - 1];
 - an integer that the user passes has no bounds.
 
-The constructors (`add`, `mul`, `floordiv`, ...) are the only way to build an expression; nothing
-simplifies it later.
+The constructors (`add`, `mul`, `floordiv`, ...) are the only way to build an expression. No later
+step simplifies an expression.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ __all__ = [
 
 
 def index(name: str, extent: ScalarLike) -> Symbol:
-    """Returns the index of a loop, a thread or a mesh axis: 0 <= index < extent."""
+    """Returns a symbol for the index of a loop, a thread or a mesh axis: 0 <= index < extent."""
     return Symbol(name, DataType.Index, lo=0, hi=sub(extent, 1))
 
 
 def name_for(name: str, x: Scalar, dtype: DataType = DataType.Index) -> Symbol:
-    """Returns a symbol that stands for the value of `x`, with the lower bound of `x`."""
+    """Returns a symbol that stands for the value of `x` and has the lower bound of `x`."""
     low = interval(x)[0]
     return Symbol(name, dtype, lo=low if isinstance(low, int) else None)
 
@@ -150,7 +150,7 @@ def sub(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def product(factors: Iterable[ScalarLike]) -> Scalar:
-    """Returns the product of the factors, 1 if there are none."""
+    """Returns the product of the factors, or 1 if there are none."""
     out: Scalar = ONE
     for f in factors:
         out = mul(out, f)
@@ -158,22 +158,22 @@ def product(factors: Iterable[ScalarLike]) -> Scalar:
 
 
 def floordiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a / b rounded down, the division of index arithmetic."""
+    """Returns a / b rounded down, which is the division of index arithmetic."""
     return divide(as_scalar(a), as_scalar(b), "floorDiv")
 
 
 def mod(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the remainder of `floordiv`: in [0, b) for a positive b."""
+    """Returns the remainder of `floordiv`, which is in [0, b) for a positive b."""
     return remainder(as_scalar(a), as_scalar(b), "floorMod")
 
 
 def truncdiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a / b rounded towards zero, as C's `/`: the division of user programs."""
+    """Returns a / b rounded towards zero, as C's `/`. User programs have this division."""
     return divide(as_scalar(a), as_scalar(b), "/")
 
 
 def truncmod(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the remainder of `truncdiv`, with the sign of `a`, as C's `%`."""
+    """Returns the remainder of `truncdiv`, which has the sign of `a`, as C's `%`."""
     return remainder(as_scalar(a), as_scalar(b), "%")
 
 
@@ -205,7 +205,7 @@ def logical_not(a: ScalarLike) -> Scalar:
 
 
 def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition a < b; a constant if the ranges of both decide it."""
+    """Returns the condition a < b, or a constant if the ranges of a and b decide the condition."""
     a, b = as_scalar(a), as_scalar(b)
     if is_int(a) and is_int(b):
         if is_less(a, b):
@@ -216,7 +216,7 @@ def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def le(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition a <= b; of integers, it is written as a < b + 1."""
+    """Returns the condition a <= b, which is written as a < b + 1 for integers."""
     a, b = as_scalar(a), as_scalar(b)
     return lt(a, add(b, 1)) if is_int(a) and is_int(b) else apply("<=", a, b)
 
@@ -237,7 +237,7 @@ def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
-    """Returns the conjunction of the conditions, true if there are none."""
+    """Returns the conjunction of the conditions, or true if there are none."""
     out: Scalar = const(True)
     for c in conditions:
         out = logical_and(out, c)
@@ -245,7 +245,10 @@ def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
 
 
 def where(cond: ScalarLike, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a if the condition is true, else b; both have one dtype."""
+    """Returns a scalar that is `a` if the condition is true, else `b`.
+
+    The dtype of the result is the common dtype of `a` and `b`.
+    """
     cond, a, b = as_scalar(cond), as_scalar(a), as_scalar(b)
     if isinstance(cond, Const):
         return a if cond.value else b
@@ -273,12 +276,12 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
-    """Applies an op of `COMPUTE` by its name, and folds constants.
+    """Applies the op of `COMPUTE` with name `op`, and replaces ops on constants by their value.
 
     Integer `/` and `%` truncate, as in C.
 
     Raises:
-        DtypeError: for complex operands of an op that is not defined for them.
+        DtypeError: an operand is complex, and the op is not defined for complex numbers.
     """
     scalars = tuple([as_scalar(a) for a in args])
     if op not in COMPLEX_OPS and any(is_complex(s.dtype) for s in scalars):
@@ -330,7 +333,10 @@ _INT_FORMS: dict[str, Callable[..., Scalar]] = {
 
 # ---------------------------------------------------------------- traversal
 def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
-    """Returns `x` with symbols and other atoms replaced, simplified again."""
+    """Returns `x` with the keys of `mapping` replaced by their values, simplified again.
+
+    Keys are symbols or other atoms.
+    """
     done = dict(mapping)
     for y in postorder(x, done.__contains__):
         done[y] = _rebuilt(y, done)
@@ -351,7 +357,7 @@ def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
-    """Returns the op of `x` on other arguments, built by its simplifying constructor."""
+    """Returns the op of `x` applied to `args` instead, by the constructor that simplifies it."""
     if x.op.startswith("cast:"):
         return cast(args[0], x.dtype)
     special = {"<": lt, "<=": le, "==": eq, "&&": logical_and}
@@ -367,7 +373,7 @@ _SHALLOW = 8
 
 
 def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
-    """Returns the value of `x`.
+    """Returns the value of `x` for these values of its symbols.
 
     Raises:
         KeyError: `values` lacks a symbol.
@@ -387,7 +393,11 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
-    """Returns the children on which the value of `x` depends: of a choice, the selected branch."""
+    """Returns the children on which the value of `x` depends.
+
+    For a `where`, these are the condition and the selected branch. `done` has the children's
+    values.
+    """
     if isinstance(x, Apply) and x.op == "where":
         cond, a, b = x.args
         return (cond, *((a, a) if done[cond] else (b, b)))
@@ -411,7 +421,7 @@ def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -> Number:
-    """Returns the value of `x`, given those of its children."""
+    """Returns the value of `x`, given the values `args` of its children."""
     if isinstance(x, Const):
         return x.value
     if isinstance(x, Symbol):

@@ -1,7 +1,7 @@
 """Computes scalar ops on Python numbers, with C's rules for integers and IEEE 754 for floats.
 
-Ops that index arithmetic does not use are elementwise ops, computed by torch in float64. A division
-of an integer by 0 raises `ZeroDivisionError`.
+Ops that index arithmetic does not use are elementwise ops. torch computes these ops in float64. A
+division of an integer by 0 raises `ZeroDivisionError`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fuser.ir.scalar.scalar_nodes import Number
 
 
 def _c_div(a: Number, b: Number) -> Number:
-    """Returns C's quotient: integers truncate towards zero."""
+    """Returns the quotient as in C: the quotient of two integers is rounded towards zero."""
     if isinstance(a, int) and isinstance(b, int):
         quotient = abs(a) // abs(b)
         return quotient if (a < 0) == (b < 0) else -quotient
@@ -26,7 +26,7 @@ def _c_div(a: Number, b: Number) -> Number:
 
 
 def _c_mod(a: Number, b: Number) -> Number:
-    """Returns C's remainder, which has the sign of the dividend."""
+    """Returns the remainder as in C, which has the sign of the dividend."""
     if isinstance(a, int) and isinstance(b, int):
         rest = abs(a) % abs(b)
         return -rest if a < 0 else rest
@@ -34,7 +34,7 @@ def _c_mod(a: Number, b: Number) -> Number:
 
 
 def _pow(a: Number, b: Number) -> Number:
-    """Returns a ** b as in C; for integers, a negative b yields 0 unless a is 1 or -1."""
+    """Returns a ** b as in C. For integers, a negative b yields 0 unless a is 1 or -1."""
     if isinstance(a, int) and isinstance(b, int):
         if abs(a) > 1 and b * math.log2(abs(a)) > 64:
             raise OverflowError(f"{a} ** {b} needs more than 64 bits")
@@ -81,13 +81,13 @@ def _bit_not(a: Number) -> Number:
 
 
 def _shift_left(a: Number, count: Number) -> Number:
-    """Returns the low 64 bits of the shifted value; 0 for a count outside [0, 64)."""
+    """Returns the low 64 bits of `a << count`, or 0 for a count outside [0, 64)."""
     half = 1 << 63
     return ((int(a) << int(count)) + half) % (2 * half) - half if 0 <= count < 64 else 0
 
 
 def _shift_right(a: Number, count: Number) -> Number:
-    """Returns the shifted value; for a count outside [0, 64), 0 or -1 by the sign."""
+    """Returns `a >> count`. For a count outside [0, 64), returns -1 if a is negative, else 0."""
     return int(a) >> (int(count) if 0 <= count < 64 else 63)
 
 
@@ -115,7 +115,7 @@ def _reciprocal(a: Number) -> Number:
 
 
 def _minimum(a: Number, b: Number) -> Number:
-    """Returns the smaller number; NaN if one of them is NaN, as in torch."""
+    """Returns the smaller number, or NaN if one of the numbers is NaN, as in torch."""
     return a if a < b or a != a else b
 
 
@@ -171,7 +171,7 @@ _AS_PYTHON = frozenset("+ - == != && || ! neg where".split())
 def _or_complex(
     of_real: Callable[..., Number], of_any: Callable[..., Number]
 ) -> Callable[..., Any]:
-    """Returns a function that calls `of_any` if an argument is complex, else `of_real`."""
+    """Returns a function that calls `of_any` if some argument is complex, else `of_real`."""
 
     def compute(*values: Number) -> Number:
         is_complex = any(isinstance(v, complex) for v in values)

@@ -1,6 +1,6 @@
-"""The classes of symbolic scalars and their polynomial form.
+"""The classes of symbolic scalars, and the representation of integer scalars as polynomials.
 
-Build scalars with `fuser.ir.scalar.constructors`, whose functions keep them simplified.
+Build scalars with the functions of `fuser.ir.scalar.constructors`, which simplify them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _S = TypeVar("_S", bound="Scalar")
 
 @Val.register
 class Scalar:
-    """Base of all scalars; immutable.
+    """Base of all scalars, which are immutable.
 
     Equal scalars are one object. In the compiler, `==` and hashing are therefore those of `object`,
-    whatever the depth. In a user's definition, `==` builds a condition.
+    whatever the depth of the scalar. In a user's definition, `==` creates a condition.
     """
 
     __slots__ = ("__weakref__", "depth", "dtype", "interval", "order", "symbols")
@@ -102,7 +102,7 @@ class Scalar:
         return _arithmetic("<=", other, self)
 
     def __eq__(self, other: object) -> Any:
-        """Returns the condition in a user's definition, else whether both are the same object."""
+        """Returns a condition in a user's definition, else whether both are the same object."""
         return _equality("eq", self, other) if is_users_comparison() else NotImplemented
 
     def __ne__(self, other: object) -> Any:
@@ -127,9 +127,9 @@ class Scalar:
         def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
 
     def __bool__(self) -> bool:
-        """Raises `ArgumentError` in a user's definition, where no value is known yet.
+        """Raises `ArgumentError` in a user's definition, because no value is known there yet.
 
-        In the compiler, a scalar that is no Bool is true, as any object is.
+        In the compiler, a scalar whose dtype is not Bool is true, as any Python object is.
         """
         if self.dtype is not DataType.Bool and not is_users_comparison():
             return True
@@ -157,7 +157,8 @@ class Scalar:
         """Returns None for a constant or a symbol.
 
         Raises:
-            UnsupportedError: for an expression, which is simplified and so keeps no defining op.
+            UnsupportedError: the scalar is an expression. Expressions are simplified, so their
+                defining ops are not stored.
         """
         if not isinstance(self, Const | Symbol):
             raise UnsupportedError(
@@ -166,10 +167,10 @@ class Scalar:
             )
 
     def uses(self) -> NoReturn:
-        """Raises `UnsupportedError`, because a scalar does not store its readers.
+        """Raises `UnsupportedError`, because a scalar does not store the ops that read it.
 
-        Equal scalars of all fusions are one object. The definitions of tensors list the ops that
-        read it.
+        Equal scalars of all fusions are one object. The definitions of a fusion's tensors show
+        which ops read a scalar.
         """
         raise UnsupportedError(
             f"uses() of {self} is not supported: a scalar does not store which ops read it. Look "
@@ -183,10 +184,12 @@ CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
 
 
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns `a op b`; NotImplemented for a tensor or a list, whose own operator then runs.
+    """Returns the scalar `a op b`.
+
+    Returns NotImplemented if an operand is a tensor or a list, because its own operator then runs.
 
     Raises:
-        ArgumentError: if an operand is not a number.
+        ArgumentError: an operand is not a number.
     """
     if isinstance(a, ScalarLike) and isinstance(b, ScalarLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         return OPERATORS[op](*_of_one_category(a, b))
@@ -204,7 +207,10 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Returns both operands; an integer beside a floating scalar is converted to its dtype."""
+    """Returns both operands. If one is an integer and one is floating, the integer is converted.
+
+    The integer is converted to the dtype of the floating operand.
+    """
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
         return a, b
@@ -217,10 +223,13 @@ def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
 
 
 def _equality(name: str, a: Scalar, other: object) -> Any:
-    """Returns the result of a user's comparison.
+    """Returns the result of a user's comparison of a scalar and another object.
 
-    It is the condition in a definition, or a bool if it is constant. It is NotImplemented if
-    `other` is no scalar, and outside of a definition if the condition is not constant.
+    - If `other` is no scalar and no number: NotImplemented.
+    - In a definition: the condition as a scalar.
+    - Outside of a definition: a bool if the condition is constant, else NotImplemented.
+
+    `name` is "eq" or "ne".
     """
     b = other if isinstance(other, Scalar) else python_number(other)
     if b is None:
@@ -238,7 +247,7 @@ _known_lock = threading.Lock()
 
 
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
-    """Returns the scalar with this key, and whether it is new and needs its fields set."""
+    """Returns the scalar with this key, and whether it is new, so that its fields must be set."""
     found = _known.get(key)
     if found is not None:
         return cast(_S, found), False
@@ -249,9 +258,9 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 
 
 def _published(made: _S, key: object) -> _S:
-    """Stores a finished scalar in the table, unless another thread stored an equal one first.
+    """Stores a finished scalar in the table of scalars, and returns the stored scalar.
 
-    Returns the stored one.
+    If another thread has stored an equal scalar before, that scalar is returned.
     """
     with _known_lock:
         return cast(_S, _known.setdefault(key, made))
@@ -260,7 +269,7 @@ def _published(made: _S, key: object) -> _S:
 def converted(value: AnyNumber, kind: Category) -> Number:
     """Returns a number converted to a category.
 
-    A complex number becomes its real part, or for Bool whether it is not 0.
+    A complex number is converted to its real part, or for "bool" to whether it is not 0.
 
     Raises:
         ValueError, OverflowError: a NaN or an infinity is converted to an integer.
@@ -280,7 +289,7 @@ class Const(Scalar):
     value: Number
 
     def __new__(cls, value: AnyNumber, dtype: DataType) -> Const:
-        """Returns the constant of this value and dtype; equal ones are one object."""
+        """Returns the constant with this value and dtype. Equal constants are one object."""
         kind = category(dtype)
         value = converted(value, kind)
         # repr() distinguishes 0.0 from -0.0, and equal texts of nan are equal keys.
@@ -295,17 +304,17 @@ class Const(Scalar):
         return Const, (self.value, self.dtype)
 
     def __bool__(self) -> bool:
-        """Returns whether the value is not 0; in the compiler, any number but False is true."""
+        """Returns whether the value is not 0. In the compiler, only the constant False is false."""
         if self.value:
             return True
         return self.value is not False and not is_users_comparison()
 
 
 class Symbol(Scalar):
-    """A named value in the range [lo, hi]; None means unbounded.
+    """A named value in the range [lo, hi], where None means unbounded.
 
-    The range is part of the identity: symbols of one name with different ranges are different
-    values. To tighten a range, `substitute` another symbol.
+    The range is part of the identity: symbols with the same name and different ranges are different
+    values. To narrow a range, `substitute` another symbol.
     """
 
     __slots__ = ("hi", "lo", "name")
@@ -316,7 +325,7 @@ class Symbol(Scalar):
     def __new__(
         cls, name: str, dtype: DataType, *, lo: int | None = None, hi: Scalar | int | None = None
     ) -> Symbol:
-        """Returns the symbol of this name, dtype and range; equal ones are one object."""
+        """Returns the symbol with this name, dtype and range. Equal symbols are one object."""
         hi = const(hi) if isinstance(hi, int) else hi
         key = (Symbol, name, dtype, lo, hi)
         made, is_new = _interned(cls, key, dtype)
@@ -330,12 +339,14 @@ class Symbol(Scalar):
 
     @property
     def is_index(self) -> bool:
-        """Whether this is an index (of a loop, thread or mesh axis); only these have upper
-        bounds."""
+        """Whether this is the index of a loop, thread or mesh axis.
+
+        Only indices have upper bounds.
+        """
         return self.hi is not None
 
     def with_range(self, *, lo: int | None, hi: Scalar | int | None = None) -> Symbol:
-        """Returns the symbol of this name and dtype with another range."""
+        """Returns the symbol with the same name and dtype, and another range."""
         return Symbol(self.name, self.dtype, lo=lo, hi=hi)
 
 
@@ -351,7 +362,7 @@ class Apply(Scalar):
     op: str
 
     def __new__(cls, op: str, args: tuple[Scalar, ...], dtype: DataType) -> Apply:
-        """Returns the op on these arguments; equal ones are one object."""
+        """Returns the op on these arguments. Equal applications are one object."""
         args = alike_literals(args)
         key = (Apply, op, dtype, args)
         made, is_new = _interned(cls, key, dtype, 1 + max((a.depth for a in args), default=0))
@@ -369,7 +380,7 @@ _PLAIN_INTS = (DataType.Index, DataType.Int)
 
 
 def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """Returns the arguments of an op; integer literals get the dtype of the other arguments.
+    """Returns the arguments of an op, with integer literals in the dtype of the other arguments.
 
     Scalars with equal texts then are equal objects.
     """
@@ -390,13 +401,16 @@ Terms = tuple[tuple[Monomial, int], ...]
 
 
 class Poly(Scalar):
-    """An integer polynomial, as sorted (monomial, coefficient) terms; the constant term is ()."""
+    """An integer polynomial, as a sorted tuple of terms (monomial, coefficient).
+
+    The monomial of the constant term is ().
+    """
 
     __slots__ = ("terms",)
     terms: Terms
 
     def __new__(cls, terms: Terms, dtype: DataType) -> Poly:
-        """Returns the polynomial of these terms; equal ones are one object."""
+        """Returns the polynomial with these terms. Equal polynomials are one object."""
         key = (Poly, dtype, terms)
         depth = 1 + max((a.depth for m, _ in terms for a in m), default=0)
         made, is_new = _interned(cls, key, dtype, depth)
@@ -418,10 +432,11 @@ def children(x: Scalar) -> tuple[Scalar, ...]:
 
 
 def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]:
-    """Yields the parts of `x` once each, children first, without those for which `is_known` holds.
+    """Yields each subexpression of `x` once, children first.
 
-    It uses no recursion, because chains may have thousands of ops. `is_known` must hold for a
-    scalar after it was yielded.
+    Subexpressions for which `is_known` is True are skipped. `is_known` must be True for a scalar
+    after this scalar was yielded. The function is not recursive, because chains may have thousands
+    of ops.
     """
     stack = [x]
     while stack:
@@ -437,7 +452,7 @@ def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]
 
 
 def symbols(x: Scalar) -> tuple[Symbol, ...]:
-    """Returns the symbols of `x`, once each, in order of first appearance."""
+    """Returns each symbol of `x` once, in order of first appearance."""
     if isinstance(x, Symbol):
         return (x,)
     if x.symbols is None:
@@ -450,7 +465,7 @@ def symbols(x: Scalar) -> tuple[Symbol, ...]:
 # ---------------------------------------------------------------- the order of a sum's terms
 @lru_cache(maxsize=10_000)
 def _natural(name: str) -> tuple[object, ...]:
-    """Splits a name into texts and numbers, so that i2 sorts before i10."""
+    """Splits a name into texts and numbers, so that i2 is sorted before i10."""
     parts = re.split(r"([0-9]+)", name)
     # Numbers are compared as text, because Python converts only some thousand digits.
     numbers = (p.lstrip("0") for p in parts[1::2])
@@ -465,7 +480,10 @@ _ORDER_LENGTH = 400
 
 
 def _order_text(x: Scalar) -> str:
-    """Returns the structure of `x` as a text of bounded length, from the texts of its children."""
+    """Returns a text of bounded length that describes the structure of `x`.
+
+    The text is computed from the texts of the children of `x`.
+    """
 
     def texts(parts: Iterable[Scalar]) -> str:
         return ", ".join(str(cast("tuple[object, ...]", p.order)[-1]) for p in parts)
@@ -487,7 +505,7 @@ def _order_text(x: Scalar) -> str:
 
 
 def sort_key(x: Scalar) -> tuple[object, ...]:
-    """Returns the sort key of an atom of a sum: symbols by name, then ops by structure."""
+    """Returns the key that sorts the atoms of a sum: symbols by name, then ops by structure."""
     if x.order is None:
         for y in postorder(x, lambda s: s.order is not None):
             is_symbol = isinstance(y, Symbol)
@@ -497,7 +515,7 @@ def sort_key(x: Scalar) -> tuple[object, ...]:
 
 
 def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
-    """Returns a literal; without a dtype, that of the Python type (an int is Index)."""
+    """Returns a literal. By default, its dtype is that of the Python type; an int is Index."""
     if dtype is None:
         dtype = DataType.Index if type(value) is int else dtype_of_python(value)
     return Const(value, dtype)
@@ -509,19 +527,19 @@ ScalarLike = Scalar | bool | int | float | complex
 
 
 def as_scalar(value: ScalarLike) -> Scalar:
-    """Returns a scalar unchanged, and a Python number as a constant."""
+    """Returns a scalar unchanged, or a Python number as a constant."""
     return value if isinstance(value, Scalar) else const(value)
 
 
 def int_value(x: ScalarLike) -> int | None:
-    """Returns the value of an integer constant, None for anything else."""
+    """Returns the value of an integer constant, or None for anything else."""
     if isinstance(x, int):
         return int(x)
     return x.value if isinstance(x, Const) and isinstance(x.value, int) else None
 
 
 def is_int(x: Scalar) -> bool:
-    """Returns whether the dtype is an integer one."""
+    """Returns whether the dtype of `x` is an integer dtype."""
     return category(x.dtype) == "int"
 
 
@@ -549,7 +567,7 @@ def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
 
 
 def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
-    """Returns the scalar with these terms: a constant, an atom or a polynomial."""
+    """Returns the scalar that is the sum of these terms: a constant, an atom or a polynomial."""
     terms = {m: c for m, c in terms.items() if c}
     if not terms:
         return Const(0, dtype)
@@ -564,7 +582,10 @@ def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
 
 
 def int_dtype(a: Scalar, b: Scalar) -> DataType:
-    """Returns the dtype of an integer op: a literal adapts, and Index wins over Int and Int32."""
+    """Returns the dtype of an integer op on `a` and `b`.
+
+    A literal takes the dtype of the other operand. Otherwise, Index wins over Int and Int32.
+    """
     if a.dtype is b.dtype:
         return a.dtype
     # A literal adapts to the other side; otherwise Index absorbs the fixed-width types.
@@ -576,7 +597,7 @@ def int_dtype(a: Scalar, b: Scalar) -> DataType:
 
 
 def single_term(x: Scalar) -> tuple[Monomial, int] | None:
-    """Returns (monomial, coefficient) of an integer with one term, None for a sum."""
+    """Returns (monomial, coefficient) of an integer with one term, or None for a sum."""
     terms = terms_of(x)
     return next(iter(terms.items())) if len(terms) == 1 else None
 
@@ -588,7 +609,10 @@ _INFIX = frozenset("+ - * / % < <= > >= == != && || & | ^ << >>".split())
 
 
 def literal_text(value: Number, dtype: DataType) -> str:
-    """Returns a literal that reads back exactly: `8`, `true`, `double(3)`, `float(0.5)`."""
+    """Returns the text of a literal, from which the parser reads the same value.
+
+    Examples: `8`, `true`, `double(3)`, `float(0.5)`.
+    """
     kind = category(dtype)
     if kind == "bool":
         return "true" if value else "false"
@@ -606,7 +630,7 @@ def _digits(value: float) -> str:
 
 @lru_cache(maxsize=10_000)
 def scalar_text(x: Scalar) -> str:
-    """Returns nvFuser's inline text: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
+    """Returns nvFuser's text of a scalar: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
     out: list[str] = []
     stack: list[Scalar | str] = [x]
     while stack:
@@ -619,7 +643,10 @@ def scalar_text(x: Scalar) -> str:
 
 
 def _pieces(x: Scalar) -> list[Scalar | str]:
-    """Returns the text of `x` as a list of texts and children, whose own text is inserted later."""
+    """Returns the text of `x` as a list of texts and children.
+
+    The caller replaces each child by its own text.
+    """
     match x:
         case Const():
             return [literal_text(x.value, x.dtype)]

@@ -6,8 +6,8 @@ are two divisions:
 - `/` and `%` truncate towards zero, as in C and in user programs;
 - `floorDiv` and `floorMod` round down, as index arithmetic needs.
 
-If neither operand can be negative, both agree and are written as `/` and `%`. A division by 0 has
-no value, so proofs may assume that the divisor is not 0.
+If neither operand can be negative, both divisions agree and are written as `/` and `%`. A division
+by 0 has no value, so proofs may assume that the divisor is not 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PROOF_DEPTH = 24
 # ---------------------------------------------------------------- sums and products
 @lru_cache(maxsize=100_000)
 def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
-    """Returns a + factor * b, with quotients and remainders joined."""
+    """Returns a + factor * b. Quotients and remainders of the same division are joined."""
     terms = terms_of(a)
     for mono, coef in terms_of(b).items():
         terms[mono] = terms.get(mono, 0) + factor * coef
@@ -83,9 +83,10 @@ _REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
 
 
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Joins quotients and remainders of the same x and b, for either division.
+    """Joins quotients and remainders of the same x and b, for both kinds of division.
 
-    c*(x / b)*b + c*(x % b) becomes c*x. Two of these three terms are replaced by the third one.
+    c*(x / b)*b + c*(x % b) equals c*x. If two of these three terms occur, they are replaced by the
+    third term.
     """
     while True:
         terms = {m: c for m, c in terms.items() if c}
@@ -96,7 +97,7 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
 
 
 def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Returns the terms with one quotient and its remainder joined; None without such a pair."""
+    """Returns the terms with one quotient and its remainder joined, or None without such a pair."""
     for mono, coef in terms.items():
         for atom in mono:
             if not (isinstance(atom, Apply) and atom.op in _DIVISION_OF):
@@ -150,14 +151,15 @@ def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 # ---------------------------------------------------------------- proofs
 def has_index(x: Scalar) -> bool:
-    """Returns whether a symbol of `x` is an index, which has an upper bound."""
+    """Returns whether `x` contains an index, which is a symbol with an upper bound."""
     return any(s.is_index for s in symbols(x))
 
 
 def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
-    """Replaces every index in `x` by the end of its range that makes `x` largest or smallest.
+    """Replaces each index in `x` by the end of its range that makes `x` largest or smallest.
 
-    The result contains no index. It is None if an end is unknown.
+    `largest` selects the largest value. The result contains no index. The result is None if an end
+    is unknown.
     """
     total: Scalar = Const(0, x.dtype)
     for mono, coef in terms_of(x).items():
@@ -176,7 +178,10 @@ def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
 
 
 def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
-    """Returns the largest or smallest value of an atom that contains an index, or None."""
+    """Returns the largest or smallest value of an atom that contains an index.
+
+    `largest` selects the largest value. The result is None if the value is unknown.
+    """
     if isinstance(atom, Symbol):
         return atom.hi if largest else None if atom.lo is None else Const(atom.lo, atom.dtype)
     assert isinstance(atom, Apply)
@@ -192,7 +197,10 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
-    """Returns the largest or smallest value of a division by a positive divisor, or None."""
+    """Returns the largest or smallest value of a division by a positive divisor, or None.
+
+    `largest` selects the largest value. `atom` is the quotient or the remainder.
+    """
     x, b = atom.args
     if atom.op in ("/", "%") and not is_nonnegative(x):
         return None
@@ -207,7 +215,7 @@ def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
 
 
 def is_nonnegative(x: ScalarLike) -> bool:
-    """Returns whether x >= 0 can be proved."""
+    """Returns whether x >= 0 can be proved from the ranges of symbols."""
     x = as_scalar(x)
     if interval(x)[0] >= 0:
         return True
@@ -218,7 +226,7 @@ def is_nonnegative(x: ScalarLike) -> bool:
 
 
 def is_less(a: ScalarLike, b: ScalarLike) -> bool:
-    """Returns whether a < b can be proved."""
+    """Returns whether a < b can be proved from the ranges of symbols."""
     return is_nonnegative(subtract(subtract(as_scalar(b), as_scalar(a)), ONE))
 
 
@@ -229,9 +237,9 @@ def _is_smaller(a: Scalar, b: Scalar) -> bool:
 
 # ---------------------------------------------------------------- division
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
-    """Returns (q, r) with a = q*b + r, where all terms that are multiples of b are in q*b.
+    """Returns (q, r) with a = q*b + r, where q*b has all terms of `a` that are multiples of b.
 
-    The result is None if b is a sum, unless a equals b.
+    If b is a sum, the result is None, unless a equals b.
     """
     divisor = single_term(b)
     if divisor is None:
@@ -248,9 +256,10 @@ def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
 
 
 def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
-    """Returns (g, high, low): g > 1 divides b, a = g*high + low, and 0 <= low < g; or None.
+    """Returns (g, high, low) with a = g*high + low, where g > 1 divides b and 0 <= low < g.
 
     g is a constant, an extent, or a product of them: for (x*n + y) / (m*n), g is n if y < n.
+    Returns None if no such g is found.
     """
     divisor = single_term(b)
     if divisor is None or not is_nonnegative(b):
@@ -271,7 +280,10 @@ def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None
 
 
 def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
-    """Returns the common factors of the divisor and single terms of `a`, larger ones first."""
+    """Returns the common factors of the divisor and one term of `a`, the largest factor first.
+
+    Factors and the divisor are (monomial, coefficient).
+    """
     found: dict[tuple[Monomial, int], None] = {}
     for mono, coef in terms_of(a).items():
         if not mono:
@@ -286,13 +298,13 @@ def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Mono
 
 
 def _rounds_down(x: Apply) -> bool:
-    """Returns whether a quotient is known to be rounded down, with a positive divisor."""
+    """Returns whether the quotient `x` is provably rounded down and has a positive divisor."""
     return is_nonnegative(x.args[1]) and (x.op == "floorDiv" or is_nonnegative(x.args[0]))
 
 
 @lru_cache(maxsize=100_000)
 def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns the quotient; `op` is "/" (truncating) or "floorDiv" (rounding down)."""
+    """Returns the quotient. `op` is "/" (rounding towards zero) or "floorDiv" (rounding down)."""
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
@@ -327,7 +339,10 @@ def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns the remainder of `divide`; `op` is "%" (sign of `a`) or "floorMod" (sign of `b`)."""
+    """Returns the remainder of `divide`.
+
+    `op` is "%" (the result has the sign of `a`) or "floorMod" (the result has the sign of `b`).
+    """
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
@@ -428,7 +443,7 @@ _INT32: Interval = (-(2**31), 2**31 - 1)
 
 
 def interval(x: Scalar) -> Interval:
-    """Returns bounds of `x` over all values of its symbols; (-inf, inf) if nothing is known."""
+    """Returns bounds of `x` for all values of its symbols, or (-inf, inf) if nothing is known."""
     if x.interval is None:
         for y in postorder(x, lambda s: s.interval is not None):
             y.interval = _interval(y)
@@ -466,7 +481,10 @@ def _times(a: End, b: End) -> End:
 
 
 def _plus(a: End, b: End) -> End:
-    """Returns the sum of two lower or two upper bounds; an infinite one decides."""
+    """Returns the sum of two lower bounds or of two upper bounds.
+
+    If one bound is infinite, the result is this bound.
+    """
     return next((x for x in (a, b) if isinstance(x, float)), a + b)
 
 
@@ -491,7 +509,10 @@ Rule = Callable[[DataType, Sequence[Interval]], Interval]
 
 
 def _quotient(divide: Callable[[int, int], int], beyond: Callable[[int], int]) -> Rule:
-    """Returns the interval rule of a division; `beyond` is its value for an infinite divisor."""
+    """Returns the interval rule of a division.
+
+    `divide` computes a quotient of integers, and `beyond` the quotient for an infinite divisor.
+    """
 
     def corner(a: End, b: End) -> End:
         if isinstance(a, float):
@@ -517,7 +538,8 @@ def _truncated(a: int, b: int) -> int:
 def _remainder(_: DataType, args: Sequence[Interval]) -> Interval:
     """Returns the bounds of C's remainder.
 
-    It is not larger than the dividend, smaller than the divisor, and has the sign of the dividend.
+    The remainder has the sign of the dividend. Its absolute value is at most that of the dividend,
+    and smaller than that of the divisor.
     """
     (low, high), b = args
     limit = max(_plus(_largest(b), -1), 0)

@@ -1,6 +1,7 @@
-"""Parses the text of `fuser.ir.text.printer`: ops, sections and fusions.
+"""Parses text that `fuser.ir.text.printer` printed: ops, sections and fusions.
 
-The grammar of an op is its own text template (`variants()`), so a new op needs no parsing rule.
+The grammar of an op is the op's own text template (`variants()`), so a new op needs no parsing
+rule.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ MAX_DEPTH = 64
 class ValueParser:
     """Reads scalars and tensors into one fusion.
 
-    `bounds` has the lower bounds of integer symbols by name; other symbols are unbounded.
+    `bounds` maps the names of integer symbols to their lower bounds. Other symbols are unbounded.
     """
 
     def __init__(
         self, cursor: Cursor, fusion: Fusion, bounds: Mapping[str, int | None] | None = None
     ) -> None:
-        """Starts at the cursor's position; `bounds` are described at the class."""
+        """Begins at the cursor's position. The class docstring describes `bounds`."""
         self.cursor = cursor
         self.fusion = fusion
         self.tensors: dict[int, TensorView] = {}
@@ -149,7 +150,7 @@ class ValueParser:
         )
 
     def tensor(self) -> TensorView:
-        """Reads a tensor: its full text, which may declare it, or the name of a declared one."""
+        """Reads a tensor: its full text, which may declare it, or the name of a declared tensor."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -177,7 +178,10 @@ class ValueParser:
         return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
-        """Reads the part behind the axes and returns the tensor, which is not declared yet."""
+        """Reads the text after a tensor's axes, and returns the tensor, which is not declared yet.
+
+        `head` is the matched name, memory and dtype.
+        """
         c = self.cursor
         compute_at, mesh = 0, None
         if c.take_if("ca_pos("):
@@ -208,7 +212,7 @@ class ValueParser:
         return tv
 
     def domain_section(self) -> TensorView:
-        """Reads a domain section, as `domain_text` prints it, and declares its tensor."""
+        """Reads a tensor's domain, as `domain_text` prints it, and declares the tensor."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -251,7 +255,11 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Reads an axis. Within a tensor, its text must be the same wherever it appears."""
+        """Reads an axis.
+
+        Within a tensor, an axis must have the same text at all places. `axes` has the axes read so
+        far.
+        """
         c = self.cursor
         c.skip()
         start = c.pos
@@ -324,7 +332,11 @@ class ValueParser:
 
 
 def _number(text: str) -> float | complex:
-    """Returns the number of `0.5` or of two parts `1,-2.5`. Raises `ValueError` for other text."""
+    """Returns the number that a text such as `0.5`, or `1,-2.5` for a complex number, denotes.
+
+    Raises:
+        ValueError: the text is no number.
+    """
     real, comma, imag = text.partition(",")
     return complex(float(real), float(imag)) if comma else float(real)
 
@@ -358,7 +370,8 @@ Attribute = Callable[["Parser"], object]
 class Parser(ValueParser):
     """Reads values and ops into one fusion.
 
-    `ops` are the op classes that may appear; `attributes` has readers of further attribute types.
+    `ops` are the op classes that may appear, by default all tensor ops. `attributes` maps
+    additional attribute types to the functions that read them.
     """
 
     def __init__(
@@ -370,7 +383,7 @@ class Parser(ValueParser):
         attributes: Mapping[str, Attribute] | None = None,
         bounds: Mapping[str, int | None] | None = None,
     ) -> None:
-        """Starts at the cursor's position; `bounds` are described at `ValueParser`."""
+        """Begins at the cursor's position. The docstring of `ValueParser` describes `bounds`."""
         super().__init__(cursor, fusion, bounds)
         self.templates = templates_of(ops or tensor_op_classes())
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
@@ -385,7 +398,12 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ ops
     def op(self) -> Op:
-        """Reads one op. If no template matches, raises the error at the furthest position."""
+        """Reads one op.
+
+        Raises:
+            ParseError: no template matches. The error is that of the template that matched
+                furthest.
+        """
         c = self.cursor
         c.skip()
         start, key = c.pos, key_of(c.text, c.pos)
@@ -427,14 +445,17 @@ class Parser(ValueParser):
                     self.symbols[name] = outer
 
     def define_index(self, index: Symbol) -> Symbol:
-        """Defines a name as this index until the end of the op that is being read."""
+        """Makes a name denote `index` until the end of the op that is being read."""
         self._indices.append((index.name, self.symbols.get(index.name)))
         self.symbols[index.name] = index
         self._reserve_symbol(index.name)
         return index
 
     def region(self, start: int, head: str) -> tuple[Op, ...]:
-        """Reads the ops of a region of the op at `start`: the lines that are indented further."""
+        """Reads the ops of a region of the op at `start`: the lines with deeper indentation.
+
+        `head` is the line before the ops. Returns () if the text does not have this line.
+        """
         c = self.cursor
         c.skip()
         margin = c.column(start)
@@ -511,7 +532,10 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:
-        """Reads the sections about symbols, tensors and user lines; the position is restored."""
+        """Reads the sections with symbols, equal extents, domains and user lines.
+
+        Afterwards, the cursor is at its old position.
+        """
         c = self.cursor
         home = c.pos
         for title, read in (
@@ -525,7 +549,10 @@ class Parser(ValueParser):
         c.pos = home
 
     def relations(self) -> None:
-        """Reads the sections of aliases and origins; the position is restored."""
+        """Reads the sections with aliases and origins.
+
+        Afterwards, the cursor is at its old position.
+        """
         home = self.cursor.pos
         self._section("Aliases", self._alias, home)
         self._section("Provenance", self._origin, home)
@@ -542,7 +569,7 @@ class Parser(ValueParser):
                 read()
 
     def _at_section(self) -> bool:
-        """Returns whether a section starts at the position or the text ends."""
+        """Returns whether a section starts at the cursor, or the text ends there."""
         c = self.cursor
         if c.done() or _SECTION.match(c.text, c.pos, c.end):
             return True
@@ -551,14 +578,15 @@ class Parser(ValueParser):
         return False
 
     def end(self) -> None:
-        """Raises `ParseError` unless only sections follow."""
+        """Raises `ParseError` unless only sections follow the cursor."""
         if not self._at_section():
             raise self.cursor.fail(f"expected a section ({', '.join(_TITLES)}) or the end")
 
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
-        """Raises `ParseError` if a tensor has no domain section in the text from `section` on.
+        """Raises `ParseError` if the text lacks the domain of one of the tensors.
 
-        Without its section, the memory layout of a tensor would be lost.
+        Without its domain, the memory layout of a tensor would be lost. `section` is the position
+        that the error names.
         """
         for tv in tensors:
             if tv.number not in self.declared:
@@ -623,7 +651,7 @@ class Parser(ValueParser):
                 )
 
     def reserve_symbols(self) -> None:
-        """Reserves the numbers of all symbols that were read, so that none is used again."""
+        """Marks the numbers of all symbols that were read as used."""
         for name in self.symbols:
             self._reserve_symbol(name)
 
@@ -634,7 +662,11 @@ class Parser(ValueParser):
 
 
 def parse_scalar(text: str) -> Scalar:
-    """Reads one scalar. Raises `ParseError`."""
+    """Reads one scalar.
+
+    Raises:
+        ParseError: the text is no scalar.
+    """
     parser = Parser(Cursor(text), Fusion())
     value = parser.scalar()
     if not parser.cursor.done():
@@ -643,10 +675,10 @@ def parse_scalar(text: str) -> Scalar:
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Reads the text of `fusion_text`, or of `print_math` if all domains are plain.
+    """Reads the text of `fusion_text`, or the text of `print_math` if all domains are plain.
 
     Raises:
-        ParseError: with the line and column.
+        ParseError: the text is no fusion. The error has the line and column.
     """
     return parse_fusion_at(Cursor(text), definition_bounds(text))
 
@@ -654,10 +686,10 @@ def parse_fusion(text: str) -> Fusion:
 def parse_fusion_at(
     cursor: Cursor, bounds: Mapping[str, int | None], *, in_full: int | None = None
 ) -> Fusion:
-    """Reads the fusion at the cursor, up to the cursor's end; `bounds` are those of `Parser`.
+    """Reads the fusion from the cursor's position up to the cursor's end.
 
-    `in_full` is the position from which the text must have the domains of all tensors; None:
-    nowhere.
+    `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is a position,
+    the text must have the domains of all tensors; errors name this position.
     """
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
@@ -709,8 +741,9 @@ DECLARING = (attention_ops, lookup, nodes)
 class Template:
     """One printed form of an op: words to match and fields to read, in order.
 
-    `words` has (is a field, word or field name). `is_older` marks a form that is read but not
-    printed.
+    - `words` has (whether it is a field, the word or the name of the field).
+    - `attributes` has the attributes that this printed form implies.
+    - `is_older` marks a form that is read but no longer printed.
     """
 
     op: type[Op]
@@ -730,7 +763,10 @@ _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 
 def key_of(text: str, start: int) -> str:
-    """Returns the first word of an op's text: its statement word, or the function after `=`."""
+    """Returns the first word of the op's text at `start`, or the name of the function after `=`.
+
+    Returns "" if there is neither.
+    """
     word = _STATEMENT.match(text, start)
     if word:
         return word[1]
@@ -741,7 +777,10 @@ def key_of(text: str, start: int) -> str:
 
 @lru_cache(maxsize=16)
 def templates_of(ops: tuple[type[Op], ...]) -> Mapping[str, list[Template]]:
-    """Returns the templates of op classes by `key_of`; operators and literals have the key ""."""
+    """Returns the templates of op classes by their `key_of`.
+
+    Ops that are printed as operators have the key "".
+    """
     buckets: dict[str, list[Template]] = {"": []}
     for op in ops:
         seen: set[tuple[str, str]] = set()
@@ -838,14 +877,17 @@ _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*
 
 
 def definition_bounds(text: str) -> dict[str, int | None]:
-    """Returns the lower bounds of the symbols in a definition's text, whose extents may be 0."""
+    """Returns the lower bounds of the symbols in the text of a user's definition.
+
+    An extent is at least 0, and scalar inputs are unbounded.
+    """
     return _bounds(text, _scalar_inputs(text), extent=0)
 
 
 def concretized_bounds(text: str) -> dict[str, int | None]:
-    """Returns the lower bounds of the symbols in a concretized program's text.
+    """Returns the lower bounds of the symbols in the text of a concretized program.
 
-    Every extent is at least 1, even if it is a scalar input; other scalar inputs are unbounded.
+    Every extent is at least 1, even if it is a scalar input. Other scalar inputs are unbounded.
     """
     extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
     unbounded = [name for name in _scalar_inputs(text) if name not in extents]
@@ -857,7 +899,7 @@ def _bounds(text: str, unbounded: Iterable[str], *, extent: int) -> dict[str, in
 
 
 def _scalar_inputs(text: str) -> list[str]:
-    """Returns the names of the scalar inputs of a fusion or a host program."""
+    """Returns the names of the scalar inputs in the text of a fusion or a host program."""
     found = _INPUTS.search(text)
     inputs = re.sub(r"\[[^\]]*\]", "", found[1] or found[2] or "") if found else ""
     return NAME.findall(inputs)

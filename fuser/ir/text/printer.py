@@ -1,6 +1,6 @@
-"""The full text of programs: domains, the sections below the ops, and the users' lines.
+"""The full text of programs: domains, the sections after the ops, and the users' lines.
 
-Ops print themselves (`fuser.ir.op`), fusions their ops (`fuser.ir.fusion`).
+`fuser.ir.op` prints single ops, and `fuser.ir.fusion` prints the ops of a fusion.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fuser.ir.scalar.constructors import Scalar
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:
-    """Returns the section of one tensor's domain.
+    """Returns the text of one tensor's domain.
 
-    It lists root, logical and allocation axes, contiguity, transforms and loop axes.
+    The text has root, logical and allocation axes, contiguity, transforms and loop axes.
     """
     domain: TensorDomain = tv.domain
     lines = [f"{indent}{tensor_text(tv)}"]
@@ -52,7 +52,7 @@ def scheduled_text(
     ops: Iterable[Op],
     transformed: Iterable[TensorView] = (),
 ) -> str:
-    """Returns nvFuser's text of a scheduled fusion, with the domain sections of some tensors."""
+    """Returns nvFuser's text of a scheduled fusion, with the domains of `transformed`."""
     lines = ["Inputs:", *(f"  {value_text(v)}" for v in inputs)]
     lines += ["Outputs:", *(f"  {value_text(v)}" for v in outputs)]
     lines += ["", "%kernel {", *map(op_text, ops)]
@@ -62,16 +62,16 @@ def scheduled_text(
 
 
 def fusion_text(fusion: Fusion) -> str:
-    """Returns the full text, which `parse_fusion` reads back: the math, then the sections."""
+    """Returns the text of a fusion that `parse_fusion` can read: the math, then sections."""
     math = fusion_math(fusion, used_only=False).rstrip("\n")
     return f"{math}\n{sections_text(fusion, fusion.tensors(), fusion.exprs)}"
 
 
 def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
-    """Returns the sections with the facts that a program's math lacks.
+    """Returns the sections with the facts that the math text of a program lacks.
 
-    They are: aliases, equal extents, dtypes of symbols whose names do not imply them, the domain of
-    every tensor, and the origins of shardings.
+    These are aliases, equal extents, dtypes of symbols whose names do not imply the dtype, the
+    domain of every tensor, and the origins of shardings.
     """
     parts = {
         "Aliases": [
@@ -93,7 +93,10 @@ def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[O
 
 
 def line_key(op: Op) -> str:
-    """Returns the key of an op in the section of user lines: first result and name, `T3 add`."""
+    """Returns the key of an op in the section of user lines, such as `T3 add`.
+
+    A key is the op's first result and its name.
+    """
     outputs = op.outputs
     return f"T{outputs[0].number} {op.name}" if outputs else op.name
 
@@ -101,8 +104,8 @@ def line_key(op: Op) -> str:
 def lines_text(ops: Iterable[Op]) -> str:
     """Returns the section with the user's line of each op, or "" if no line is known.
 
-    Ops of regions are included. An op whose line equals that of the first op with its key has no
-    row.
+    Ops of regions are included. If several ops have one key, an op is listed only if its line
+    differs from the line of the first of these ops.
     """
     rows: dict[str, str] = {}
 
@@ -118,7 +121,10 @@ def lines_text(ops: Iterable[Op]) -> str:
 
 
 def with_lines(ops: Iterable[Op], rows: Mapping[str, str]) -> tuple[Op, ...]:
-    """Returns the ops with the user lines that such a section has, regions included."""
+    """Returns the ops with the user's lines in `rows`, which maps keys of ops to lines.
+
+    Ops of regions are included.
+    """
 
     def place(op: Op, key: str, number: int) -> Op:
         where = rows.get(_nth(key, number), rows.get(key, ""))
@@ -132,7 +138,7 @@ def _nth(key: str, number: int) -> str:
 
 
 def _by_key(ops: Iterable[Op], change: Callable[[Op, str, int], Op]) -> tuple[Op, ...]:
-    """Applies `change` to each op, with its key and the number of ops with this key so far.
+    """Applies `change` to each op, its key, and the number of ops with this key so far.
 
     An op is counted before the ops of its regions.
     """
@@ -160,7 +166,8 @@ _PREFIX_DTYPE = {
 def default_dtype(name: str) -> DataType:
     """Returns the dtype that a symbol's name implies.
 
-    Index for `i3`, Double for `d2`, Float for `f4`, Bool for `b5`; Index for any other name.
+    The dtype is Index for `i3`, Double for `d2`, Float for `f4`, Bool for `b5`, and Index for any
+    other name.
     """
     return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
 
@@ -168,7 +175,7 @@ def default_dtype(name: str) -> DataType:
 def program_symbols(
     fusion: Fusion, tensors: Iterable[TensorView], ops: Iterable[Op]
 ) -> tuple[sc.Symbol, ...]:
-    """Returns every symbol of inputs, domains, ops and equal extents, in order of appearance."""
+    """Returns all symbols of inputs, domains, ops and equal extents, in order of appearance."""
     found: dict[sc.Symbol, None] = {}
 
     def add(value: object) -> None:
