@@ -1,10 +1,10 @@
 """Code generation: prints a kernel as CUDA C++ text.
 
-Question: how is a lowered kernel spelled?
+Question: which CUDA C++ text expresses a lowered kernel?
 Imports: `fuser.support`, `fuser.ir.scalar` and `fuser.lower.kernel_ir`.
 Files, in reading order:
 
-- `cuda_text`: statements and expressions to text.
+- `cuda_text`: translates statements and expressions to text.
 - `rt.h` and the other headers: functions that kernels call; `simt.h` and `simt_engine.cpp` run a
   kernel's text on a CPU.
 """

@@ -64,10 +64,11 @@ BACKWARDS = {c: f"gridDim.{c[1]} - 1 - {t}" for c, t in COORDINATE_TEXT.items() 
 
 # ------------------------------------------------------------------ literals and scalars
 def literal(value: Number, dtype: DataType) -> str:
-    """Returns a C literal of exactly this type and value, as an atom (in parentheses if needed).
+    """Returns a C literal with the type `dtype` and exactly this value.
 
-    An integer wraps. A floating-point number beyond the integer type's range is converted like an
-    element of a tensor.
+    The literal is in parentheses where an operator around it would need them. An integer outside of
+    the range of `dtype` wraps around. A floating-point number outside of an integer type's range is
+    converted as an element of a tensor would be.
     """
     kind = category(dtype)
     if kind == "bool":
@@ -111,15 +112,17 @@ def _floating(value: float, dtype: DataType) -> str:
 
 
 def _nearest_float(value: float) -> float:
-    """Rounds a double to float, as a C cast does."""
+    """Returns a Python float rounded to single precision, as a C cast to float does."""
     import ctypes
 
     return ctypes.c_float(value).value
 
 
 def scalar_text(x: Scalar) -> str:
-    """Returns an index expression or condition as C text. Only sums and products have no
-    parentheses."""
+    """Returns the C text of an index expression or condition.
+
+    Inside a larger expression, the caller must add parentheses.
+    """
     if isinstance(x, Const):
         if category(x.dtype) == "bool":
             return "true" if x.value else "false"
@@ -154,8 +157,10 @@ def _floor_div(x: Apply) -> str:
 
 
 def _floor_mod(x: Apply) -> str:
-    """Prints a modulo. A power of two becomes a bit mask, which is right for negative
-    numbers too."""
+    """Returns the C text of a modulo whose result has the sign of the divisor.
+
+    If the divisor is a power of two, a bit mask is used, which is right for negative numbers, too.
+    """
     a, b = (_atom(y) for y in x.args)
     size = sc.int_value(x.args[1])
     if size is not None and size > 0 and size & (size - 1) == 0:
@@ -202,7 +207,10 @@ def _sum_text(x: Poly) -> str:
 
 # ------------------------------------------------------------------ values
 def expr_text(e: Expr) -> str:
-    """Returns the C text of a value, as an atom (in parentheses if needed)."""
+    """Returns the C text of a value.
+
+    The text is in parentheses where an operator around it would need them.
+    """
     return _EXPR[type(e)](e)
 
 
@@ -251,7 +259,7 @@ def _select(e: Select) -> str:
 
 
 def _strip(text: str) -> str:
-    """Removes parentheses that enclose the whole text."""
+    """Returns the text without its outer parentheses, if these enclose the whole text."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
@@ -276,17 +284,17 @@ _EXPR: dict[type, Callable[[Any], str]] = {
 # ------------------------------------------------------------------ statements
 @dataclass
 class Writer:
-    """Collects indented lines of C text."""
+    """Collects lines of C text; `depth` is the number of indentation levels of the next line."""
 
     lines: list[str] = field(default_factory=list[str])
     depth: int = 1
 
     def line(self, text: str) -> None:
-        """Appends a line at the current indentation."""
+        """Appends one line at the current indentation."""
         self.lines.append("  " * self.depth + text)
 
     def body(self, body: Body) -> None:
-        """Appends the statements of a body, indented one level more."""
+        """Appends the statements of a body, indented by one more level."""
         self.depth += 1
         for s in body.statements:
             _STATEMENT[type(s)](self, s)
@@ -371,8 +379,11 @@ def _accumulate_batch(w: Writer, s: AccumulateBatch) -> None:
 
 
 def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
-    """Prints the step within the block, then the step over the grid. Several accumulators are
-    combined as one `Pair`."""
+    """Prints the calls that combine accumulators within a CUDA block, then over a cluster or the
+    grid.
+
+    Several accumulators are packed into one C struct (`Pair`), combined, and unpacked again.
+    """
     if len(s.parts) == 1:
         part = s.parts[0]
         _reduce_calls(w, s, part.name, part.functor, _strip(expr_text(part.identity)))
@@ -486,7 +497,7 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
 
 # ------------------------------------------------------------------ the kernel
 def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
-    """Returns the source of a lowered kernel, and the text of its body."""
+    """Returns the CUDA source of a lowered kernel, and the text of the kernel's body alone."""
     index_ctype = c_type(kernel.index_dtype)
     lines, body = _parts(kernel, index_ctype) if kernel.parts else _whole(kernel)
     params, declared = _parameters(kernel, index_ctype)
@@ -507,7 +518,10 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
 
 
 def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
-    """Returns the lines of a kernel without parts, and those of its body alone."""
+    """Returns the lines inside the braces of a kernel that is not horizontally fused.
+
+    Also returns the lines of the kernel's body alone, without coordinates and shared memory.
+    """
     writer = Writer(depth=0)
     writer.body(kernel.body)
     used = _coordinates(kernel.body)
@@ -527,7 +541,11 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
 
 
 def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
-    """Returns the texts of a block's coordinates, computed from its number among all blocks."""
+    """Returns the C texts for the coordinates of a CUDA block in a folded grid, by coordinate name.
+
+    The texts compute the coordinates from the block's number among all blocks. With a `cluster` of
+    several blocks, only the x coordinate is replaced.
+    """
     across, down, _ = map(scalar_text, fold.counts)
     if all(sc.int_value(n) == 1 for n in fold.counts[1:]):
         alone = {} if cluster > 1 else {"by": "0", "bz": "0"}
@@ -540,8 +558,11 @@ def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
 
 
 def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
-    """Returns the lines of one block inside a loop over the blocks that a launched block
-    processes."""
+    """Returns `lines`, the work of one CUDA block, inside a loop over the blocks of a folded grid.
+
+    A launched block does the work of every iteration of this loop. If threads wait for each other
+    (`waits`), iterations are separated by barriers.
+    """
     first, *rest = map(scalar_text, fold.counts)
     count = " * ".join([f"static_cast<int64_t>({first})", *rest])
     # The next iteration overwrites shared memory.
@@ -555,10 +576,11 @@ def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
 
 
 def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str]]:
-    """Returns the lines of a horizontally fused kernel, and those of its body alone.
+    """Returns the lines inside the braces of a horizontally fused kernel.
 
-    Each block determines its part, and computes the coordinates that it would have in a launch of
-    that part.
+    Also returns these lines without the loop of a folded grid. The number of a CUDA block
+    determines to which of the fused kernels the block belongs. The block computes the coordinates
+    that it would have in a launch of that kernel alone.
     """
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"
@@ -588,7 +610,10 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
 
 
 def _coordinates_in(part: KernelPart, block: str) -> dict[str, str]:
-    """Returns the texts of a part's coordinates along x and y, for the block number `block`."""
+    """Returns the C texts for thread and block coordinates in a launch of this part alone.
+
+    `block` is the C text of the block's number in the whole launch.
+    """
     block = f"{block} - {part.first}" if part.first else block
     texts = {"bx": block}
     if part.across:
@@ -628,7 +653,7 @@ def _parameters(kernel: LoweredKernel, index_ctype: str) -> tuple[list[KernelPar
 
 
 def _coordinates(body: Body) -> set[str]:
-    """Returns the names of the thread and block coordinates that a body uses."""
+    """Returns the names of the thread and block coordinates that a body uses, such as `tx`."""
     used: set[str] = set()
 
     def note(x: Scalar | None) -> None:

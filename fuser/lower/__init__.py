@@ -6,9 +6,10 @@ Files, in reading order:
 
 - `kernel_ir`: the statements and expressions of a kernel.
 - `pipeline`: all steps of lowering, in order.
-- `loop_tree`: the loop nest of each stage, and the tree of the loops that nests share.
-- `buffers`: the storage of intermediates in registers and shared memory.
-- `context`: indices and predicates of an access.
+- `loop_tree`: the loop nest of each stage, and the tree of the loops that several stages share.
+- `buffers`: the storage of intermediate tensors in registers and shared memory.
+- `context`: indices and predicates of tensor accesses.
 - `values`, `vector_access`: the code that computes a value; vectors and asynchronous copies.
-- `statements`, `reduction_code`: statements of a tensor; reductions over threads and blocks.
+- `statements`, `reduction_code`: statements that compute a tensor; reductions over threads and CUDA
+  blocks.
 """

@@ -1,10 +1,11 @@
 """Buffers: the storage of stages, and the addresses of their elements.
 
-A local buffer has one element for each iteration of the loops inside its depth, threads excluded.
-Its readers must read exactly the values that the same thread wrote. Equality of the two index
-expressions proves this.
+A local buffer has one element for each iteration of the serial loops inside the buffer's
+declaration. A stage that reads a local buffer must read exactly the elements that the same thread
+wrote. The code proves this by comparing the index expressions of writer and reader.
 
-A shared buffer is addressed by the logical index, so any thread of the block may read any element.
+A shared buffer is addressed by the logical index of the tensor, so any thread of the CUDA block may
+read any element.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ INDEX_CTYPE = "nvfuser_index_t"
 
 
 def accumulator_dtype(stage: Stage) -> DataType:
-    """Returns the dtype in which a reduction accumulates: Float for 16-bit floating-point types,
-    else its own.
+    """Returns the dtype in which a reduction accumulates.
+
+    16-bit floating-point types are accumulated in Float, and all other types in their own dtype.
     """
     assert isinstance(stage.op, ReductionOp | WelfordOp)
     dtype = stage.op.inp.dtype() if isinstance(stage.op, WelfordOp) else stage.tv.dtype()
@@ -38,23 +40,28 @@ def accumulator_dtype(stage: Stage) -> DataType:
 
 
 def welford_ctype(dtype: DataType, name: str = "Welford") -> str:
-    """Returns the C type of a Welford accumulator. Its count has the kernel's index type, which can
-    hold the number of iterations.
+    """Returns the C type of a Welford accumulator whose mean has dtype `dtype`.
+
+    `name` is the C template: the accumulator or the functor that combines accumulators. The count
+    of an accumulator has the kernel's index type, which can hold the number of iterations.
     """
     return f"{name}<{c_type(dtype)}, {INDEX_CTYPE}>"
 
 
 def no_values(dtype: DataType) -> Expr:
-    """Returns an empty Welford accumulator."""
+    """Returns the value of a Welford accumulator to which no number has been added."""
     return Compute(welford_ctype(dtype) + "{{0, 0, 0, 0}}", (), dtype)
 
 
 @dataclass
 class Buffer:
-    """The storage of one stage. `loops` index it, from outer to inner; with `size` None it is a
-    scalar.
+    """The storage of the result of one stage, in registers or shared memory.
 
-    `ctype` is the C type of an element. `offset` is the position of a shared buffer in bytes.
+    - `loops`, for registers: the loops whose indices address an element, from outer to inner.
+    - `size`: the number of elements of a register array, or None for a scalar variable.
+    - `axes`, for shared memory: the number and size of each axis that addresses an element.
+    - `count`, `offset`: a shared buffer's number of elements, and its position in bytes.
+    - `ctype`: the C type of an element.
     """
 
     stage: Stage
@@ -74,18 +81,22 @@ class Buffer:
 
     @property
     def nbytes(self) -> Scalar:
-        """The size of a shared buffer in bytes."""
+        """The size of a buffer in shared memory, in bytes."""
         return sc.mul(self.count, nbytes_of(self.dtype))
 
     # ------------------------------------------------------------ addressing
     def own_index(self) -> Scalar:
-        """Returns the index of the element that the stage itself writes in one iteration."""
+        """Returns the index of the register that the stage writes in the current iteration."""
         if self.axes is not None:
             raise AssertionError("a shared buffer is addressed by its logical index")
         return self.index_at({})
 
     def index_at(self, symbols: dict[Scalar, Scalar]) -> Scalar:
-        """Returns the index of the element at the given values of the buffer's loop symbols."""
+        """Returns the register index of an element.
+
+        `symbols` maps loop symbols to the values to use. A loop symbol without an entry is used as
+        it is.
+        """
         total: Scalar = sc.ZERO
         for loop in self.loops:
             at = symbols.get(loop.symbol, loop.symbol)
@@ -93,8 +104,10 @@ class Buffer:
         return total
 
     def element(self, index: Scalar, tv: TensorView) -> Var | Element:
-        """Returns the element as a value; for a Welford result, the field of the element that
-        belongs to `tv`.
+        """Returns the expression that reads or writes the element at `index`.
+
+        A Welford stage has three results in one struct, so the expression selects the field of
+        `tv`.
         """
         member = _member(self.stage, tv)
         if self.size is None and not self.is_shared:
@@ -102,7 +115,7 @@ class Buffer:
         return Element(self.name, index, self.value_dtype(tv), member, self.is_shared)
 
     def value_dtype(self, tv: TensorView) -> DataType:
-        """Returns the dtype of the stored value of `tv`: Int for a Welford count."""
+        """Returns the dtype of the stored value of `tv`, which is Int for a Welford count."""
         if isinstance(self.stage.op, WelfordOp) and tv is self.stage.op.n:
             return DataType.Int
         return self.dtype
@@ -110,9 +123,10 @@ class Buffer:
     def read(
         self, ctx: Context, tv: TensorView, index: Index, *, reader: Stage, guard: Scalar
     ) -> Expr:
-        """Returns the element of `tv` at a logical index, for the stage `reader`.
+        """Returns the expression with which stage `reader` reads `tv` at the logical index `index`.
 
-        Where `guard` is false the index may be outside of the buffer: nothing is read there.
+        Where `guard` is false, the index may be outside of the buffer, so the expression is 0 and
+        reads nothing.
         """
         candidate = None if self.is_shared else self._own_element(ctx, index, reader)
         if candidate is not None:
@@ -129,7 +143,7 @@ class Buffer:
         return convert(Select(guard, element, nothing, element.dtype), tv.dtype())
 
     def shared_index(self, ctx: Context, index: Index) -> Scalar:
-        """Returns the position of a logical index in the shared buffer, in elements."""
+        """Returns the position of a logical index in the shared buffer, counted in elements."""
         assert self.axes is not None
         known = ctx.indexer.forward(self.stage.tv, index)
         total: Scalar = sc.ZERO
@@ -138,8 +152,11 @@ class Buffer:
         return ctx.simplify(total)
 
     def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
-        """Returns the register of the current iteration if it holds `index`, else None. The
-        reader's loops must correspond to the buffer's one to one.
+        """Returns the index of the register of the current iteration if that register holds
+        `index`.
+
+        Returns None if the register holds another element, or if the loops of `reader` do not
+        correspond to the buffer's loops one to one.
         """
         for candidate in self._paired(reader):
             written = tuple(
@@ -151,12 +168,13 @@ class Buffer:
         return None
 
     def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Returns the register that holds a logical index, by computing the stage's loop indices
-        from it.
+        """Returns the index of the register that holds a logical index.
 
-        A local tensor is recomputed by its reader in two cases:
+        The logical index determines the loop indices of the stage, and these determine the
+        register. In two cases the reader must recompute a local tensor instead, so this raises
+        `NewAssumptionError`:
 
-        - The index contains a division, so it would address registers at run time.
+        - The register index contains a division, so registers would be addressed at run time.
         - Another thread or iteration holds the element.
         """
         symbols = self._traced(ctx, index)
@@ -171,8 +189,10 @@ class Buffer:
         )
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
-        """Returns the possible matches of the buffer's loops with the reader's serial loops, by
+        """Returns the possible pairings of the buffer's loops with the reader's serial loops, by
         position.
+
+        Each pairing maps the symbol of a buffer loop to the symbol of a reader loop.
         """
         theirs = [
             loop
@@ -187,8 +207,10 @@ class Buffer:
         ] or ([{}] if not self.loops else [])
 
     def _traced(self, ctx: Context, index: Index) -> dict[Scalar, Scalar] | None:
-        """Computes the stage's loop indices from a logical index. Returns None if they differ in a
-        shared loop.
+        """Computes the stage's loop indices from a logical index, as loop symbol -> index.
+
+        Returns None if the index in a loop outside of the buffer differs from that loop's symbol.
+        Another thread or iteration then holds the element.
         """
         if self.stage.reference is not None:
             return None
@@ -219,7 +241,10 @@ def _member(stage: Stage, tv: TensorView) -> str:
 
 
 def allocate(ctx: Context) -> dict[Stage, Buffer]:
-    """Returns the buffer of every stage that needs one. `place_shared` assigns offsets later."""
+    """Returns the buffer of every stage whose result is not in global memory.
+
+    The offsets of shared buffers are assigned later, by `place_shared`.
+    """
     return {s: _allocate(ctx, s) for s in ctx.nesting.stages if s.storage != "global"}
 
 
@@ -253,10 +278,11 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
 
 
 def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
-    """Lays out a shared tensor by its allocation domain, or by its loops.
+    """Returns the shared buffer of a stage, addressed by its allocation domain, or else its loop
+    axes.
 
-    Axes that do not distinguish elements of one block at one time are left out: block axes, and
-    serial loops outside of the buffer.
+    Two kinds of axes are left out, because they do not distinguish elements that one CUDA block
+    holds at one time: grid axes, and serial loops around the buffer's declaration.
     """
     domain = stage.tv.domain
     if stage.reference is not None:
@@ -287,8 +313,10 @@ def _position(stage: Stage, loop: Loop) -> int:
 
 
 def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
-    """Assigns the offsets of shared buffers after `start` bytes; returns the total number
-    of bytes."""
+    """Assigns offsets to the shared buffers, starting at `start` bytes.
+
+    Returns the number of bytes up to the end of the last buffer, which includes `start`.
+    """
     end = start
     for buffer in buffers.values():
         if buffer.is_shared:

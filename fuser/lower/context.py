@@ -1,5 +1,6 @@
-"""State shared by the lowering functions of one kernel: nesting, assumptions, indices,
-predicates."""
+"""State shared by the lowering functions of one kernel: loop nests, assumptions, indices,
+predicates.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +37,28 @@ from fuser.support.record import record
 
 
 class NewAssumptionError(Exception):
-    """Raised when lowering makes an assumption that earlier decisions did not use. The pipeline
-    restarts with it.
+    """Raised when lowering adds an assumption that its earlier decisions did not use.
+
+    The pipeline then starts lowering again, with the larger set of assumptions.
     """
 
 
 @dataclass
 class Assumptions:
-    """The assumptions of a kernel. They only grow between attempts.
+    """The assumptions under which a kernel is lowered, which only grow from one attempt to the
+    next.
 
-    - `divisible`: sizes and strides that are multiples of a number. A guard checks this at launch.
-    - `recomputed`: local tensors without storage, because a reader needs elements that the storage
-      would not hold.
+    - `divisible`: sizes and strides, each with a number that divides it. A guard checks this at
+      launch.
+    - `recomputed`: local tensors without storage. Each reader computes these tensors again, because
+      it needs elements that the storage would not hold.
     """
 
     divisible: dict[Symbol, int] = field(default_factory=dict[Symbol, int])
     recomputed: dict[TensorView, None] = field(default_factory=dict[TensorView, None])
 
     def assume_divisible(self, symbol: Symbol, by: int) -> None:
-        """Assumes that a size or stride is a multiple of `by`.
+        """Assumes that the size or stride `symbol` is a multiple of `by`.
 
         Raises:
             NewAssumptionError: always, so that lowering restarts.
@@ -69,7 +73,7 @@ class Assumptions:
         raise NewAssumptionError
 
     def recompute(self, tv: TensorView) -> None:
-        """Takes away the storage of a local tensor.
+        """Assumes that `tv` has no storage, so that its readers recompute it.
 
         Raises:
             NewAssumptionError: always, so that lowering restarts.
@@ -78,22 +82,31 @@ class Assumptions:
         raise NewAssumptionError
 
     def quotients(self) -> dict[Scalar, Scalar]:
-        """Returns the replacement of each divisible symbol: the divisor times a quotient symbol."""
+        """Returns a replacement for each divisible symbol: the divisor times a symbol for the
+        quotient.
+        """
         return {s: sc.mul(by, quotient_symbol(s, by)) for s, by in self.divisible.items()}
 
     def guards(self) -> list[Scalar]:
-        """Returns the divisibility conditions that a launch must check."""
+        """Returns the conditions that the assumed divisors divide their sizes, which a launch must
+        check.
+        """
         return [sc.eq(sc.mod(s, by), 0) for s, by in self.divisible.items()]
 
 
 def quotient_symbol(symbol: Symbol, by: int) -> Symbol:
-    """Returns the symbol of `symbol / by`, such as `i2_div4`."""
+    """Returns the symbol for the quotient `symbol / by`, such as `i2_div4`."""
     return sc.name_for(f"{symbol.name}_div{by}", sc.ceildiv(symbol, by))
 
 
 @dataclass
 class Context:
-    """The state of one attempt to lower a kernel."""
+    """The state of one attempt to lower a kernel.
+
+    - `guards`: conditions for a launch, in order of discovery. `alignments`: bytes per tensor.
+    - `reduction_bytes`: shared memory for reductions over threads.
+    - `workspaces`: global scratch memory.
+    """
 
     nesting: Nesting
     assumptions: Assumptions
@@ -122,15 +135,20 @@ class Context:
                 self._require_whole_vectors(stage)
 
     def may_be_partial(self, stage: Stage) -> bool:
-        """Whether a stage's vectors may be incomplete: at the ends of shifted rows, or of a tensor.
-        Such vectors are tested, and processed element by element where elements are missing.
+        """Whether some vectors of a stage may contain elements outside of their row or of the
+        tensor.
+
+        A row is one range of the vectorised axis. The kernel tests such vectors, and processes the
+        existing elements one by one where elements are missing.
         """
         is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
         return stage.vector is not None and is_tested
 
     def _require_whole_vectors(self, stage: Stage) -> None:
-        """Adds the guards that keep a vector from crossing the end of its axis, unless it is
-        tested.
+        """Adds guards that the vectorised axis of a stage is a multiple of the vector's width.
+
+        No vector then crosses the end of the axis. A stage whose vectors are tested in the kernel
+        (`may_be_partial`) needs no guard.
         """
         if self.may_be_partial(stage):
             return
@@ -142,19 +160,22 @@ class Context:
                 self.guards[sc.eq(sc.mod(size, split.factor), 0)] = None
 
     def simplify(self, x: Scalar) -> Scalar:
-        """Rewrites an expression over the quotients of divisible sizes."""
+        """Returns `x` with each divisible size replaced by its divisor times a quotient symbol."""
         return sc.substitute(x, self._replacements) if self._replacements else x
 
     def size(self, tv: TensorView, number: int) -> Scalar:
-        """Returns the size of an axis of `tv`, with equal sizes replaced by one representative."""
+        """Returns the size of the axis `number` of `tv`.
+
+        Sizes that are known to be equal are replaced by one representative.
+        """
         return self.nesting.fusion.canonical(tv.domain.axes[number].size)
 
     def shifts(self, tv: TensorView) -> list[Shift]:
-        """Returns the shifts among the loop transforms of `tv`."""
+        """Returns the loop transforms of `tv` that shift rows to aligned addresses (`Shift`)."""
         return shifts_of(self.indexer.loop_transforms(tv))
 
     def _is_whole(self, size: Scalar, factor: Scalar) -> bool:
-        """Whether a guard or an assumption ensures that a size is a multiple of a factor."""
+        """Whether a guard or an assumption ensures that `size` is a multiple of `factor`."""
         if (size, factor) in self._whole:
             return True
         by = self.assumptions.divisible.get(size) if isinstance(size, Symbol) else None
@@ -162,8 +183,11 @@ class Context:
         return by is not None and parts is not None and by % parts == 0
 
     def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[SplitTransform]:
-        """Returns the splits that may not divide their axis, whose last part may be incomplete.
-        With `of_operand`, those of the operand of a reduction that was split before (rfactor).
+        """Returns the splits of `tv` whose factor may not divide the axis, so that the last part is
+        incomplete.
+
+        With `of_operand`, returns these splits for the operand of a reduction that was split before
+        (rfactor).
         """
         found = self._partial.get((tv, of_operand))
         if found is None:
@@ -182,10 +206,10 @@ class Context:
 def _without_implied(
     transforms: Sequence[Transform], tested: list[SplitTransform]
 ) -> list[SplitTransform]:
-    """Drops tests that other tests imply.
+    """Returns the splits of `tested` without those whose bounds check follows from another check.
 
-    If x = block * factor + inner is below the extent, block is below the number of blocks. The
-    elements of a shifted axis are tested in any case.
+    For x = block * factor + inner, if x is less than the extent, `block` is less than the number of
+    blocks. The elements of a shifted axis are tested in any case.
     """
     implied = {t.out for t in shifts_of(transforms)}
     kept: list[SplitTransform] = []
@@ -209,7 +233,9 @@ Index = tuple[Scalar, ...]
 
 
 class Indexer:
-    """Computes indices for one nesting. Caches results that depend on a tensor alone."""
+    """Computes the indices of the tensors of one nesting, and caches results that depend on one
+    tensor.
+    """
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
@@ -221,7 +247,9 @@ class Indexer:
 
     # ------------------------------------------------------------ stages
     def stage_axes(self, stage: Stage) -> Mapping[int, Scalar]:
-        """Returns the index of every axis of the stage's tensor (loop, logical, root)."""
+        """Returns the index of every axis (loop, logical, root) of the stage's tensor, by axis
+        number.
+        """
         found = self._stage_axes.get(stage)
         if found is None:
             if stage.reference is not None:
@@ -234,12 +262,14 @@ class Indexer:
         return found
 
     def stage_index(self, stage: Stage) -> Index:
-        """Returns the logical index (without reduction axes) that a stage writes."""
+        """Returns the logical index that a stage writes; reduction axes have no entry."""
         known = self.stage_axes(stage)
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
-        """Computes the index of a broadcast from the reader in whose loops it runs."""
+        """Computes the indices of a broadcast from the stage `reader`, in whose loops the broadcast
+        runs.
+        """
         renamed = {
             theirs.symbol: mine.symbol
             for theirs, mine in zip(reader.all_loops, stage.all_loops, strict=True)
@@ -255,8 +285,11 @@ class Indexer:
     def _find_operand(
         self, wanted: TensorView, op: TensorOp, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index | None:
-        """Returns the index at which `op` reads `wanted`, directly or through inlined tensors, or
-        None.
+        """Returns the index at which `op` reads `wanted`, directly or through tensors without
+        storage.
+
+        `axes` has the indices of the axes of `out`, a result of `op`. Returns None if `op` does not
+        read `wanted`.
         """
         for position, value in enumerate(op.inputs):
             if not isinstance(value, TensorView):
@@ -277,7 +310,9 @@ class Indexer:
         return None
 
     def _reaches(self, tv: TensorView, wanted: TensorView) -> bool:
-        """Whether `tv` is `wanted`, or is computed from it without storage in between."""
+        """Whether `tv` is `wanted`, or is computed from `wanted` through tensors without storage
+        only.
+        """
         if tv is wanted:
             return True
         stage = self.nesting.stage_of.get(tv)
@@ -288,7 +323,7 @@ class Indexer:
 
     # ------------------------------------------------------------ tensors and ops
     def tensor_axes(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Returns the index of logical and root axes for a logical index."""
+        """Returns the indices of the logical and root axes of `tv` at the logical index `index`."""
         domain = tv.domain
         known = {a.number: i for a, i in zip(domain.no_reductions, index, strict=True)}
         if not domain.root:
@@ -302,8 +337,10 @@ class Indexer:
     def operand_index(
         self, op: TensorOp, position: int, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index:
-        """Returns the logical index at which `op` reads its operand, for the root indices
-        of `out`."""
+        """Returns the logical index at which `op` reads its operand number `position`.
+
+        `axes` has the indices of the root axes of `out`, the result of `op`.
+        """
         producer = op.inputs[position]
         sources = producer.domain.no_reductions
         index: list[Scalar] = [sc.ZERO] * len(sources)
@@ -314,7 +351,7 @@ class Indexer:
         return tuple(index)
 
     def loop_transforms(self, tv: TensorView) -> tuple[Transform, ...]:
-        """Returns the transforms from the logical to the loop domain."""
+        """Returns the transforms from the logical domain to the loop domain of `tv`."""
         found = self._loop_transforms.get(tv)
         if found is None:
             found = transforms_between(tv.domain, tv.domain.logical, tv.domain.loop)
@@ -322,13 +359,17 @@ class Indexer:
         return found
 
     def forward(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Returns the index of every axis derived from the logical ones, for a logical index."""
+        """Returns the index of every axis that is derived from the logical axes, at logical index
+        `index`.
+        """
         known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
         return indices_forward(tv.domain, known)
 
     # ------------------------------------------------------------ addresses
     def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
-        """Returns (allocation axis, stride in elements) of a global tensor; see `memory_strides`.
+        """Returns pairs (allocation axis, stride in elements) of a global tensor; see
+        `memory_strides`.
+
         The stride of a non-contiguous axis is a kernel parameter.
         """
         found = self._strides.get(tv)
@@ -349,7 +390,7 @@ class Indexer:
         return memory_strides(tv, lambda a: self.fusion.canonical(a.size), gap)
 
     def offset(self, tv: TensorView, index: Index) -> Scalar:
-        """Returns the element offset of a logical index in a global tensor."""
+        """Returns the offset, in elements, of a logical index in a global tensor."""
         known: Mapping[int, Scalar]
         if tv.domain.allocation:
             known = self.forward(tv, index)
@@ -377,7 +418,11 @@ Lanes = Literal["all", "any", "each"]
 
 @record
 class Predicate:
-    """A condition over indices, and the flags of finished grid reductions that must be set."""
+    """The condition under which a statement runs.
+
+    `cond` is a condition over indices. `flags` names the C variables of grid reductions that must
+    be set: a variable is true in the CUDA block that has the result.
+    """
 
     cond: Scalar
     flags: tuple[str, ...] = ()
@@ -386,11 +431,10 @@ class Predicate:
 def range_conditions(
     ctx: Context, stage: Stage, *, lanes: Lanes = "all", of_operand: bool = False
 ) -> list[Scalar]:
-    """Returns the tests that keep a stage's iterations inside its tensor, or a reduction's inside
-    its operand.
+    """Returns the tests that keep the iterations of a stage inside the bounds of its tensor.
 
-    `lanes` selects the elements of a vector that must be inside: all, any, or each tested by
-    itself.
+    With `of_operand`, the bounds are those of a reduction's operand. `lanes` selects the elements
+    of a vector that must be inside: all, at least one (any), or the current element (each).
     """
     begins: list[Scalar] = []
     if stage.reference is not None:
@@ -426,7 +470,10 @@ def range_conditions(
 
 
 def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
-    """Returns tests of the coordinates of parallel loops that may be shorter than the launch."""
+    """Returns the tests of thread and block coordinates against the extents of `loops`.
+
+    A launch may have more threads or blocks than one of the loops has iterations.
+    """
     conds: list[Scalar] = []
     for loop in loops:
         if loop.is_parallel and isinstance(loop.symbol, Symbol):
@@ -435,7 +482,9 @@ def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
 
 
 def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Predicate:
-    """Returns the predicate of a stage's innermost statement; see `range_conditions`."""
+    """Returns the predicate of the innermost statement of a stage; see `range_conditions` for
+    `lanes`.
+    """
     conds = range_conditions(ctx, stage, lanes=lanes, of_operand=stage.is_reduction)
     if stage.storage not in ("global", "shared"):
         return Predicate(sc.all_of(conds))
@@ -445,11 +494,12 @@ def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Pred
 def writer_predicate(
     ctx: Context, stage: Stage, loops: list[Loop], conds: list[Scalar]
 ) -> Predicate:
-    """Returns the predicate of a write to memory that several threads share, so that one of them
-    writes.
+    """Returns the predicate under which exactly one thread writes an element that several threads
+    hold.
 
-    On a thread axis that the writer does not iterate, thread 0 writes. Of the blocks of a grid
-    reduction, the block that completed it writes.
+    `loops` are the loops that distinguish the elements, `conds` further conditions. On a thread
+    axis without a loop, only thread 0 writes. After a grid reduction, only the CUDA block that has
+    the result writes.
     """
     finished = _grid_reductions(ctx.nesting, stage)
     by_flag = {p for s in finished for p in grid_axes(s)}
@@ -472,8 +522,10 @@ def writer_predicate(
 
 
 def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
-    """Returns the block axes of a reduction whose result only one block receives; none in a
-    cluster, where all blocks receive it.
+    """Returns the parallel types of the grid axes of a reduction whose result one CUDA block
+    receives.
+
+    Returns no types for a cluster, because all blocks of a cluster receive the result.
     """
     if not stage.is_reduction or stage.tv.fusion.cluster > 1:
         return ()
@@ -485,7 +537,7 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
 
 
 def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
-    """Returns the grid reductions that a stage depends on, including itself."""
+    """Returns the grid reductions that a stage depends on, which may include the stage itself."""
     seen: dict[Stage, None] = {}
 
     def visit(s: Stage) -> None:
@@ -500,9 +552,9 @@ def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
 
 
 def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
-    """Returns the condition that a root index of a pad is inside its operand.
+    """Returns the condition that the root index `index` of a pad is inside the operand of the pad.
 
-    Only padded sides are tested. On a side where elements are dropped, every index is inside.
+    Only sides that add elements are tested. On a side that drops elements, every index is inside.
     """
     canonical, simplify = ctx.nesting.fusion.canonical, ctx.simplify
     conds: list[Scalar] = []

@@ -38,8 +38,10 @@ class ScalarArg:
 
 @record
 class StrideArg:
-    """A kernel argument: the stride, in elements, of axis `axis` of the tensor. Reduction axes are
-    not counted."""
+    """A kernel argument: the stride, in elements, of the axis at position `axis` of a tensor.
+
+    Reduction axes are not counted in the position.
+    """
 
     tv: TensorView
     axis: int
@@ -47,7 +49,7 @@ class StrideArg:
 
 @record
 class WorkspaceArg:
-    """A kernel argument: the address of `LoweredKernel.workspaces[index]`."""
+    """A kernel argument: the address of the scratch memory `LoweredKernel.workspaces[index]`."""
 
     index: int
 
@@ -57,8 +59,9 @@ Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 @record
 class Workspace:
-    """Scratch memory of a launch, of `ctype` elements. It is zero before the first launch, and the
-    kernel leaves it zero.
+    """Scratch memory of a launch, with elements of C type `ctype`.
+
+    All bytes are zero before the first launch, and each launch leaves all bytes zero.
     """
 
     ctype: str
@@ -67,9 +70,9 @@ class Workspace:
 
 @record
 class Fold:
-    """The numbers of blocks along x, y and z of a kernel that is launched with all blocks along x;
-    see
-    `fuser/lower/passes/launch_grid.py`.
+    """The numbers of CUDA blocks along x, y and z of a kernel that is launched along x only.
+
+    See `fuser/lower/passes/launch_grid.py`.
     """
 
     counts: tuple[Scalar, Scalar, Scalar]
@@ -77,17 +80,21 @@ class Fold:
 
 @record
 class LoweredKernel:
-    """A kernel before its text: body, arguments in order, launch shape, and launch conditions.
+    """A kernel before code generation: body, arguments in order, launch shape, and launch
+    conditions.
 
-    - `args` are first those of `tensors`, then of `workspaces`, then of `scalars`. `scalars` are
-      the names of the latter in the body.
-    - `guards` are conditions over sizes and strides (`stride_symbol`) that must hold for a launch.
-    - `alignments` are pairs (tensor, bytes): the pointer must be a multiple of the bytes.
-    - `min_blocks` makes the compiler use few enough registers for so many blocks per
-      multiprocessor; 0 lets it decide.
-    - `goes_backwards`: the blocks process the tensors from the end, the last part first.
-    - `parts`, when not empty, are the kernels that this launch contains; the body is then empty.
-    - `limits` are the guards for the device's maximum numbers of blocks; empty with a `fold`.
+    - `args`: the arguments for `tensors`, then for `workspaces`, then for `scalars`. The body uses
+      the names in `scalars`.
+    - `guards`: conditions over sizes and strides (`stride_symbol`) that must hold for a launch.
+    - `alignments`: pairs (tensor, bytes). The tensor's address must be a multiple of the bytes.
+    - `min_blocks`: CUDA blocks per multiprocessor for which the compiler must leave registers; 0
+      lets the compiler decide.
+    - `goes_backwards`: whether the CUDA blocks process the elements of the tensors from the last to
+      the first.
+    - `parts`: the kernels that a horizontally fused launch contains. If there are any, `body` is
+      empty.
+    - `limits`: the guards for the device's maximum numbers of CUDA blocks. Empty with a `fold`,
+      because such a kernel accepts any number.
     """
 
     name: str
@@ -123,19 +130,20 @@ class LoweredKernel:
 
     @property
     def waits(self) -> bool:
-        """Whether threads of a block synchronise or share memory."""
+        """Whether the threads of a CUDA block synchronise or use shared memory."""
         return self.needs_smem or any(isinstance(s, Sync | ThreadReduce) for s in walk(self.body))
 
 
 @record
 class KernelPart:
-    """One kernel of a horizontally fused launch.
+    """One kernel of a horizontally fused launch, whose CUDA blocks are numbered along x.
 
-    - `first` names the parameter with the number of the part's first block; "" for the first part.
-      The blocks of a part follow those of the part before it.
-    - `across` names the parameter with the number of blocks along x; "" if there is one block along
-      y. Blocks are counted along x first, then y.
-    - `renamed` maps those of the part's scalars whose parameters have other names in the launch.
+    - `first` names the kernel parameter with the number of this kernel's first CUDA block. The
+      blocks of the next kernel follow. For the first kernel, `first` is "".
+    - `across` names the parameter with this kernel's number of blocks along x. Blocks are counted
+      along x first, then y. If the kernel has one block along y, `across` is "".
+    - `renamed` maps scalars of this kernel to the names of their parameters in the launch. Scalars
+      with unchanged names are missing.
     """
 
     kernel: LoweredKernel
@@ -145,14 +153,14 @@ class KernelPart:
 
 
 def stride_symbol(tv: TensorView, axis: int) -> Symbol:
-    """Returns the symbol of the stride of a non-contiguous axis: `T0_s1`."""
+    """Returns the symbol for the stride of the non-contiguous axis `axis`, such as `T0_s1`."""
     return Symbol(f"T{tv.number}_s{axis}", DataType.Index, lo=0)
 
 
 # ------------------------------------------------------------------ values
 @record
 class Var:
-    """A named scalar variable, or a field of one (`T5.avg`)."""
+    """The value of a scalar variable, or of a field of a struct variable (`T5.avg`)."""
 
     name: str
     dtype: DataType
@@ -160,7 +168,10 @@ class Var:
 
 @record
 class Element:
-    """`name[index]` of a register or shared array; `member` picks a field of a struct element."""
+    """The value `name[index]` of an array in registers, or in shared memory if `shared` is set.
+
+    If elements are structs, `member` names the field to read.
+    """
 
     name: str
     index: Scalar
@@ -171,7 +182,7 @@ class Element:
 
 @record
 class GlobalLoad:
-    """`name[index]` of a global tensor where `guard` holds, zero elsewhere."""
+    """The value `name[index]` of a global tensor where `guard` holds, and zero elsewhere."""
 
     name: str
     index: Scalar
@@ -197,8 +208,9 @@ class Convert:
 
 @record
 class Compute:
-    """The C expression `template` with the texts of `args` inserted; `dtype` is the type of the
-    result.
+    """The C expression `template`, in which the texts of `args` replace the placeholders.
+
+    `dtype` is the dtype of the result.
     """
 
     template: str
@@ -208,7 +220,7 @@ class Compute:
 
 @record
 class Select:
-    """The C expression `cond ? a : b`, with a condition over indices."""
+    """The C expression `cond ? a : b`, where `cond` is a condition over indices."""
 
     cond: Scalar
     a: Expr
@@ -220,7 +232,10 @@ Expr: TypeAlias = Var | Element | GlobalLoad | ScalarValue | Convert | Compute |
 
 
 def convert(value: Expr, dtype: DataType) -> Expr:
-    """Returns the value in another dtype; Index and Int are one type in registers."""
+    """Returns `value` converted to `dtype`.
+
+    Between Index and Int nothing is converted, because both have the same type in registers.
+    """
     same = {DataType.Index: DataType.Int}
     if same.get(value.dtype, value.dtype) is same.get(dtype, dtype):
         return value
@@ -230,8 +245,10 @@ def convert(value: Expr, dtype: DataType) -> Expr:
 
 
 def _is_exact(value: ScalarValue) -> bool:
-    """Whether the value's dtype represents the scalar exactly. Its conversion can then be
-    skipped."""
+    """Whether the dtype of `value` represents its scalar without rounding.
+
+    If so, `convert` can give the scalar another dtype directly, without a conversion in the kernel.
+    """
     scalar, dtype = value.scalar, value.dtype
     if not isinstance(scalar, Const):
         return scalar.dtype is dtype or (
@@ -247,15 +264,16 @@ def _is_exact(value: ScalarValue) -> bool:
 # ------------------------------------------------------------------ statements
 @dataclass
 class Body:
-    """A sequence of statements, and the scope of the names defined in it."""
+    """A sequence of statements, which is also the C scope of the names defined in the sequence."""
 
     statements: list[Statement] = field(default_factory=list)
 
 
 @dataclass
 class For:
-    """A loop over `symbol` from 0 to `extent`, or with `backward` from the last value to 0.
-    `pragma` is the macro printed before it, "" for none.
+    """A loop over `symbol` from 0 to `extent - 1`, or in the opposite order if `backward` is set.
+
+    `pragma` is the macro printed before the loop, or "" for no macro.
     """
 
     symbol: Symbol
@@ -268,7 +286,7 @@ class For:
 
 @dataclass
 class If:
-    """Runs `then` where `cond` holds and all `flags` (C variables) are set, else `otherwise`."""
+    """Runs `then` if `cond` holds and all C variables in `flags` are true, else `otherwise`."""
 
     cond: Scalar
     then: Body
@@ -278,14 +296,14 @@ class If:
 
 @dataclass
 class Unswitch:
-    """A subtree that `expand_unswitch` emits twice: without its predicates, and with them."""
+    """A body that `expand_unswitch` emits twice: without the body's predicates, and with them."""
 
     body: Body
 
 
 @dataclass
 class Let:
-    """The statement `const nvfuser_index_t name = value`, for an index."""
+    """The statement `const nvfuser_index_t symbol = value`, where `value` is an index."""
 
     symbol: Symbol
     value: Scalar
@@ -293,7 +311,9 @@ class Let:
 
 @dataclass
 class LetValue:
-    """`const T name = value`: a value computed in the kernel that indices and conditions use."""
+    """The statement `const T symbol = value`, which makes a loaded value usable in index
+    expressions.
+    """
 
     symbol: Symbol
     value: Expr
@@ -301,7 +321,7 @@ class LetValue:
 
 @dataclass
 class Define:
-    """The statement `const T name = value`, for a value."""
+    """The statement `const T name = value`, where `value` is an element of a tensor."""
 
     name: str
     dtype: DataType
@@ -310,7 +330,11 @@ class Define:
 
 @dataclass
 class Declare:
-    """A register scalar (`size` None) or array, of `ctype` elements, with an initial value."""
+    """Declares a register variable or array whose elements have C type `ctype`.
+
+    - `size`: the number of elements of an array, or None for a scalar variable.
+    - `init`: the initial value of all elements, or None if the elements are not initialised.
+    """
 
     name: str
     ctype: str
@@ -320,7 +344,10 @@ class Declare:
 
 @dataclass
 class DeclareShared:
-    """A shared array of `count` elements at `offset` bytes in the block's buffer."""
+    """Declares an array in shared memory with `count` elements.
+
+    The array begins `offset` bytes after the start of the CUDA block's shared memory.
+    """
 
     name: str
     dtype: DataType
@@ -338,7 +365,7 @@ class Assign:
 
 @dataclass
 class Store:
-    """Writes `value` to a global tensor."""
+    """Writes `value` to the element at `index` of the global tensor `name`."""
 
     name: str
     index: Scalar
@@ -347,11 +374,11 @@ class Store:
 
 @dataclass
 class VectorLoad:
-    """Loads `width` elements of a global or shared tensor into a register array, from element `at`
-    on.
+    """Loads `width` elements of a global or shared tensor into a register array.
 
-    It is one access if `aligned`. Otherwise the kernel tests the address: one access where it is
-    aligned, single elements where it is not.
+    The elements from `index` on of the tensor `name` are written to `array` from element `at` on.
+    If `aligned` is set, this is one memory access. Otherwise the kernel tests the address: an
+    aligned address takes one access, another address one access per element.
     """
 
     array: str
@@ -367,7 +394,9 @@ class VectorLoad:
 
 @dataclass
 class Prefetch:
-    """Prefetches an element of a global tensor into the cache; a later statement loads it."""
+    """Prefetches an element of a global tensor into the cache; a later statement loads the
+    element.
+    """
 
     name: str
     index: Scalar
@@ -375,15 +404,20 @@ class Prefetch:
 
 @dataclass
 class Forget:
-    """Makes the compiler recompute all values that it has derived from a register array."""
+    """Makes the compiler compute again all values that it has derived from the register array
+    `array`.
+
+    Otherwise the compiler would keep these values in registers.
+    """
 
     array: str
 
 
 @dataclass
 class VectorStore:
-    """Stores `width` elements of a register array, from element `at` on, to a global or shared
-    tensor.
+    """Stores `width` elements of a register array to a global or shared tensor.
+
+    The elements from `at` on of `array` are written to the tensor `name` from element `index` on.
     """
 
     name: str
@@ -398,10 +432,12 @@ class VectorStore:
 
 @dataclass
 class Accumulate:
-    """Combines `value` into an accumulator.
+    """Combines `value` into the accumulator `target`.
 
-    `kind` is a ReductionOp kind or `welford`. With a `nan_flag`, NaNs are recorded in that variable
-    and the accumulator may ignore them.
+    - `kind`: the kind of a `ReductionOp`, or `welford`.
+    - `functor`: the C type that combines two values.
+    - `nan_flag`: the C variable that records whether a value was NaN, or "" for no such variable.
+      With the variable, the accumulator may ignore NaNs.
     """
 
     target: Var | Element
@@ -422,9 +458,10 @@ class AccumulateBlock:
 
 @dataclass
 class AccumulateBatch:
-    """Combines elements of a register array into a Welford accumulator: those whose bits are set in
-    the variable `mask`, or all if `mask` is "". The variable `held` has the accumulator's value
-    count.
+    """Combines elements of a register array into a Welford accumulator, with one division.
+
+    - `mask`: the C variable whose set bits select the elements, or "" for all elements.
+    - `held`: the C variable with the number of values that the accumulator holds already.
     """
 
     target: Var | Element
@@ -435,7 +472,10 @@ class AccumulateBatch:
 
 @record
 class ReducePart:
-    """One accumulator of a reduction over threads."""
+    """One accumulator that a `ThreadReduce` combines.
+
+    `functor` is the C type that combines two values, and `identity` the value that changes nothing.
+    """
 
     name: str
     ctype: str
@@ -445,8 +485,10 @@ class ReducePart:
 
 @dataclass
 class DrawTicket:
-    """Draws the block's ticket, its number among the blocks that have begun, for grid reductions
-    over these axes.
+    """Draws the ticket of a CUDA block: its number among the blocks that have begun.
+
+    Grid reductions over the axes in `grid_axes` (x, y, z) use the ticket to decide which block gets
+    the result. `name` is the C variable for the ticket, `begun` the workspace that counts blocks.
     """
 
     name: str
@@ -456,13 +498,18 @@ class DrawTicket:
 
 @dataclass
 class ThreadReduce:
-    """Combines accumulators (`size` None: scalars) over thread and block axes, all in one exchange.
+    """Combines accumulators over threads and CUDA blocks, all accumulators in one exchange.
 
-    - `done` names the flag of a grid reduction. It is true in the block that has the result, which
-      the block's `ticket` decides.
-    - `same_axes` are the thread axes along which all threads hold the same value after the step
-      within the block.
-    - With a `cluster` of more than one block, each block receives the result.
+    - `parts`: the accumulators.
+    - `size`: the number of elements of each accumulator array, or None if accumulators are scalars.
+    - `thread_axes`, `grid_axes`: whether to combine along x, y and z, over threads and over blocks.
+    - `same_axes`: whether along x, y and z all threads of a block hold the same value, once the
+      values of the block are combined.
+    - `packets`, `packets_offset`: the workspace through which blocks exchange values.
+    - `ticket`: the C variable with the block's ticket, which decides which block has the result.
+    - `done`: the C variable that is true in the block that has the result.
+    - `cluster`: the number of blocks in a cluster. In a cluster of several blocks, each block
+      receives the result.
     """
 
     parts: tuple[ReducePart, ...]
@@ -479,7 +526,7 @@ class ThreadReduce:
 
 @dataclass
 class Sync:
-    """A block-wide barrier."""
+    """A barrier for all threads of a CUDA block."""
 
 
 Statement: TypeAlias = (
@@ -509,8 +556,10 @@ Rewrite: TypeAlias = Callable[[Scalar], Scalar]
 
 
 def map_expr(expr: Expr, fn: Rewrite, value: Callable[[ScalarValue], Expr]) -> Expr:
-    """Returns a copy of the value: `fn` maps its indices and conditions, `value` maps its
-    scalars."""
+    """Returns a copy of `expr` with rewritten scalars.
+
+    `fn` rewrites indices and conditions. `value` rewrites the operands that are `ScalarValue`s.
+    """
     match expr:
         case Var():
             return expr
@@ -554,7 +603,7 @@ _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
 def map_statement(
     statement: Statement, fn: Rewrite, value: Callable[[ScalarValue], Expr]
 ) -> Statement:
-    """Returns a copy of a statement without a body, rewritten as by `map_expr`."""
+    """Returns a copy of a statement without a body, with its scalars rewritten as by `map_expr`."""
     changes: dict[str, object] = {}
     for name in _SCALAR_FIELDS.get(type(statement), ()):
         scalar = getattr(statement, name)
@@ -565,8 +614,9 @@ def map_statement(
 
 
 def with_changes(statement: StatementT, changes: dict[str, object]) -> StatementT:
-    """Does the same as `dataclasses.replace` for statements, but faster: it does not inspect each
-    field.
+    """Returns a copy of a statement with some fields changed.
+
+    This equals `dataclasses.replace`, but is faster, because it does not inspect each field.
     """
     made = object.__new__(type(statement))
     made.__dict__.update(statement.__dict__, **changes)
@@ -574,7 +624,7 @@ def with_changes(statement: StatementT, changes: dict[str, object]) -> Statement
 
 
 def bodies(statement: Statement) -> tuple[Body, ...]:
-    """Returns the nested bodies of a statement."""
+    """Returns the bodies directly inside a statement: of a loop, or of both branches of an `If`."""
     match statement:
         case For() | Unswitch():
             return (statement.body,)
@@ -592,7 +642,9 @@ def bodies(statement: Statement) -> tuple[Body, ...]:
 
 
 def walk(body: Body) -> Iterator[Statement]:
-    """Yields every statement, outer before inner."""
+    """Yields every statement of a body and of all nested bodies, outer statements before inner
+    ones.
+    """
     for statement in body.statements:
         yield statement
         for inner in bodies(statement):
@@ -600,7 +652,7 @@ def walk(body: Body) -> Iterator[Statement]:
 
 
 def expr_parts(expr: Expr) -> Iterator[Expr]:
-    """Yields the value and all its subexpressions."""
+    """Yields an expression and all its subexpressions."""
     yield expr
     match expr:
         case Convert():
@@ -616,6 +668,6 @@ def expr_parts(expr: Expr) -> Iterator[Expr]:
 
 
 def values_of(statement: Statement) -> Iterator[Expr]:
-    """Yields every value that a statement reads or writes, with their subexpressions."""
+    """Yields every expression that a statement reads or writes, with all subexpressions."""
     for name in _VALUE_FIELDS.get(type(statement), ()):
         yield from expr_parts(getattr(statement, name))

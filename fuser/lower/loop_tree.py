@@ -1,11 +1,11 @@
-"""Stages, their loop nests, and the tree in which the nests share loops.
+"""Stages, their loop nests, and the tree of loops that several nests share.
 
 A *stage* is an op whose result has storage. Results with storage are fusion outputs, shared
-tensors, reductions, and local tensors that their consumers do not inline completely. All other ops
-are computed in the stages that read them.
+tensors, reductions, and local tensors that their consumers do not inline completely. The stages
+that read the result of any other op compute that op themselves.
 
-The nest of a stage is its `loops`. Its buffer is declared at depth `depth`, inside the outermost
-`depth` loops. Every stage that reads it shares these loops.
+The loop nest of a stage is its list `loops`. The stage's buffer is declared inside the outermost
+`depth` loops. Every stage that reads the buffer shares these loops.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ StageMemory = Literal["global", "shared", "local", "reduction"]
 
 
 class NoNestError(Exception):
-    """Raised for a local tensor that cannot have storage at its scheduled position. Its readers
-    compute it instead.
+    """Raised if a local tensor cannot have storage at the position where the schedule wants it.
+
+    The pipeline then lowers the fusion again, and the readers of the tensor compute it themselves.
     """
 
     def __init__(self, tv: TensorView) -> None:
@@ -49,8 +50,11 @@ class NoNestError(Exception):
 
 
 def _refuse(stage: Stage, message: str) -> NoReturn:
-    """Rejects a stage's nest. A local tensor is then recomputed by its readers; others raise an
-    error.
+    """Raises the error for a stage whose loop nest cannot be built.
+
+    Raises:
+        NoNestError: the stage is a local tensor, which its readers can recompute.
+        UnsupportedError: the stage is of another kind. The text is `message`.
     """
     if stage.storage == "local":
         raise NoNestError(stage.tv)
@@ -58,10 +62,11 @@ def _refuse(stage: Stage, message: str) -> NoReturn:
 
 
 class Loop:
-    """A loop of one stage. Joined loops share one extent, type and symbol.
+    """A loop of one stage, which can be joined with loops of other stages.
 
-    `symbol` is the index, or 0 for a loop of extent 1. `is_reduction` belongs to the stage: a
-    reduction may share a loop with a stage that iterates it.
+    Joined loops have one extent, parallel type and symbol. `symbol` is the index, or 0 for a loop
+    of extent 1. `is_reduction` is not common to joined loops, because a stage that does not reduce
+    may share a loop with a reduction.
     """
 
     def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
@@ -73,7 +78,7 @@ class Loop:
 
     @property
     def extent(self) -> Scalar:
-        """The number of iterations."""
+        """The number of iterations, common to all joined loops."""
         return self.find()._extent
 
     @property
@@ -83,46 +88,54 @@ class Loop:
 
     @property
     def symbol(self) -> Scalar:
-        """The loop index, or 0 for a loop of extent 1."""
+        """The loop index, common to all joined loops, or 0 for a loop of extent 1."""
         return self.find()._symbol
 
     @symbol.setter
     def symbol(self, symbol: Scalar) -> None:
-        """Sets the index of all joined loops."""
+        """Sets the index symbol of this loop and of all loops joined with it."""
         self.find()._symbol = symbol
 
     def find(self) -> Loop:
-        """Returns the loop that represents all loops joined with this one (union-find)."""
+        """Returns the loop that represents all loops joined with this loop (union-find)."""
         loop = self
         while loop._same is not None:
             loop = loop._same
         return loop
 
     def join(self, other: Loop) -> None:
-        """Makes this loop and `other` one loop; this one's extent and type are kept."""
+        """Makes this loop and `other` one loop, with the extent and parallel type of this loop."""
         a, b = self.find(), other.find()
         if a is not b:
             b._same = a
 
     @property
     def is_parallel(self) -> bool:
-        """Whether blocks or threads execute the iterations."""
+        """Whether CUDA blocks or threads execute the iterations in parallel."""
         return self.ptype in COORDINATES
 
     @property
     def is_trivial(self) -> bool:
-        """Whether no loop statement is printed: the index is a coordinate, an argument or
-        always 0."""
+        """Whether the kernel needs no loop statement for this loop.
+
+        The index is then a thread or block coordinate, a kernel argument, or always 0.
+        """
         is_argument = self.ptype is ParallelType.stream
         return self.is_parallel or is_argument or sc.int_value(self.extent) == 1
 
 
 @dataclass(eq=False)
 class Stage:
-    """One op with storage, and its loop nest.
+    """One op whose result has storage, and the loop nest of the op.
 
-    `axis_loops` maps the number of each loop axis to its loop. `reference` is the stage whose
-    extents replace this one's: a broadcast is computed in the nest of its consumer.
+    - `compute_at`: the number of outer loop axes that the schedule shares with the readers.
+    - `reads`: the stages whose buffers this stage reads.
+    - `vector`: the loop over the elements of one vector access, or None.
+    - `depth`: the number of loops around the declaration of the buffer.
+    - `positions`: for each loop axis, the position of its loop in the nest.
+    - `axis_loops`: axis number -> loop.
+    - `reference`: the stage whose loop extents replace this stage's own, or None. It is set for a
+      broadcast that is computed in the nest of its consumer.
     """
 
     number: int
@@ -149,23 +162,29 @@ class Stage:
 
     @property
     def is_reduction(self) -> bool:
-        """Whether the op reduces, and its storage is an accumulator."""
+        """Whether the op is a reduction, so that its storage is an accumulator."""
         return isinstance(self.op, REDUCING)
 
     @property
     def all_loops(self) -> list[Loop]:
-        """The loops, followed by the loop over the elements of a vector if there is one."""
+        """The loops of the nest, followed by the loop over the elements of a vector if there is
+        one.
+        """
         return self.loops if self.vector is None else [*self.loops, self.vector]
 
     @property
     def own_loops(self) -> list[Loop]:
-        """The loops inside the declaration of the stage's buffer."""
+        """The loops inside the declaration of the stage's buffer, which readers need not share."""
         return self.all_loops[self.depth :]
 
 
 @dataclass
 class Nesting:
-    """The stages of a fusion in program order, with the launch extent of each parallel type."""
+    """The stages of a fusion in program order.
+
+    `stage_of` maps a tensor with storage to its stage. `extents` has the launch extent of each
+    parallel type.
+    """
 
     fusion: Fusion
     stages: list[Stage]
@@ -175,7 +194,10 @@ class Nesting:
 
 @dataclass
 class Node:
-    """A node of the loop tree: a loop with its children, or the work of one stage."""
+    """A node of the loop tree: either a loop with its children, or the innermost work of one stage.
+
+    `stages` are all stages in the subtree.
+    """
 
     loop: Loop | None
     stage: Stage | None
@@ -185,9 +207,9 @@ class Node:
 
 # ------------------------------------------------------------------ stages
 def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Nesting:
-    """Selects the stages of a scheduled fusion and builds their nests.
+    """Selects the stages of a scheduled fusion and builds their loop nests.
 
-    The `recomputed` local tensors get no storage although their schedule would allow it.
+    Local tensors in `recomputed` get no storage, although the schedule would allow it.
     """
     nesting = Nesting(fusion, [], {})
     frontier: dict[TensorView, tuple[Stage, ...]] = {}
@@ -209,14 +231,16 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
     for stage in nesting.stages:
         for read in stage.reads:
             if read.storage == "local" and not read.depth:
-                # Each thread keeps the value for itself, so one loop can produce and consume it.
+                # Each thread reads only its own values, so one loop can produce and consume them.
                 sharing.fuse_readers((read, stage))
     _assign_symbols(nesting)
     return nesting
 
 
 def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView, set[Stage]]:
-    """Returns, for each tensor, the stages that compute or read it without storage in between, in
+    """Returns, for each tensor, the stages whose loops compute or read the tensor.
+
+    A stage reads a tensor directly, or through other tensors without storage. The tensors are in
     program order.
     """
     found: dict[TensorView, set[Stage]] = {}
@@ -234,8 +258,10 @@ def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView
 
 
 def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
-    """Whether a local tensor has storage: a schedule asks for it, and axes of constant extent
-    remain inside its compute-at position. Otherwise its readers compute it.
+    """Whether the local tensor `tv` gets storage in registers; otherwise its readers compute it.
+
+    The schedule must ask for storage. The tensor's axes inside position `compute_at` must have
+    constant extents, because registers cannot be addressed at run time.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
@@ -271,7 +297,7 @@ def _stage_for(
 
 # ------------------------------------------------------------------ nests
 class _Nests:
-    """Builds nests from consumers to producers."""
+    """Builds the loop nests of all stages, starting from the last consumer."""
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
@@ -285,7 +311,7 @@ class _Nests:
         return self._graph
 
     def size(self, axis: IterDomain) -> Scalar:
-        """Returns the number of iterations of an axis; 1 for an expanded broadcast."""
+        """Returns the number of iterations of an axis, which is 1 for an expanded broadcast."""
         return self.nesting.fusion.canonical(axis.extent)
 
     def new_loop(self, axis: IterDomain) -> Loop:
@@ -334,7 +360,11 @@ class _Nests:
         self._take_vector(stage)
 
     def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
-        """Returns loops with the reader's extents for a broadcast, whose own extents are 1."""
+        """Returns loops with the extents of the reader's loops, for a broadcast whose own extents
+        are 1.
+
+        `own` are the loop axes of `stage` that the reader does not share.
+        """
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
             _refuse(stage, f"is inlined into {reader.tv}, whose loops differ")
@@ -344,8 +374,9 @@ class _Nests:
         ]
 
     def places(self, stage: Stage, reader: Stage) -> list[int]:
-        """Returns the position in the reader's nest of each loop axis that the stage shares with
-        it.
+        """Returns the positions of the loops that `stage` shares with `reader`.
+
+        There is one position in the reader's nest for each shared loop axis of `stage`.
         """
         shared = stage.axes[: stage.compute_at]
         targets = reader.axes
@@ -392,7 +423,9 @@ class _Nests:
             a.join(b)
 
     def _take_vector(self, stage: Stage) -> None:
-        """Removes the innermost vectorize axis from the nest when it is one memory access."""
+        """Moves an innermost vectorize axis out of the nest, to `stage.vector`, if it is one memory
+        access.
+        """
         if not stage.loops or stage.loops[-1].ptype is not ParallelType.vectorize:
             return
         is_inner = len(stage.loops) > stage.depth
@@ -411,7 +444,7 @@ class _Nests:
 
 
 def _leading(axes: Sequence[IterDomain]) -> int:
-    """Returns the number of axes before the first reduction axis."""
+    """Returns the number of axes in front of the first reduction axis."""
     return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
 
 
@@ -428,8 +461,10 @@ def _build_nests(nesting: Nesting) -> _Waits:
 
 
 class _Waits:
-    """For two stages of which one waits for the other: the number of loops that they may share.
-    Stages are added after all their readers, and with their depth decided.
+    """The number of outer loops that two stages may share if one waits for the other's result.
+
+    Stages are added from consumers to producers. All readers of a stage are added before the stage,
+    and the depth of an added stage is final.
     """
 
     def __init__(self) -> None:
@@ -444,7 +479,7 @@ class _Waits:
         self._limits[stage] = found
 
     def limits(self, source: Stage) -> dict[Stage, float]:
-        """Returns every stage that waits for `source`, with the number of loops that both may
+        """Returns each stage that waits for `source`, with the number of outer loops that both may
         share.
         """
         return self._limits[source]
@@ -454,7 +489,9 @@ class _Waits:
 
 
 class _Sharing:
-    """Joins equal loops of stages that do not wait for each other inside them."""
+    """Joins equal loops of two stages, unless one stage waits inside the loop for the other's
+    result.
+    """
 
     def __init__(self, nesting: Nesting, waits: _Waits) -> None:
         self._limits: dict[Stage, dict[Stage, float]] = {s: {} for s in nesting.stages}
@@ -466,7 +503,7 @@ class _Sharing:
                 self._members.setdefault(loop.find(), set()).add(stage)
 
     def fuse_readers(self, stages: tuple[Stage, ...]) -> None:
-        """Joins equal outer loops of stages that compute the same inlined tensor."""
+        """Joins equal outer loops of several stages that compute the same inlined tensor."""
         first = stages[0]
         for other in stages[1:]:
             for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
@@ -478,8 +515,10 @@ class _Sharing:
                     break
 
     def _join(self, a: Loop, b: Loop, level: int) -> bool:
-        """Joins two loops. Refuses if a stage of one must complete the loop before a stage of the
-        other.
+        """Joins loops `a` and `b` at nest position `level`, and returns whether this was possible.
+
+        The loops stay separate if a stage in one of them must complete the loop before a stage in
+        the other can begin.
         """
         if a is b:
             return True
@@ -494,7 +533,7 @@ class _Sharing:
 
 
 def _assign_symbols(nesting: Nesting) -> None:
-    """Determines the launch extents and assigns each loop its index symbol."""
+    """Computes the launch extent of each parallel type, and gives each loop its index symbol."""
     for stage in nesting.stages:
         for loop in stage.all_loops:
             if loop.is_parallel:
@@ -525,8 +564,9 @@ def _assign_symbols(nesting: Nesting) -> None:
 
 # ------------------------------------------------------------------ the tree
 def loop_tree(nesting: Nesting) -> list[Node]:
-    """Orders the stages into a tree of shared loops, with producers before consumers at every
-    level.
+    """Returns the tree of the loops that stages share, with the stages as leaves.
+
+    At every level, producers are in front of their consumers.
     """
     return _order(nesting.stages, 0)
 
@@ -563,7 +603,7 @@ def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
 
 
 # ----------------------------------------------------------------------
-# Kernels whose results have a stream axis: a launch computes one step of the host's loop.
+# Kernels whose results have a stream axis: a launch computes one iteration of the host's loop.
 #
 #     out [stream{3}, 2, 4] = add(x, y)   ->   kernel(x, y, out, streamIdx): rows 2 * streamIdx on
 #
@@ -573,8 +613,9 @@ _NAME = "streamIdx"
 
 
 def steps_of(fusion: Fusion) -> Scalar | None:
-    """Returns the number of steps of the host's stream loop, None without a stream axis. One launch
-    computes one step.
+    """Returns the number of iterations of the host's stream loop, or None without a stream axis.
+
+    One launch of the kernel computes one of these iterations.
     """
     made = (out for op in fusion.exprs for out in op.outputs)
     streams = (a for tv in made for a in tv.domain.loop if a.is_stream)
@@ -582,8 +623,9 @@ def steps_of(fusion: Fusion) -> Scalar | None:
 
 
 def with_stream_index(fusion: Fusion) -> Fusion:
-    """Returns a copy of the fusion with the step number as its last input. Returns the fusion
-    itself if it has no stream axis, or has that input already.
+    """Returns a copy of the fusion whose last input is the index of the host's stream loop.
+
+    A fusion without a stream axis, or with this input, is returned itself.
     """
     if steps_of(fusion) is None or _stream_input(fusion) is not None:
         return fusion
@@ -594,10 +636,12 @@ def with_stream_index(fusion: Fusion) -> Fusion:
 
 
 def stream_index(fusion: Fusion, tv: TensorView) -> Symbol:
-    """Returns the symbol of the step number.
+    """Returns the symbol for the index of the host's stream loop, an input of the kernel.
+
+    `tv` is the tensor to name in the error.
 
     Raises:
-        UnsupportedError: the kernel has no step number among its inputs.
+        UnsupportedError: the fusion does not have this input.
     """
     found = _stream_input(fusion)
     if found is None:

@@ -1,10 +1,10 @@
-"""Reductions: declares accumulators, and combines them over threads and blocks.
+"""Reductions: declares accumulators, and combines them over threads and CUDA blocks.
 
-The parallel types of the reduction loops decide the steps:
+The parallel types of the reduction loops decide how values are combined:
 
 - Serial, unrolled and vectorised loops accumulate in registers.
 - Thread axes are combined by `block_reduce`.
-- Block axes are combined by `grid_reduce`, or by `cluster_reduce` if the blocks are a cluster.
+- Grid axes are combined by `grid_reduce`, or by `cluster_reduce` if the blocks form a cluster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from fuser.lower.loop_tree import Stage
 from fuser.ops.reduction_table import REDUCTIONS
 
 _AXES = ("x", "y", "z")
-# Blocks exchange packets (`rt_reduce.h`): so many bytes, of which so many are part of the value.
+# CUDA blocks exchange packets (`rt_reduce.h`): the bytes of a packet, and the bytes of the value in
+# a packet.
 PACKET_BYTES = 8
 PAYLOAD_BYTES = 4
 
@@ -41,7 +42,9 @@ def _type(axis: str, kind: str) -> ParallelType:
 
 
 def identity_of(buffer: Buffer) -> Expr:
-    """Returns the identity of the reduction, such as 0 for a sum."""
+    """Returns the identity of the buffer's reduction: the value that changes nothing, such as 0 for
+    a sum.
+    """
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
         return no_values(buffer.dtype)
@@ -50,7 +53,9 @@ def identity_of(buffer: Buffer) -> Expr:
 
 
 def functor_of(buffer: Buffer) -> str:
-    """Returns the C type of the combining functor: `SumOp<float>`."""
+    """Returns the C type of the functor that combines two values of a reduction, such as
+    `SumOp<float>`.
+    """
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
         return welford_ctype(buffer.dtype, "WelfordOp")
@@ -62,13 +67,17 @@ def functor_of(buffer: Buffer) -> str:
 
 
 def declare_accumulator(buffer: Buffer) -> Declare:
-    """Returns the declaration of an accumulator, set to the identity."""
+    """Returns the declaration of an accumulator, whose initial value is the reduction's
+    identity.
+    """
     return Declare(buffer.name, buffer.ctype, buffer.size, identity_of(buffer))
 
 
 def element_layout(buffer: Buffer) -> tuple[int, int]:
-    """Returns an upper bound of the size and alignment of one accumulator in bytes. A Welford
-    accumulator is {T, T, T, count}, with a count of the index type.
+    """Returns the size and the alignment of one accumulator in bytes.
+
+    A Welford accumulator is {T, T, T, count}. The count has the kernel's index type, and the larger
+    index type is assumed, so the numbers are upper bounds.
     """
     nbytes = nbytes_of(buffer.dtype)
     if isinstance(buffer.stage.op, WelfordOp):
@@ -77,7 +86,9 @@ def element_layout(buffer: Buffer) -> tuple[int, int]:
 
 
 def reduced_types(stage: Stage) -> set[ParallelType]:
-    """Returns the parallel types of the thread and block axes that a reduction combines."""
+    """Returns the parallel types of the thread and grid axes over which a stage's reduction
+    combines.
+    """
     return {
         loop.ptype
         for loop in stage.own_loops
@@ -86,11 +97,11 @@ def reduced_types(stage: Stage) -> set[ParallelType]:
 
 
 def finish_reductions(ctx: Context, buffers: list[Buffer]) -> list[ThreadReduce]:
-    """Returns the statements that combine, over threads and blocks, reductions that end at one
-    position.
+    """Returns the statements that combine reductions over threads and CUDA blocks.
 
-    Reductions over the same axes are combined together. They need one exchange instead of several,
-    and the same block completes them.
+    All reductions end at one position of the loop tree. Reductions over the same axes are combined
+    in one statement, because this takes one exchange instead of several. The same CUDA block then
+    has all results.
     """
     groups: dict[object, list[Buffer]] = {}
     for buffer in buffers:
@@ -130,8 +141,9 @@ def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
 
 
 def _iterated(stage: Stage) -> frozenset[ParallelType]:
-    """Returns the parallel types of a reduction's non-reduced axes, which tell its
-    results apart."""
+    """Returns the parallel types of a reduction's non-reduced axes, which distinguish its
+    results.
+    """
     return frozenset(
         loop.ptype
         for loop in stage.all_loops
@@ -140,8 +152,7 @@ def _iterated(stage: Stage) -> frozenset[ParallelType]:
 
 
 def _layout(group: list[Buffer]) -> tuple[int, int]:
-    """Returns the size and alignment in bytes of the C struct that holds one element of each
-    buffer.
+    """Returns the size and the alignment, in bytes, of a C struct with one element of each buffer.
 
     The struct is nested: `Pair<A, Pair<B, C>>`.
     """
@@ -158,8 +169,10 @@ def _up(n: int, multiple: int) -> int:
 
 
 def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
-    """Adds the step over the grid to a reduction. Each surrounding serial iteration has its own
-    packets.
+    """Extends `statement` so that it combines the values of several CUDA blocks, too.
+
+    Serial loops may surround the reduction. Each iteration has its own part of the workspace
+    through which blocks exchange values.
     """
     stage = group[0].stage
     per_block = sc.mul(_groups(ctx, statement, stage), group[0].size or 1)
@@ -183,8 +196,11 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
 
 
 def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
-    """Sets the thread axes along which all threads hold the same value after the step within the
-    block. Returns the number of thread groups with different values.
+    """Sets `same_axes` of `statement`, and returns the number of groups of threads with different
+    values.
+
+    Along the thread axes in `same_axes`, all threads of a CUDA block hold the same value, once the
+    block has combined its values.
     """
     iterated = _iterated(stage)
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)
@@ -193,8 +209,10 @@ def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
 
 
 def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
-    """Adds the step over the blocks of a cluster. Each block writes its values to shared memory,
-    where the others read them, next to the copies it has read.
+    """Extends `statement` so that it combines the values of the CUDA blocks of a cluster, too.
+
+    Reserves shared memory in which each block writes its values, and stores copies of the other
+    blocks' values.
     """
     statement.cluster = ctx.nesting.fusion.cluster
     assert reduced_types(group[0].stage) & set(GRID_TYPES) == {ParallelType.grid_y}
@@ -205,7 +223,10 @@ def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) ->
 
 
 def _ticket(ctx: Context, buffer: Buffer, grid_axes: tuple[bool, bool, bool]) -> str:
-    """Returns the name of the block's ticket for reductions over these axes of the grid."""
+    """Returns the C variable with the CUDA block's ticket for reductions over these grid axes.
+
+    The first request for `grid_axes` creates the ticket and its workspace.
+    """
     found = ctx.tickets.get(grid_axes)
     if found is None:
         reduced = reduced_types(buffer.stage)
@@ -222,7 +243,10 @@ def _workspace(ctx: Context, ctype: str, nbytes: Scalar) -> str:
 
 
 def pair_text(names: Iterable[str], name: str = "Pair") -> str:
-    """Returns `A` for one name, `Pair<A, Pair<B, C>>` for more."""
+    """Returns the C text `A` for one name, and `Pair<A, Pair<B, C>>` for several.
+
+    `name` is the text in place of `Pair`.
+    """
     *others, text = names
     for other in reversed(others):
         text = f"{name}<{other}, {text}>"

@@ -1,5 +1,6 @@
-"""Builds the statements of a kernel: loops from the loop tree, and the work of each stage
-in them."""
+"""Builds the statements of a kernel: the loops of the loop tree, and each stage's work inside
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ from fuser.lower.vector_access import (
 
 
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
-    """Returns the body of a kernel and its buffers, before barriers, unswitching and hoisting."""
+    """Returns the body of a kernel and the buffers of its stages.
+
+    The body is the one before barriers, unswitching and hoisting.
+    """
     buffers = allocate(ctx)
     builder = _StatementBuilder(ctx, buffers)
     body = Body()
@@ -67,7 +71,9 @@ def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
 
 
 class _StatementBuilder:
-    """Appends statements for the nodes of a loop tree to the bodies of their scopes."""
+    """Builds the statements for the nodes of a loop tree, and appends them to the bodies of the
+    kernel.
+    """
 
     def __init__(self, ctx: Context, buffers: dict[Stage, Buffer]) -> None:
         self.ctx = ctx
@@ -120,8 +126,9 @@ class _StatementBuilder:
             scope.body.statements.append(Declare(buffer.name, buffer.ctype, buffer.size))
 
     def guarded(self, predicate: Predicate, scope: Scope) -> Scope:
-        """Returns the scope for statements under a predicate. Consecutive equal predicates share
-        one `If`.
+        """Returns the scope in which to append statements that run under a predicate.
+
+        Consecutive statements with equal predicates share one `If`.
         """
         if predicate == Predicate(sc.const(True)):
             return scope
@@ -160,7 +167,7 @@ class _StatementBuilder:
         return self.values.compute(stage.op, stage.tv, self.at(stage, scope))
 
     def write(self, stage: Stage, value: Expr, scope: Scope) -> None:
-        """Writes the stage's element of the current iteration."""
+        """Writes `value` to the element that the stage computes in the current iteration."""
         tv = stage.tv
         value = convert(value, tv.dtype())
         index = self.ctx.indexer.stage_index(stage)
@@ -184,8 +191,10 @@ class _StatementBuilder:
         self.store_vector(stage, array, base, scope)
 
     def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Loads the aligned vector that contains elements of a row, including elements of
-        neighbouring rows. At the end of the tensor, it loads element by element.
+        """Loads the aligned vector that contains the elements of a row in this iteration.
+
+        A row is one range of the vectorised axis. The vector may also contain elements of
+        neighbouring rows. A vector that crosses the end of the tensor is loaded element by element.
         """
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
         word, part = Scope(Body(), inside), Scope(Body(), inside)
@@ -201,7 +210,11 @@ class _StatementBuilder:
         inside.body.statements.append(If(is_whole, word.body, part.body))
 
     def store_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Stores a vector if all its elements belong to the row, else only the elements that do."""
+        """Stores one vector if all its elements are inside the row, and otherwise only those
+        inside.
+
+        A row is one range of the vectorised axis.
+        """
         word, part = Scope(Body(), scope), Scope(Body(), scope)
         self.vector(stage, word)
         self.elements(stage, vector, part)
@@ -212,13 +225,17 @@ class _StatementBuilder:
         scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
 
     def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Copies the elements of a vector that are in the row, one by one."""
+        """Copies the elements of a vector one by one, without the elements outside of the row."""
         each = self.open_loop(vector, scope, unroll=True)
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="each"), each)
         self.write(stage, self.result(stage, inside), inside)
 
     def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
-        """Loads a vector of a copy's operand into registers, by one or several memory accesses."""
+        """Loads a vector of the operand of a copy into the register array `array`, from element
+        `at` on.
+
+        A wide vector takes several memory accesses.
+        """
         assert stage.vector is not None and isinstance(stage.op, LoadStoreOp)
         source, width = stage.op.inp, vector_width(stage, most=MAX_LOADED_BYTES)
         word = min(width, MAX_VECTOR_BYTES // nbytes_of(stage.tv.dtype()))
@@ -247,8 +264,10 @@ class _StatementBuilder:
         ]
 
     def source_array(self, stage: Stage, scope: Scope) -> tuple[str, Scalar]:
-        """Returns the register array with the vector that a stage stores, and the index of its
-        first element.
+        """Returns the register array that holds the vector which a stage stores.
+
+        Also returns the index of the vector's first element in the array. If no array holds the
+        vector yet, this appends the statements that compute it.
         """
         assert stage.vector is not None
         v = stage.vector.symbol
@@ -302,8 +321,10 @@ class _StatementBuilder:
         self.ctx.alignments[tv] = max(known, width * nbytes_of(tv.dtype()))
 
     def is_read_once(self, source: TensorView, stage: Stage) -> bool:
-        """Whether one iteration of one stage reads each element of an input, and no later kernel
-        does.
+        """Whether a kernel reads each element of `source` exactly once, and no later kernel reads
+        `source`.
+
+        Such loads are streamed, because the cache need not keep the elements.
         """
         fusion = self.ctx.nesting.fusion
         if source.number in fusion.read_again:
@@ -333,8 +354,10 @@ class _StatementBuilder:
         scope.body.statements.append(Accumulate(target, value, kind, functor_of(buffer)))
 
     def finish(self, stages: list[Stage], scope: Scope) -> None:
-        """Combines reductions over threads and blocks, and writes results that are fusion
-        outputs."""
+        """Combines the reductions `stages` over threads and CUDA blocks.
+
+        Results that are fusion outputs are then written to global memory.
+        """
         scope.body.statements += finish_reductions(self.ctx, [self.buffers[s] for s in stages])
         for stage in stages:
             for out in stage.op.outputs:
@@ -356,12 +379,14 @@ class _StatementBuilder:
 
 
 def _is_repeated(stage: Stage) -> bool:
-    """Whether a surrounding loop makes a stage fill its registers repeatedly."""
+    """Whether a loop around the declaration of a stage's registers fills these registers
+    repeatedly.
+    """
     around = stage.loops[: stage.depth]
     return any(not loop.is_trivial for loop in around)
 
 
 def _uses_reduction(stage: Stage, cond: Scalar) -> bool:
-    """Whether a condition involves a reduction loop."""
+    """Whether a condition contains the index of a loop that the stage reduces."""
     reduced = {loop.symbol for loop in stage.all_loops if loop.is_reduction}
     return any(s in reduced for s in sc.symbols(cond))

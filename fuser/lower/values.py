@@ -1,8 +1,8 @@
-"""Values: builds the expression of one element of a tensor, starting from its reader.
+"""Values: builds the expression of one element of a tensor, starting from the stage that reads it.
 
-`ValueBuilder.value` follows operands up to tensors with storage (fusion inputs and buffers). It
-defines one scalar variable per op on the way. Values are cached per (tensor, index, guard) in their
-scope, so that an element read by several ops is computed once.
+`ValueBuilder.value` follows operands up to tensors with storage (fusion inputs and buffers). On the
+way, it defines one scalar variable per op. A scope caches values per (tensor, index, guard), so
+that an element that several ops read is computed once.
 
 `_BY_OP` has a function for each kind of op that computes. Copies and views only change the index.
 """
@@ -97,7 +97,12 @@ LOOKUPS = (SelectOp, IndexSelectOp, EmbeddingFwdOp, TakeAlongAxisOp, GatherOp)
 
 
 def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
-    """Returns the table element at the loaded index, for a reader of the lookup's result."""
+    """Returns the expression that loads a table element at an index which the kernel has loaded
+    before.
+
+    `op` is the lookup, and `at` describes the element of the lookup's result. For an index outside
+    of the table, the value is `missing(dtype)`.
+    """
     assert isinstance(op, LookupOp)
     axes = op.table.domain.no_reductions
     size = build.ctx.nesting.fusion.canonical
@@ -135,8 +140,11 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _name_place(
     build: ValueBuilder, op: LookupOp, place: Expr, extent: Scalar, at: At
 ) -> tuple[Symbol, Symbol]:
-    """Defines two symbols: whether the loaded index is inside the table, and the index (0 if
-    outside).
+    """Defines two symbols for a loaded index: whether the index is inside the table, and the index
+    itself.
+
+    `place` is the loaded index and `extent` the size of the table axis. Outside of the table the
+    second symbol is 0, which is a legal index.
     """
     mark = build.mark(op.out)
     is_inside = Symbol(f"in{mark}", DataType.Bool, lo=0, hi=1)
@@ -157,8 +165,8 @@ def _name_place(
 def lift_lookup_indices(body: Body) -> None:
     """Moves the computation of loop-invariant lookup indices in front of the loop, in place.
 
-    Reads at these indices can then be vector loads (`fuser/lower/passes/vector_loads.py`), and no
-    iteration waits for its index first.
+    Table reads inside the loop can then be vector loads (`fuser/lower/passes/vector_loads.py`).
+    Also, no iteration has to load a lookup index first.
     """
     made: list[Statement] = []
     for statement in body.statements:
@@ -171,8 +179,9 @@ def lift_lookup_indices(body: Body) -> None:
 
 
 def _lifted(loop: For) -> list[Statement]:
-    """Removes loop-invariant lookup indices, and the definitions that they use, from a loop;
-    returns them.
+    """Removes loop-invariant lookup indices from a loop, and returns the removed statements.
+
+    The definitions that the indices use are removed, too.
     """
     statements = loop.body.statements
     if not any(isinstance(s, LetValue) for s in statements):
@@ -191,7 +200,7 @@ def _lifted(loop: For) -> list[Statement]:
 
 
 def _changed(loop: For) -> set[str]:
-    """Returns the names that an iteration defines or writes."""
+    """Returns the names of all variables that an iteration of a loop defines or writes."""
     return {loop.symbol.name, *(name for s in walk(loop.body) for name in _written(s))}
 
 
@@ -212,12 +221,15 @@ def _written(s: Statement) -> Iterator[str]:
 
 
 def _variable(name: str) -> str:
-    """Returns the name of a variable, for the name of one of its fields."""
+    """Returns the variable that a name refers to: `r1` for the field `r1.mean`."""
     return name.partition(".")[0]
 
 
 def _wanted(statements: list[Statement]) -> set[str]:
-    """Returns the names of lookup indices, and of the definitions that they depend on."""
+    """Returns the names of the lookup indices in `statements`.
+
+    The names of definitions from which the indices are computed are included.
+    """
     wanted: set[str] = set()
     for s in reversed(statements):
         name = _name(s)
@@ -237,7 +249,7 @@ def _name(s: Statement) -> str:
 
 
 def _names_in(s: Statement) -> set[str]:
-    """Returns the names that the value of a definition contains."""
+    """Returns the names of all variables and tensors in the value of a definition."""
     found: set[str] = set()
     for part in values_of(s):
         match part:
@@ -276,7 +288,10 @@ Key: TypeAlias = tuple[TensorView, Index, Scalar]
 
 
 class Scope:
-    """A body with the values available in it, and through `parent` in the bodies around it."""
+    """A body, with a cache of the values that its statements may use.
+
+    Values of the body `parent` and of the bodies around it may be used, too.
+    """
 
     def __init__(self, body: Body, parent: Scope | None = None) -> None:
         self.body = body
@@ -284,8 +299,10 @@ class Scope:
         self._values: dict[Key, Expr] = {}
 
     def find(self, key: Key) -> Expr | None:
-        """Returns the cached value of a key in this scope or an outer one, None if there
-        is none."""
+        """Returns the cached expression for `key` in this scope or a surrounding one, or None.
+
+        A key is (tensor, index, guard).
+        """
         scope: Scope | None = self
         while scope is not None:
             if (value := scope._values.get(key)) is not None:
@@ -294,21 +311,24 @@ class Scope:
         return None
 
     def root(self) -> Body:
-        """Returns the body of the whole kernel."""
+        """Returns the body of the whole kernel, which is the outermost scope's."""
         scope = self
         while scope.parent is not None:
             scope = scope.parent
         return scope.body
 
     def remember(self, key: Key, value: Expr) -> None:
-        """Caches a value in this scope."""
+        """Caches the expression of a value in this scope, under the key (tensor, index, guard)."""
         self._values[key] = value
 
 
 @record
 class At:
-    """The context of a value: reading stage, scope, guard, the op's result `out`, and its index
-    there.
+    """The place at which an element is computed, for the rules that compute one op.
+
+    - `stage` reads the element, and `scope` gets the statements.
+    - `guard` is the condition under which memory may be read.
+    - `out` is the result of the op, `index` its logical index, and `axes` the index of each axis.
     """
 
     stage: Stage
@@ -326,8 +346,10 @@ Request: TypeAlias = tuple[TensorView, Index, Stage, Scope, Scalar]
 
 
 class _TooDeepError(Exception):
-    """Raised when the recursion is too deep: the requested value must be built before its
-    readers."""
+    """Raised if the recursion over operands is too deep for Python's stack.
+
+    `request` describes the value to build first. The values that depend on it are built later.
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -335,7 +357,9 @@ class _TooDeepError(Exception):
 
 
 class ValueBuilder:
-    """Builds the values that one stage reads, into a scope."""
+    """Builds the expressions of the values that stages read, and adds their statements to a
+    scope.
+    """
 
     def __init__(self, ctx: Context, buffers: dict[Stage, Buffer]) -> None:
         self.ctx = ctx
@@ -347,7 +371,8 @@ class ValueBuilder:
     def value(
         self, tv: TensorView, index: Index, *, stage: Stage, scope: Scope, guard: Scalar = TRUE
     ) -> Expr:
-        """Returns the element of `tv` at a logical index, for the stage that reads it.
+        """Returns the expression of the element of `tv` at the logical index `index`, which `stage`
+        reads.
 
         Where `guard` is false, nothing is loaded from global memory and the value is arbitrary.
         """
@@ -369,7 +394,9 @@ class ValueBuilder:
                 return known
 
     def _known(self, request: Request) -> Expr:
-        """Builds a value that is not cached yet, and caches it."""
+        """Builds the value that `request` describes, and caches the value in the scope of the
+        request.
+        """
         if self._depth == MAX_DEPTH:
             raise _TooDeepError(request)
         tv, index, stage, scope, guard = request
@@ -388,7 +415,10 @@ class ValueBuilder:
         dtype: DataType | None,
         at: At,
     ) -> Expr:
-        """Returns operand `position` of `op`, converted to `dtype` (None: not converted)."""
+        """Returns the value of operand number `position` of `op`, converted to `dtype`.
+
+        If `dtype` is None, the value is not converted.
+        """
         operand = op.inputs[position]
         if isinstance(operand, Scalar):
             scalar = self.ctx.nesting.fusion.canonical(operand)
@@ -398,20 +428,27 @@ class ValueBuilder:
         return value if dtype is None else convert(value, dtype)
 
     def define(self, tv: TensorView, value: Expr, scope: Scope) -> Var:
-        """Assigns a value to a new variable `t5` (`t5_1` for further elements of the same
-        tensor)."""
+        """Appends the definition of a new variable with `value`, and returns the variable.
+
+        The variable is called `t5` for tensor 5, and `t5_1` for the next element of this tensor.
+        """
         name = f"t{self.mark(tv)}"
         scope.body.statements.append(Define(name, value.dtype, value))
         return Var(name, value.dtype)
 
     def mark(self, tv: TensorView) -> str:
-        """Returns a new suffix for the names of a tensor's elements: `5`, then `5_1`, ..."""
+        """Returns a suffix for names of a tensor's elements that is new at each call: `5`, `5_1`,
+        `5_2`.
+        """
         count = self._names.get(tv.number, 0)
         self._names[tv.number] = count + 1
         return f"{tv.number}_{count}" if count else str(tv.number)
 
     def random_state(self, tv: TensorView, scope: Scope) -> str:
-        """Returns the name of the generator state that a random tensor keeps between elements."""
+        """Returns the C variable with the random generator's state for the elements of `tv`.
+
+        The first call for a tensor declares the variable at the start of the kernel.
+        """
         name = f"r{tv.number}"
         if tv not in self._random:
             self._random.add(tv)
@@ -440,7 +477,9 @@ class ValueBuilder:
         return self.compute(op, tv, At(stage, scope, guard, tv, axes, index))
 
     def compute(self, op: TensorOp, out: TensorView, at: At) -> Expr:
-        """Returns the value of one op at the given index."""
+        """Returns the expression that computes the element of `out`, a result of `op`, at the index
+        in `at`.
+        """
         if isinstance(op, _VIEWS):
             return self.operand(op, 0, None, at)
         rule = _BY_OP.get(type(op))
@@ -484,8 +523,10 @@ def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
 
 
 def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
-    """Compares a value with an element's index. The part of the index that a thread's short loops
-    add is split off: it is small and fits in 32 bits.
+    """Returns the comparison of the value `x` with the index `place` of an element.
+
+    The comparison uses the sum of a 64-bit base and a 32-bit offset. The offset has the terms of
+    the index that a thread's own short loops add, because these terms are small.
     """
     step = sc.ZERO
     for factors, count in terms_of(place):
@@ -562,7 +603,9 @@ def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _padded_operand(build: ValueBuilder, op: PadOp, at: At) -> tuple[Scalar, Expr]:
-    """Returns whether the element is in the unpadded part, and its value there."""
+    """Returns the condition that the element is inside the unpadded part, and the operand's value
+    there.
+    """
     index = build.ctx.indexer.operand_index(op, 0, at.out, at.axes)
     # The root index: the operand's own index is 0 along a broadcast axis, even if that axis is
     # padded.
@@ -583,10 +626,10 @@ def _cat(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr]:
-    """Returns the condition under which piece `k` is chosen, and its value there.
+    """Returns the condition under which an element belongs to operand `k` of a concatenation.
 
-    A piece is usually a pad of the real operand. The condition is then the pad's own, and its
-    filler is never needed.
+    Also returns the element's value if the condition holds. An operand is usually a pad of the real
+    operand. The condition of the pad is then used, and the padding value is never needed.
     """
     piece = op.pieces[k]
     definition = build.ctx.nesting.fusion.definition(piece)

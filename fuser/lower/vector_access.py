@@ -1,5 +1,4 @@
-"""Vector accesses: whether an address is linear along the vector axis and aligned to
-whole vectors."""
+"""Vector accesses: tests whether an address grows by 1 along the vector axis and is aligned."""
 
 from __future__ import annotations
 
@@ -20,10 +19,11 @@ MAX_LOADED_BYTES = LOADS_PER_VECTOR * VECTOR_BYTES
 
 
 def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
-    """Returns the number of elements of a stage's vector access.
+    """Returns the number of elements in one vector of a stage.
 
     Raises:
-        UnsupportedError: the vector has more than `most` bytes, or no power of two.
+        UnsupportedError: the vector has more than `most` bytes, or its number of bytes is no power
+            of two.
     """
     assert stage.vector is not None
     width = sc.int_value(stage.vector.extent)
@@ -38,10 +38,11 @@ def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
 
 
 def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, width: int) -> Scalar:
-    """Returns the offset of a vector's first element.
+    """Returns the offset of the first element of a vector of `width` elements.
 
-    `offset` must be base + v, with a base that is a multiple of `width`. Sizes or strides may have
-    to be multiples of the width for this: they are assumed to be (`Assumptions.assume_divisible`).
+    `offset` must be base + `v`, where `v` is the vector's loop symbol and the base is a multiple of
+    `width`. If this requires that a size or stride is a multiple of `width`, then this is assumed
+    (`Assumptions.assume_divisible`).
 
     Raises:
         UnsupportedError: the access cannot be a vector.
@@ -78,7 +79,7 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
 
 
 def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
-    """Returns the terms of a sum as pairs (factors, integer coefficient)."""
+    """Returns the terms of a sum, each as a pair (factors, integer coefficient)."""
     value = sc.int_value(x)
     if value is not None:
         return [((), value)]
@@ -86,13 +87,13 @@ def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
 
 
 def _size_in(mono: Monomial) -> Symbol | None:
-    """Returns the last factor of a product that is a size or stride, None if there is none."""
+    """Returns the last factor of a product that is a size or stride, or None if there is none."""
     found = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
     return found[-1] if found else None
 
 
 def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
-    """Returns the sizes by which `x` divides an expression that contains `v`, innermost first."""
+    """Returns the sizes that divide, in `x`, an expression that contains `v`, innermost first."""
     found: dict[Symbol, None] = {}
 
     def visit(y: Scalar) -> None:

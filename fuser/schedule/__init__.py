@@ -1,4 +1,4 @@
-"""Schedulers: how the work of a kernel is spread over blocks, threads and loops.
+"""Schedulers: decide how the work of a kernel is divided among CUDA blocks, threads and loops.
 
 Question: which schedule does this fusion get, with which parameters?
 Imports: `fuser.support`, `fuser.ir`, `fuser.ops` and `fuser.passes`.
@@ -7,17 +7,18 @@ Files, in reading order:
 - `automatic`: the public `SchedulerType`s and their parameters.
 - `registry`: the table of schedulers, in the order in which they are tried.
 - `input_facts`: the sizes and alignments from which parameters are chosen.
-- `iteration_space`: the axes that a kernel iterates over; how wide its vectors may be.
-- `loop_propagation`, `inlining`, `tiling`: a schedule copied to all tensors; tensors computed
-  inside loops of others; tiles.
+- `iteration_space`: the axes that a kernel iterates over, and the maximum width of its vectors.
+- `loop_propagation`: copies a schedule to all tensors.
+- `inlining`: computes a tensor inside the loops of its consumers.
+- `tiling`: steps that all automatic schedules share, such as splitting a tile.
 - `pointwise`: kernels of one iteration space.
 - `transpose`: kernels whose tensors have two memory orders.
 - `reduction`: reductions whose inputs are read once.
-- `inner_persistent`: reductions along rows whose inputs are read again, such as softmax: whether a
-  row is kept in registers or read twice, and by how many threads.
+- `inner_persistent`: reductions along rows whose inputs are read again, such as softmax. A row is
+  held in registers or read twice, by a chosen number of threads.
 - `outer_persistent`: the same along columns.
 - `inner_outer_persistent`: reductions along rows, and sums of the results over the rows.
-- `cluster_persistent`: rows too long for one block, which clusters of blocks process.
+- `cluster_persistent`: rows too long for one CUDA block, which clusters of blocks process.
 - `row_levels`: the levels of dependent reductions, and rewrites that the row schedulers share.
 - `plain`: any kernel, with a simple and slow schedule.
 - `horizontal`: several small kernels in one launch.
@@ -81,22 +82,22 @@ __all__ = [
 
 
 def split(tv: TensorView, dim: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
-    """Splits loop axis `dim`; see `TensorView.split`."""
+    """Splits loop axis `dim` of a tensor by `factor`; see `TensorView.split`."""
     return tv.split(dim, factor, inner_split)
 
 
 def merge(tv: TensorView, axis_o: int, axis_i: int | None = None) -> TensorView:
-    """Merges two loop axes; see `TensorView.merge`."""
+    """Merges two loop axes of a tensor into one; see `TensorView.merge`."""
     return tv.merge(axis_o, axis_i)
 
 
 def reorder(tv: TensorView, old2new: Mapping[int, int] | Sequence[tuple[int, int]]) -> TensorView:
-    """Moves loop axes; see `TensorView.reorder`."""
+    """Moves loop axes of a tensor from old to new positions; see `TensorView.reorder`."""
     return tv.reorder(dict(old2new))
 
 
 def parallelize(tv: TensorView, axis: int, parallel_type: ParallelType) -> None:
-    """Sets the parallel type of loop axis `axis`."""
+    """Sets the parallel type of the loop axis at position `axis` of a tensor."""
     tv.axis(axis).parallelize(parallel_type)
 
 
@@ -112,7 +113,7 @@ def warp_specialize(
     parallel_type: ParallelType,
     num_registers: tuple[int, int] | None = None,
 ) -> NoReturn:
-    """Always raises `UnsupportedError`: all warps of a kernel execute the same code."""
+    """Always raises `UnsupportedError`, because all warps of a kernel execute the same code."""
     raise UnsupportedError(
         f"warp_specialize of {tv} is not supported: all warps of a kernel execute the same code. "
         "fuser.schedule.schedule prefetches where it pays"

@@ -1,4 +1,5 @@
-"""The public interface of the automatic schedulers: test a fusion, compute parameters, apply them.
+"""The public functions of automatic schedulers: test a fusion, choose parameters, apply the
+schedule.
 
 The functions take the user's own fusion and real inputs. `schedule` changes the fusion in place.
 """
@@ -33,7 +34,7 @@ Inputs = Sequence["torch.Tensor | Number"]
 
 
 class SchedulerType(IrEnum):
-    """The kinds of schedulers, with the names of nvFuser. Not all of them exist."""
+    """The kinds of schedulers, with the names of nvFuser; some kinds have no implementation."""
 
     none = 0
     no_op = 1
@@ -53,7 +54,7 @@ setattr(SchedulerType, "__entries", {m.name: (m, None) for m in SchedulerType})
 
 
 def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> tuple[bool, str]:
-    """Returns whether a scheduler accepts the fusion, and the reason if it does not."""
+    """Returns whether a scheduler accepts the fusion, and if not, the reason."""
     del inputs  # acceptance depends on the definition alone
     row = SCHEDULERS.get(scheduler_type.name)
     reason = f"there is no {scheduler_type.name} scheduler" if row is None else row.accepts(fusion)
@@ -71,7 +72,7 @@ def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[Scheduler
 def compute_heuristics(
     fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs
 ) -> HeuristicParams:
-    """Returns the parameters that a scheduler chooses for these inputs.
+    """Returns the parameters that a scheduler chooses for a fusion with these inputs.
 
     Raises:
         UnsupportedError: the scheduler does not accept the fusion.
@@ -90,14 +91,14 @@ def compute_heuristics(
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: Sequence[object]
 ) -> HeuristicParams:
-    """Chooses parameters for these inputs, schedules the fusion, and returns the parameters."""
+    """Chooses parameters for the given inputs, schedules the fusion, and returns the parameters."""
 
 
 @overload
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: HeuristicParams
 ) -> None:
-    """Schedules the fusion with these parameters."""
+    """Schedules the fusion in place with the given parameters."""
 
 
 def schedule(
@@ -105,8 +106,8 @@ def schedule(
 ) -> HeuristicParams | None:
     """Schedules the fusion in place.
 
-    `heuristic_params` are the parameters to use, or inputs to choose parameters for. In the second
-    case, the chosen parameters are returned.
+    `heuristic_params` are either the parameters to use, or inputs from which the scheduler chooses
+    parameters. In the second case, the chosen parameters are returned.
 
     Raises:
         UnsupportedError: the scheduler does not accept the fusion.
@@ -133,7 +134,7 @@ def schedule(
 
 
 def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
-    """Returns the sizes and alignments of the inputs, and the device of the first tensor."""
+    """Returns the sizes and alignments of the inputs, and the device of the first tensor input."""
     import torch
 
     values = bind_inputs(fusion, inputs)
@@ -155,15 +156,13 @@ def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
 
 
 class HeuristicParams:
-    """The parameters that a scheduler chose.
+    """The parameters that a scheduler chose, as `fuser.schedule.compute_heuristics` returns them.
 
-    `scheduler_type` is the scheduler. `manual_execute` and `KernelExecutor` check the kernel
-    against `lparams` and `cparams`, the only attributes that can be set.
-
-    Created by `fuser.schedule.compute_heuristics`.
+    `scheduler_type` is the scheduler. Only the attributes `lparams` and `cparams` can be set:
+    constraints against which `manual_execute` and `KernelExecutor` check the kernel.
 
     Raises:
-        UnsupportedError: when called.
+        UnsupportedError: when called, because only `compute_heuristics` creates these objects.
     """
 
     # The public name, used in messages.
@@ -179,7 +178,7 @@ class HeuristicParams:
 
     @staticmethod
     def of(scheduler_type: SchedulerType, chosen: object) -> HeuristicParams:
-        """Wraps the parameters of a scheduler in the class that users see."""
+        """Returns the parameters of a scheduler in the class that users see."""
         cls = next((c for known, c in _CLASSES.items() if isinstance(chosen, known)), None)
         made = object.__new__(cls or HeuristicParams)
         given = {"scheduler_type": scheduler_type, "chosen": chosen}
@@ -215,7 +214,7 @@ class HeuristicParams:
         return [*super().__dir__(), *self.NAMES]
 
     def hash(self) -> int:
-        """Returns a hash that is equal for equal parameters, within one process."""
+        """Returns a hash that is equal for equal parameters within one process."""
         return hash((self.scheduler_type, self.chosen))
 
     __hash__ = hash
@@ -251,8 +250,15 @@ class PointwiseHeuristicParams(HeuristicParams):
 
 
 class ReductionHeuristicParams(HeuristicParams):
-    """The parameters of kernels with reductions. `fastest_dim`: the reduced axis is the innermost
-    one."""
+    """The parameters of kernels with reductions.
+
+    - `fastest_dim`: whether the reduced axis is the innermost one.
+    - `persistent_kernel`: whether the kernel may hold its inputs in registers.
+    - `vectorize_inner_reduction`, `vectorize_iter_dom`: whether vectors run along the reduced axis,
+      or along another axis.
+    - `cross_grid_inner_reduction`, `cross_grid_outer_reduction`: whether several CUDA blocks share
+      a reduction.
+    """
 
     PUBLIC = "ReductionParams"
 
@@ -271,7 +277,7 @@ def _is_inner(params: Any) -> bool:
 
 
 def _blocks(params: Any) -> int:
-    """Returns the number of blocks that share a reduction."""
+    """Returns the number of CUDA blocks that share one reduction."""
     return getattr(params, "grid", 1)
 
 
@@ -288,7 +294,7 @@ _CLASSES: dict[type, type[HeuristicParams]] = {
 
 
 class Launched(Protocol):
-    """A launch, with its numbers of blocks and of threads per block."""
+    """A launch, with its numbers of CUDA blocks and of threads per block, along x, y and z."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -296,7 +302,11 @@ class Launched(Protocol):
 
 @dataclass
 class LaunchParams:
-    """Constraints on the numbers of blocks and threads along x, y and z; -1 accepts any number."""
+    """Constraints of a user on the numbers of CUDA blocks and threads along x, y and z.
+
+    `gdimx` is the number of blocks along x, `bdimx` the number of threads of a block along x. A
+    value of -1 accepts any number.
+    """
 
     gdimx: int = -1
     gdimy: int = -1
@@ -306,7 +316,9 @@ class LaunchParams:
     bdimz: int = -1
 
     def check(self, launch: Launched) -> None:
-        """Checks a launch against the constraints. The schedule alone decides the launch.
+        """Checks that a launch satisfies the constraints.
+
+        A constraint does not change the launch, because the schedule alone decides it.
 
         Raises:
             DefinitionError: the schedule has another number of blocks or threads.
@@ -327,10 +339,9 @@ class LaunchParams:
 
 @dataclass(kw_only=True)
 class CompileParams:
-    """Compilation options with nvFuser's names and defaults.
+    """Compilation options of a user, with nvFuser's names and defaults.
 
-    `index_type` and `device` must agree with the inputs. The other options only accept their
-    defaults.
+    `index_type` and `device` must agree with the inputs. Each other option must have its default.
     """
 
     index_type: DataType | None = None
@@ -341,7 +352,7 @@ class CompileParams:
     include_paths: Sequence[str] = field(default_factory=list[str])
 
     def check(self) -> None:
-        """Checks that the options without effect have their defaults.
+        """Checks that the options other than `index_type` and `device` have their defaults.
 
         Raises:
             UnsupportedError: an option has another value.
@@ -355,7 +366,7 @@ class CompileParams:
                 )
 
     def check_kernel(self, index_type: DataType, device: torch.device) -> None:
-        """Checks `index_type` and `device` against a kernel's.
+        """Checks that the options `index_type` and `device` agree with those of a kernel.
 
         Raises:
             DefinitionError: the kernel has another index type, or is on another device.

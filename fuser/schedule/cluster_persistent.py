@@ -1,7 +1,7 @@
-"""The cluster persistent scheduler: the inner persistent one for rows too long for one block.
+"""The cluster persistent scheduler: the inner persistent one for rows too long for one CUDA block.
 
-A cluster of blocks processes a row. Its blocks run at the same time and read each other's shared
-memory.
+A cluster of CUDA blocks processes a row. Its blocks run at the same time and read each other's
+shared memory.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx threads, S serial, UR unrolled
 and V vector loops. `r` marks reduced axes:
@@ -9,8 +9,8 @@ and V vector loops. `r` marks reduced axes:
     GPU kept    [BIDx rows | r S 1, r BIDy, r UR, r TIDx | r V]
     GPU looped  [BIDx rows | r S, r BIDy, r UR, r TIDx | r V]
 
-*Kept*: the cluster's threads hold the row. *Looped*, for rows that do not fit: all levels but the
-first read the row from the L2 cache.
+*Kept*: the cluster's threads hold the row in registers. *Looped*, for rows that do not fit: all
+levels but the first read the row from the L2 cache.
 """
 
 from __future__ import annotations
@@ -43,20 +43,24 @@ MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Returns the class of the rows: 0 if clusters never pay, 2 for rows above
-    `LONG_ROW`, else 1."""
+    """Returns the number of the class of rows whose kernels are chosen alike.
+
+    - 0: rows for which clusters never pay, because they are short or few.
+    - 1: rows of at most `LONG_ROW` elements.
+    - 2: longer rows.
+    """
     if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
         return 0
     return 1 if columns <= LONG_ROW else 2
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel of clusters is at least as fast as several kernels, which split a row over
-    blocks.
+    """Whether one kernel of clusters is at least as fast as several kernels for these sizes.
 
-    Kernels with random ops are excluded, because each level would compute the random numbers again.
-    Layer norm with dropout takes 483 us, in two kernels 242. The longest rows must have results
-    along them.
+    Several kernels split a row over CUDA blocks. Kernels with random ops are excluded, because each
+    of the dependent reductions would compute the random numbers again. Layer norm with dropout
+    takes 483 us, in two kernels 242. If rows are longer than `LONG_ROW`, an output must have all
+    axes.
 
     Measured on an H200, 128 x 1048576, bfloat16 and float32, one and several kernels, in us:
 
@@ -83,10 +87,11 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 
 def _waits(view: RowView) -> int:
-    """Returns the number of waits per row.
+    """Returns how often a cluster waits while it processes one row.
 
-    Each level of reductions is one (mean and variance count twice), and each step that reads a
-    tensor with only the row's axes.
+    The level of a tensor is the number of dependent reductions that lead to it. Each level of
+    reductions counts once, and a level with mean and variance adds one. For a tensor with only the
+    row's axes, each level that reads the tensor counts once.
     """
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
@@ -98,7 +103,12 @@ def _waits(view: RowView) -> int:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns a function that chooses the form and the size of a cluster for an input class."""
+    """Returns a function that chooses the kernel's parameters from sizes and alignments of the
+    inputs.
+
+    The parameters include the number of CUDA blocks in a cluster, and whether registers hold the
+    row.
+    """
     return inner_persistent.chooser(fusion, device, in_clusters=True)
 
 

@@ -1,12 +1,12 @@
 """The horizontal scheduler: fuses several pointwise kernels into one launch.
 
-Outputs with different axes cannot share loops, but they can share a launch, which takes as long as
+Outputs with different axes cannot share loops, but can share a launch. A launch takes as long as
 the work of a small kernel. Each set of outputs with the same axes is a part: a fusion that is
-scheduled as a pointwise kernel. The grid has the blocks of all parts:
+scheduled as a pointwise kernel. The grid has the CUDA blocks of all parts:
 
     GPU  [BIDx: blocks of part 0 | of part 1 | ..]
 
-A part that needs an intermediate of another part computes it again.
+A part that needs an intermediate tensor of another part computes this tensor again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,19 @@ MAX_BYTES = 160 << 20
 
 @record
 class HorizontalParams:
-    """The pointwise parameters of each part. If there are more parts, they have those of
-    the last."""
+    """The pointwise parameters of each part of a horizontal fusion.
+
+    If the fusion has more parts than parameters, the remaining parts use the last parameters.
+    """
 
     parts: tuple[PointwiseParams, ...]
 
     def is_near(self, other: object) -> bool:
-        """Whether the parameters of each part are near those of the other's part."""
+        """Whether kernels with these parameters and with `other` take about the same time on small
+        inputs.
+
+        The pointwise parameters of each part are compared with those of the same part in `other`.
+        """
         return (
             isinstance(other, HorizontalParams)
             and len(self.parts) == len(other.parts)
@@ -54,12 +60,15 @@ class HorizontalParams:
 
 
 def generic(device: DeviceInfo) -> HorizontalParams:
-    """Returns the parameters without assumptions about the inputs."""
+    """Returns the parameters that are valid for all inputs of a device."""
     return HorizontalParams((pointwise.generic(device),))
 
 
 def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[HorizontalParams, ...]:
-    """Returns parameters from `chosen` down to `least`. All parts take each step together."""
+    """Returns parameters to try in turn, from `chosen` to `least`, each with fewer requirements.
+
+    In each step, the parameters of all parts change together.
+    """
     columns = [rungs(part, least.parts[-1]) for part in chosen.parts]
     rows = zip_longest(*columns, fillvalue=least.parts[-1])
     return tuple(dict.fromkeys([*map(HorizontalParams, rows), least]))
@@ -67,7 +76,9 @@ def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[Horizonta
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not a set of pointwise fusions, None if it is."""
+    """Returns the reason why the fusion is not a set of pointwise fusions, or None if there is no
+    reason.
+    """
     if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
         return "it is computed in steps along a stream axis"
     found = _outputs_of_parts(fusion)
@@ -84,8 +95,10 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[TensorOp, ...]]]:
-    """Returns the outputs of each part and the ops that compute them, both in the
-    fusion's order."""
+    """Returns the outputs of each part, and the ops that compute them.
+
+    Outputs with the same axes form one part. Outputs and ops are in the fusion's order.
+    """
     graph = AxisGraph(fusion)
     by_axes: dict[tuple[int, ...], list[TensorView]] = {}
     for out in dict.fromkeys(fusion.outputs):
@@ -95,10 +108,10 @@ def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[Tens
 
 
 def parts_of(fusion: Fusion) -> Iterator[Fusion]:
-    """Yields each part, with the tensor numbers and layouts of the whole fusion.
+    """Yields each part of a fusion, as a fusion with the same tensor numbers and layouts.
 
-    Tensors that a caller creates in one part, before it requests the next, have numbers that no
-    other part uses.
+    A caller may add tensors to a part before it requests the next part. The numbers of these
+    tensors are not used in later parts.
     """
     given = [v for v in fusion.inputs if isinstance(v, TensorView)]
     last = 0
@@ -118,13 +131,18 @@ def parts_of(fusion: Fusion) -> Iterator[Fusion]:
 
 # ------------------------------------------------------------------ heuristics, application
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], HorizontalParams]:
-    """Returns a function that chooses the parameters of each part for an input class."""
+    """Returns a function that chooses each part's parameters from sizes and alignments of the
+    inputs.
+    """
     choosers = [pointwise.chooser(part, device) for part in parts_of(fusion)]
     return lambda facts: HorizontalParams(tuple(choose(facts) for choose in choosers))
 
 
 def apply(fusion: Fusion, params: HorizontalParams) -> None:
-    """Schedules the parts. The fusion is then lowered from its `parts`."""
+    """Schedules each part of a fusion, and stores the parts in `fusion.parts`.
+
+    Lowering then lowers the parts, not the fusion's own ops.
+    """
     made: dict[int, TensorView] = {}
     parts: list[Fusion] = []
     for k, part in enumerate(parts_of(fusion)):
@@ -141,20 +159,22 @@ def apply(fusion: Fusion, params: HorizontalParams) -> None:
 # The ladder: parameters to try in turn when a kernel with the chosen ones cannot be lowered.
 #
 # Parameters are chosen from sizes and strides. Whether an address is linear along the vector axis
-# is known only when its index has been computed. Each rung relies on less than the one before:
+# is known only when its index has been computed. Each step relies on less than the step before:
 # narrower vectors, scalar accesses, nothing loaded before its use (all inlined), and finally the
 # generic parameters.
 
-# The fields that a rung changes, with their new values. Fields that a scheduler does not have are
+# The fields that a step changes, with their new values. Fields that a scheduler does not have are
 # skipped.
 SCALAR = {"vector": 1, "staged_vector": 1}
 INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
 
 
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
-    """Returns parameters from `chosen` down to `generic`, without duplicates.
+    """Returns parameters to try in turn, from `chosen` to `generic`, without duplicates.
 
-    vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
+    The next parameters are used if the kernel with the previous parameters cannot be lowered:
+
+        vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
     """
     narrower = [{"vector": chosen.vector >> k} for k in range(1, chosen.vector.bit_length() - 1)]
     known = {f.name for f in fields(chosen)}

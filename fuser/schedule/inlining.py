@@ -1,5 +1,6 @@
-"""Inlining: sets the number of outer loops that a tensor shares with its consumers
-(`compute_at`)."""
+"""Inlining: sets `compute_at`, the number of outer loops that a tensor shares with its
+consumers.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +18,24 @@ _CLOSED = frozenset({ParallelType.vectorize, ParallelType.group, ParallelType.tm
 
 
 class InlineLimits:
-    """The largest legal `compute_at` of every tensor of a fusion. Built once per inlining call."""
+    """Computes the largest legal `compute_at` of each tensor of a fusion.
+
+    A new object is created for each inlining call, because the limits depend on the schedule.
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         self._barriers = _reduction_barriers(fusion)
 
     def limit(self, tv: TensorView, *, best_effort: bool = False) -> int:
-        """Returns the largest legal position of a tensor. The loop axes before it satisfy four
-        conditions:
+        """Returns the largest legal `compute_at` position of a tensor.
+
+        The loop axes in front of the position satisfy four conditions:
 
         - They are not reduction axes.
         - They are not vectorised; with `best_effort`, they are not unrolled either.
-        - They do not wait for a reduction.
-        - Every consumer has them in the same order.
+        - The loop does not have to end before a consumer runs that needs a reduction's result.
+        - Every consumer has these axes in the same order.
         """
         own = self._own_limit(tv, best_effort=best_effort)
         for op in self._fusion.uses(tv):
@@ -55,7 +60,9 @@ class InlineLimits:
 def inline_most(
     selected_tensors: Collection[TensorView] = (), *, fusion: Fusion | None = None
 ) -> None:
-    """Inlines the tensors (default: all of the fusion) as deep as is legal."""
+    """Inlines the selected tensors as deeply as is legal; without a selection, all tensors of the
+    fusion.
+    """
     from fuser.ir.fusion_guard import active_fusion
 
     chosen = list(selected_tensors)
@@ -72,10 +79,13 @@ def inline_at(
     best_effort: bool = False,
     selected_tensors: Collection[TensorView] = (),
 ) -> None:
-    """Inlines tensors (default: all) at the position that matches the reference's loop axis `pos`.
+    """Inlines tensors at the position that matches position `pos` among the reference's loop axes.
+
+    Without `selected_tensors`, all tensors are inlined. With `best_effort`, a tensor for which the
+    position is not legal is inlined at its largest legal position.
 
     Raises:
-        DefinitionError: the position is not legal for a tensor, without `best_effort`.
+        DefinitionError: without `best_effort`, the position is not legal for a tensor.
     """
     fusion = reference_tv.fusion
     domain = reference_tv.domain
@@ -110,7 +120,10 @@ def _inlinable(fusion: Fusion) -> list[TensorView]:
 
 
 def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int) -> int:
-    """Returns how many of tv's first `upto` loop axes the consumer iterates in the same order."""
+    """Returns how many of the first `upto` loop axes of `tv` a consumer iterates in the same order.
+
+    `op` reads `tv`, and `consumer` is a result of `op`.
+    """
     matches = {
         target.number: source
         for index, operand in tensor_operands(op)
@@ -130,16 +143,16 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
 
 
 def _logical_sources(tv: TensorView, number: int) -> set[int]:
-    """Returns the logical axes that a loop axis is derived from."""
+    """Returns the numbers of the logical axes from which the loop axis `number` is derived."""
     return tv.domain.above({number})
 
 
 def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
-    """Returns, per tensor, the logical axes whose loops it cannot share with its consumers.
+    """Returns, for each tensor, the logical axes whose loops its consumers must not share.
 
     One consumer of a tensor may lead to a reduction, and another to an op that needs the
-    reduction's result. The loop over the reduced axes must then end in between, and the tensor is
-    kept: softmax keeps its row.
+    reduction's result. The loop over the reduced axes must end between the two consumers. The
+    tensor therefore needs storage, as the row of a softmax does.
     """
     barred: dict[TensorView, frozenset[int]] = {}
     for reduction in fusion.exprs:
@@ -168,8 +181,11 @@ def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
 
 
 def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
-    """Returns the tensors above a reduction, and the ops with a path, not through the reduction, to
-    an op that needs its result."""
+    """Returns the tensors from which a reduction is computed, directly or indirectly.
+
+    Also returns the ops from which a path leads to an op that needs the reduction's result, as keys
+    that map to True. Paths through the reduction do not count.
+    """
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):
         if any(o in above for o in op.outputs):
@@ -193,7 +209,11 @@ def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[Te
 def _axes_upstream(
     fusion: Fusion, reduction: TensorOp, reduced: set[int]
 ) -> dict[TensorView, frozenset[int]]:
-    """Returns, for each tensor above a reduction, its logical axes that are reduced later."""
+    """Returns, for each tensor that leads to a reduction, the logical axes which the reduction
+    reduces.
+
+    `reduced` are the numbers of the reduced axes of the reduction's operand.
+    """
     marked: dict[TensorView, set[int]] = {}
     source = next(v for v in reduction.inputs if isinstance(v, TensorView))
     marked[source] = set(reduced)

@@ -1,21 +1,21 @@
-"""The inner-outer persistent scheduler: rows and sums over them in one kernel.
+"""The inner-outer persistent scheduler: ops along rows, and sums over the rows, in one kernel.
 
 The kernel reads the rows once. It serves the backward of layer and RMS norm: ops along rows, as in
 `inner_persistent`, and sums of their results over the rows.
 
-The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A block
-adds several rows, one after another, to one partial sum of each. Another kernel adds the partial
-sums.
+The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A CUDA
+block adds several rows, one after another, to its own partial sum of each output. Another kernel
+adds the partial sums.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
-UR unrolled and V vector loops. `r` marks reduced axes:
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, UR
+unrolled and V vector loops. `r` marks reduced axes:
 
     rows      [BIDx part, S rows of the part, TIDy rows | r S 1, r UR, r TIDx | r V]
     parts     [BIDx part, r S rows of the part, r TIDy rows | S 1, UR, TIDx | V]
 
-Each thread keeps its part of the row, as `inner_persistent` does, and an accumulator for each
-element of each sum. Tensors with only the row's axes (weights) are loaded once per block. There are
-no plain loops of this kind: on the CPU, two kernels are used instead.
+Each thread holds its elements of the row in registers, as in `inner_persistent`, and an accumulator
+for each element of each sum. Tensors with only the row's axes (weights) are loaded once per block.
+On the CPU, two kernels are used instead of this scheduler.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ RESIDENT = 1024
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why this scheduler rejects the fusion, None if it accepts."""
+    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
+    fusion.
+    """
     found = {op.out_tensor: parts for op in fusion.exprs if (parts := row_parts(op)) is not None}
     if not found:
         return "no sum over rows is computed in partial sums"
@@ -64,7 +66,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def without_parts(fusion: Fusion) -> Fusion:
-    """Returns a copy of the fusion that computes only the outputs that are not partial sums."""
+    """Returns a copy of the fusion without the outputs that are partial sums over the rows."""
     rest, mapping = fusion.copy()
     made = {mapping[op.out_tensor] for op in fusion.exprs if row_parts(op) is not None}
     rest.outputs = [out for out in rest.outputs if out not in made]
@@ -73,8 +75,11 @@ def without_parts(fusion: Fusion) -> Fusion:
 
 
 def _parts_rejection(fusion: Fusion, found: Mapping[TensorView, RowParts]) -> str | None:
-    """Returns why the partial sums do not add exactly the rows of the other reductions, None if
-    they do."""
+    """Returns the reason why some partial sums do not add exactly the rows of the other reductions.
+
+    Returns None if all partial sums do. `found` maps each result that has partial sums to the axes
+    of these sums.
+    """
     view = RowView(fusion)
     reference, logical = view.reference, view.reference.domain.logical
     rows = [logical[p].number for run in view.iterated for p in run]
@@ -103,27 +108,34 @@ def _definition(tv: TensorView) -> TensorOp:
 
 
 def pays(rows: int, columns: int) -> bool:
-    """Whether one kernel for the rows and the sums over them is at least as fast as two, for rows
-    of these extents."""
+    """Whether one kernel for ops along rows and sums over the rows is at least as fast as two
+    kernels.
+
+    `rows` is the number of rows, and `columns` the number of elements of each row.
+    """
     return rows >= FEWEST_ROWS and columns <= LONGEST_ROW and columns % LEAST_VECTOR == 0
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel is at least as fast as two for these sizes. False if a size is unknown."""
+    """Whether one kernel is at least as fast as two for these sizes; False if a size is unknown."""
     known = inner_persistent.rows_of(fusion, sizes)
     return known is not None and pays(*known)
 
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Returns parameters for rows of any alignment and of up to eight times the length that `suits`
-    allows. A program is chosen by global sizes, so such rows can occur."""
+    """Returns parameters for rows of any alignment, up to eight times as long as `suits` allows.
+
+    Such rows can occur, because the scheduler is chosen by global sizes.
+    """
     threads = device.max_threads_per_block
     return InnerPersistentParams(threads, kept=8 * LONGEST_ROW // threads, resident=RESIDENT)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns a function that chooses vector width and thread shape for an input class."""
+    """Returns a function that chooses vector width and thread counts from the inputs' sizes and
+    alignments.
+    """
     parts = [op.out_tensor for op in fusion.exprs if row_parts(op) is not None]
     accumulators = sum(nbytes_of(tv.dtype()) for tv in parts)
     choose_rows = inner_persistent.chooser(fusion, device, extra_bytes=accumulators)

@@ -2,24 +2,24 @@
 
 Later reductions and outputs depend on earlier reductions, as in softmax and layer norm.
 
-All reductions reduce the same, innermost, axes; the first one is the reference. The reduced axes
-are merged into one, the *row*. A block processes a row, or some of its threads do.
+All reductions reduce the same, innermost, axes; the first reduction is the reference. The reduced
+axes are merged into one axis, the *row*. A CUDA block, or some of its threads, process a row.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
-UR unrolled and V vector loops. `r` marks reduced axes:
+Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, UR
+unrolled and V vector loops. `r` marks reduced axes:
 
     GPU kept    [BIDx rows, TIDy rows | r S 1, r UR, r TIDx | r V]
     GPU looped  [BIDx rows, TIDy rows | r S, r UR, r TIDx | r V]
     CPU         [S rows | r S]
 
-- *Kept*: each thread loads its part of the row into registers once, in the dtype of memory, and
-  computes everything from there. A result is kept, too, if several levels need it and it costs more
-  to compute than to keep (`row_levels.py`).
+- *Kept*: each thread loads its elements of the row into registers once, in the dtype of memory, and
+  computes everything from these. A result also stays in registers if several levels need it and it
+  costs more to compute again (`row_levels.py`).
 - *Looped*, for rows that do not fit in registers: every level reads the row again.
-- *Shifted*, for rows whose length no vector divides: each row's iteration starts at the aligned
-  address before the row (`ir.domain.Shift`). The first and last vector also load elements of
-  neighbouring rows, which are ignored. Tensors that have only the row's axes are read element by
-  element.
+- *Shifted*, for rows whose length is no multiple of a vector: the iterations of each row start at
+  the aligned address before the row (`ir.domain.Shift`). The first and last vector also load
+  elements of neighbouring rows, which are ignored. Tensors that have only the row's axes are read
+  element by element.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why this scheduler rejects the fusion, None if it accepts."""
+    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
+    fusion.
+    """
     if fusion.aliases:
         return "an output is written into an input"
     reason = waiting_rejection(fusion)
@@ -93,8 +95,12 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def waiting_rejection(fusion: Fusion) -> str | None:
-    """Returns why this is no set of reductions over the same axes with ops along these axes that
-    depend on their results. None if it is."""
+    """Returns the reason why the fusion does not consist of reductions over the same axes and their
+    users.
+
+    The users are ops along the reduced axes that depend on a reduction's result. Returns None if
+    the fusion consists of these.
+    """
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
         return "there is no reduction"
@@ -117,10 +123,10 @@ def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
 
 
 def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -> str | None:
-    """Returns why some tensor's axes do not suit the reference, None if all do.
+    """Returns the reason why some tensor's axes do not suit the reductions, or None if all axes do.
 
-    A tensor that depends on a reduction may have axes of the reference only. An output has either
-    the rows alone or all axes.
+    `reference` is the result of the first reduction. A tensor that depends on a reduction may have
+    only axes of `reference`. An output has either the non-reduced axes or all axes.
     """
     if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
         return f"the result of {reference} has an expanded axis, which its operands may iterate"
@@ -146,7 +152,7 @@ def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -
 
 
 def _order_rejection(fusion: Fusion) -> str | None:
-    """Returns why the reduced axes are not innermost in memory, None if they are."""
+    """Returns the reason why the reduced axes are not innermost in memory, or None if they are."""
     reference = reference_of(fusion)
     space = iteration_space(fusion, reference)
     order = [space.is_reduced(p) for p in space.memory_order()]
@@ -156,7 +162,10 @@ def _order_rejection(fusion: Fusion) -> str | None:
 
 
 def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
-    """Returns the number of rows of a reduction, and the number of elements of a row."""
+    """Returns the number of rows of a reduction, and the number of elements in a row.
+
+    A row has the elements that one result of the reduction is computed from.
+    """
     sizes: dict[bool, list[Scalar]] = {False: [], True: []}
     for axis in reduction.domain.logical:
         sizes[axis.is_reduction()].append(reduction.fusion.canonical(axis.extent))
@@ -164,19 +173,27 @@ def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
 
 
 def pays(rows: int, columns: int) -> bool:
-    """Whether one kernel is at least as fast as several, which split a long row over blocks."""
+    """Whether one kernel is at least as fast as several kernels, which split a long row over CUDA
+    blocks.
+
+    `rows` is the number of rows, and `columns` the number of elements of each row.
+    """
     return any(columns <= longest and rows >= fewest for longest, fewest in ROWS_THAT_PAY)
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel is at least as fast as several for these sizes. Unknown sizes are taken as
-    many short rows."""
+    """Whether one kernel is at least as fast as several kernels for these sizes.
+
+    If a size is unknown, the rows are taken to be many and short, so the result is True.
+    """
     known = rows_of(fusion, sizes)
     return known is None or pays(*known)
 
 
 def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] | None:
-    """Returns the number of rows and of elements in each, None if a size is not known."""
+    """Returns the number of rows and the number of elements in a row, or None if a size is
+    unknown.
+    """
     try:
         rows, columns = (int(sc.evaluate(x, sizes)) for x in row_extents(reference_of(fusion)))
     except KeyError:
@@ -186,8 +203,11 @@ def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] |
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
-    """Schedules the fusion in place: rewrites, caches, loops, parallel types, compute-at
-    positions."""
+    """Schedules the fusion in place with these parameters.
+
+    This rewrites ops, adds copies into registers, and sets loops, parallel types and compute-at
+    positions.
+    """
     fusion.resident_threads = params.resident
     fusion.cluster = params.cluster
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
@@ -206,8 +226,11 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
 
 
 def _groups(view: RowView) -> list[list[int]]:
-    """Returns two groups of axis positions: the rows, with the reference's broadcast axes, and the
-    axes of a row. Empty groups are left out."""
+    """Returns the positions of the non-reduced axes, and the positions of the reduced axes.
+
+    The axes are those of the first reduction (the reference tensor), whose broadcast axes are in
+    the first group. Empty groups are left out.
+    """
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
     rows = [*broadcast, *(p for run in view.iterated for p in run)]
@@ -228,7 +251,11 @@ def _apply_threads(
     kept: list[TensorView],
     needed: Mapping[TensorView, int],
 ) -> None:
-    """Schedules a fusion whose levels are separate. `needed` maps each tensor to its level."""
+    """Schedules a fusion for the GPU, after `separate_levels` has duplicated ops that levels share.
+
+    `kept` are the tensors that registers hold over a whole row. `needed` maps each tensor to its
+    level: how many reductions must be complete before the ops that use the tensor.
+    """
     fusion, full, levels = view.fusion, view.full, levels_of(view.fusion)
     accesses = {a.tv: a for a in view.space.accesses}
     ahead: dict[TensorView, Access] = {}
@@ -265,15 +292,20 @@ def _apply_threads(
 
 
 def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bool:
-    """Whether a tensor is accessed in vectors. With shifted rows, only tensors with all
-    axes are."""
+    """Whether a tensor is accessed in vectors.
+
+    If rows are shifted to aligned addresses, a tensor without all axes is read element by element,
+    because its vectors would not be aligned.
+    """
     is_candidate = params.vector > 1 and access.is_vector_candidate(view.innermost)
     return is_candidate and (not params.shifted or access.tv in view.full)
 
 
 def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorView]:
-    """Returns tensors with one value per row that are read along the row. Each thread keeps them in
-    a register."""
+    """Returns the tensors that have one value per row and are read for all elements of the row.
+
+    Each thread holds these values in registers, instead of computing them for each element.
+    """
     fusion, found = view.fusion, list[TensorView]()
     for access in view.space.accesses:
         tv = access.tv
@@ -300,7 +332,10 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
 
 
 def _is_read_along(view: RowView, tv: TensorView) -> bool:
-    """Whether a value per row is read for the row's elements, directly or through views."""
+    """Whether the elements of a row are computed from `tv`, directly or through views.
+
+    `tv` has one value per row.
+    """
     return any(
         not view.is_per_row(out) or (isinstance(op, VIEWS) and _is_read_along(view, out))
         for op in view.fusion.uses(tv)
@@ -316,8 +351,10 @@ def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> lis
 
 
 def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
-    """Builds the loops of the reference. Returns the number of row loops and of the
-    tile's loops."""
+    """Builds the loops of the reference tensor, which the other tensors copy.
+
+    Returns the number of loops over rows, and the number of loops of the tile that divides a row.
+    """
     tv, groups = view.reference, _groups(view)
     if params.exact:
         _assume_exact(view, groups, params)
@@ -354,7 +391,7 @@ def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
 
 
 def _follow_rows(tv: TensorView, view: RowView, loops: Loops) -> None:
-    """Gives a partial sum the loops of the rows that it adds."""
+    """Gives the tensor `tv`, a partial sum over rows, the loops of the rows that it adds."""
     loops.repeat_along(tv, view.row_axes)
     parts, model = view.parts[tv], view.reference.domain.loop
     places = {a.number: k for k, a in enumerate(tv.domain.loop)}
@@ -365,12 +402,14 @@ def _follow_rows(tv: TensorView, view: RowView, loops: Loops) -> None:
 
 
 def _is_row(view: RowView, tv: TensorView) -> bool:
-    """Whether a tensor has the axes of a row and no others."""
+    """Whether a tensor has exactly the reduced axes, like the weight of a layer norm."""
     return view.axes(tv) == view.row_axes
 
 
 def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersistentParams) -> None:
-    """Makes the row length a constant, and the number of rows a multiple of the rows per block."""
+    """Adds guards that fix the row length, and make the number of rows a multiple of a CUDA block's
+    rows.
+    """
     logical = view.reference.domain.logical
     *rows, row = groups
     if len(row) == 1:
@@ -392,8 +431,10 @@ def _finish(
 ) -> None:
     """Gives all tensors their loops and compute-at positions.
 
-    `shared` is the number of the reference's row loops. Tensors that are loaded `ahead` of their
-    uses have `inside` loops inside their position.
+    - `shared`: the number of the reference tensor's loops over rows.
+    - `kept`: the tensors that registers hold over a whole row.
+    - `ahead`: the copies of inputs that are loaded in front of their uses. `inside` is the number
+      of their innermost loops that are inside of the compute-at position.
     """
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
@@ -464,17 +505,22 @@ WIDE_ROW_BYTES = 128 << 10
 
 @record
 class InnerPersistentParams:
-    """The parameters of an inner persistent kernel. With `threads_x` 0 it has the plain loops of a
-    CPU.
+    """The parameters of an inner persistent kernel, which reduces rows that it uses several times.
 
-    - `kept`: the number of elements of a row in one thread. With 0, every level loops over the row,
-      in steps of `unroll` vectors of each input.
-    - `keeps_costly`: results of costly ops are kept, too.
-    - `resident`: the number of threads whose registers a multiprocessor must have room for (0: the
-      compiler decides).
-    - `exact`: the threads' elements are exactly the row, so that no test is needed.
-    - `shifted`: rows of any length are read in aligned vectors, except at their ends.
-    - `cluster`: the number of blocks that process a row together.
+    - `threads_x`: threads along a row; 0 for the serial loops of a CPU.
+    - `threads_y`: rows that a CUDA block processes at a time.
+    - `vector`: the number of elements of a vector.
+    - `kept`: the number of elements of a row that one thread holds in registers. With 0, each of
+      the dependent reductions reads the row again.
+    - `keeps_costly`: whether results of costly ops stay in registers, too.
+    - `unroll`: with `kept` 0, the number of vectors of each input that a thread loads per
+      iteration.
+    - `resident`: the number of threads for whose registers a multiprocessor must have room; 0 lets
+      the compiler decide.
+    - `exact`: whether the threads' elements are exactly the row, so that no test is needed.
+    - `shifted`: whether rows that begin at any address are read in aligned vectors, except at their
+      ends.
+    - `cluster`: the number of CUDA blocks that process one row together.
     """
 
     threads_x: int = 0
@@ -489,13 +535,18 @@ class InnerPersistentParams:
     cluster: int = 1
 
     def is_near(self, other: InnerPersistentParams) -> bool:
-        """Whether both kernels take about the same time on small inputs. `exact` may differ: guards
-        decide whether that kernel can be used."""
+        """Whether kernels with these parameters and with `other` take about the same time on small
+        inputs.
+
+        `exact` may differ, because guards decide whether a kernel with `exact` can be used.
+        """
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: InnerPersistentParams) -> bool:
-        """Whether a kernel with `other` is usable, if slower. It is not if most of its threads
-        would be idle."""
+        """Whether a kernel with `other` is usable in place of this one, though perhaps slower.
+
+        It is not usable if most of its threads would be idle.
+        """
         forms = [(p.vector, bool(p.kept), p.shifted, p.cluster) for p in (self, other)]
         if forms[0] != forms[1]:
             return False
@@ -518,7 +569,7 @@ class InnerPersistentParams:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Returns the parameters without assumptions about the inputs."""
+    """Returns the parameters that are valid for all inputs of a device."""
     if device.kind == "cpu":
         return InnerPersistentParams()
     return InnerPersistentParams(threads_x=THREADS_PER_BLOCK)
@@ -527,10 +578,11 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
 def chooser(
     fusion: Fusion, device: DeviceInfo, *, extra_bytes: int = 0, in_clusters: bool = False
 ) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns a function that chooses form, vector width and thread shape for an input class.
+    """Returns a function that chooses a kernel's parameters from sizes and alignments of the
+    inputs.
 
-    A thread keeps `extra_bytes` more for each element of its row. With `in_clusters`, the function
-    also chooses the number of blocks per row.
+    A thread holds `extra_bytes` more in registers for each of its elements. With `in_clusters`, the
+    function also chooses the number of CUDA blocks per row.
     """
     if device.kind == "cpu":
         loops = InnerPersistentParams()
@@ -542,7 +594,8 @@ def chooser(
     candidates = view.space.vector_candidates(view.innermost)
     is_full = {a.tv: a.tv in view.full for a in candidates}
     has_full, has_columns = any(is_full.values()), not all(is_full.values())
-    # Norms, which read columns, were not measured in the looped form.
+    # Norms read tensors with only the row's axes. For norms, kernels that read rows again were not
+    # measured.
     writes = any(a.is_output and a.tv in view.full for a in view.space.accesses) and not has_columns
     widths = VectorWidths(candidates, shared=lambda a: has_full and not is_full[a.tv])
     long_widths = VectorWidths(candidates) if view.parts else widths
@@ -585,12 +638,12 @@ def chooser(
 
 
 class _RowsAccess(NamedTuple):
-    """The numbers of rows and of elements in each, and their access.
+    """The number of rows and of elements per row, and how a kernel accesses them.
 
     - `vector`: the number of elements of a vector.
     - `widest`: the bytes of the widest element.
-    - `begin`: the largest number of elements between an aligned address and the start of a row.
-    - `inputs`: the number of inputs that have all elements.
+    - `begin`: the largest possible number of elements between an aligned address and a row's start.
+    - `inputs`: the number of inputs that have all axes.
     """
 
     rows: int
@@ -602,18 +655,21 @@ class _RowsAccess(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """The number of vectors that a row takes."""
+        """The number of vectors that cover a row."""
         return -(-(self.columns + self.begin) // self.vector)
 
 
 def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
-    """Returns the number of vectors that a thread keeps if a block has enough threads. The compiler
-    keeps converted values, so an element counts at least 4 bytes."""
+    """Returns the number of vectors that a thread holds in registers if a block has enough threads.
+
+    `nbytes` is the size of an element. An element counts at least 4 bytes, because the compiler
+    holds converted values.
+    """
     return max(4 * KEPT_REGISTERS // (max(nbytes, 4) * shape.vector), 1)
 
 
 def _is_long(shape: _RowsAccess, nbytes: int) -> bool:
-    """Whether a row is too long for one block: its threads cannot keep all vectors."""
+    """Whether the threads of one CUDA block cannot hold all vectors of a row in registers."""
     return shape.chunks > ROW_THREADS[-1] * _most_chunks(shape, nbytes)
 
 
@@ -651,8 +707,10 @@ def _kept_params(
 
 
 def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams:
-    """Returns the parameters for long rows with sums over rows: one row at a time, and the compiler
-    decides about registers."""
+    """Returns the parameters for long rows if the kernel also sums over rows.
+
+    A CUDA block processes one row at a time, and the compiler decides about registers.
+    """
     most = max(min(LONG_PARTS_BYTES // nbytes, LONG_PARTS_KEPT) // shape.vector, 1)
     fit = [t for t in ROW_THREADS if t * most >= shape.chunks] or [ROW_THREADS[-1]]
     x = min(fit[:2], key=lambda t: t * -(-shape.chunks // t))
@@ -661,8 +719,11 @@ def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams
 
 
 def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> InnerPersistentParams:
-    """Returns the parameters of the looped form. `has_columns`: some input has only the row's axes.
-    `writes`: results are written along the row, and no such input is read."""
+    """Returns the parameters of a kernel in which each dependent reduction reads the row again.
+
+    - `has_columns`: whether some input has only the row's axes.
+    - `writes`: whether results are written along the row, and no such input is read.
+    """
     row_bytes = shape.inputs * shape.columns * shape.widest
     chunks, times = shape.chunks, 1 if has_columns or row_bytes < WIDE_ROW_BYTES else 2
     x = min(power_of_two_at_least(chunks), (times if writes else 1) * LOOPED_THREADS)
@@ -674,8 +735,11 @@ def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> In
 
 
 def _cluster_params(shape: _RowsAccess, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
-    """Returns the smallest cluster whose threads can keep a row. If there is none, returns a looped
-    cluster that processes few enough rows at a time for them to stay in the L2 cache."""
+    """Returns the parameters with the smallest cluster whose threads can hold a row in registers.
+
+    If no cluster can, each dependent reduction reads the row again. The cluster is then so large
+    that the rows of all running clusters fit in the L2 cache.
+    """
     most = min(device.max_cluster, device.max_grid[1])
     sizes = [1 << k for k in range(1, most.bit_length())]
     if not sizes:

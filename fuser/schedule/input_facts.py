@@ -1,4 +1,4 @@
-"""The facts about one input class from which heuristics choose: sizes and alignments."""
+"""The sizes and alignments of one class of inputs, from which heuristics choose parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuser.support.errors import InputError
 
 
 class Facts(NamedTuple):
-    """Sizes and alignments of one input class.
+    """The sizes and alignments of the inputs for which a kernel's parameters are chosen.
 
     `sizes` maps symbols to numbers. `alignments` maps a tensor's number to the largest power of
     two, at most 16, that divides its address and its outer strides in bytes. A tensor without an
@@ -27,10 +27,10 @@ class Facts(NamedTuple):
     alignments: Mapping[int, int] = MappingProxyType({})
 
     def value(self, fusion: Fusion, x: Scalar) -> int:
-        """Returns the value of an extent.
+        """Returns the value of an extent as a number.
 
         Raises:
-            InputError: a symbol in it has no size.
+            InputError: the extent contains a symbol without a size.
         """
         known = sc.int_value(x)
         if known is not None:
@@ -44,23 +44,25 @@ class Facts(NamedTuple):
         raise InputError(f"the size of {', '.join(missing)} in {x} is not known")
 
     def numel(self, fusion: Fusion, axes: Iterable[IterDomain]) -> int:
-        """Returns the number of iterations of several axes; a broadcast axis counts once."""
+        """Returns the product of the extents of several axes; a broadcast axis has extent 1."""
         return prod(self.value(fusion, a.extent) for a in axes)
 
     def alignment(self, tensor_number: int) -> int:
-        """Returns the alignment of a tensor in bytes, at most 16."""
+        """Returns the alignment in bytes, at most 16, of the tensor with this number."""
         return self.alignments.get(tensor_number, 16)
 
 
 class RunExtents:
-    """The sizes of groups of axes of one fusion, computed quickly for many input classes."""
+    """Computes the numbers of elements of groups of axes (`runs`) of one fusion, quickly for many
+    inputs.
+    """
 
     def __init__(self, fusion: Fusion, runs: Sequence[Sequence[IterDomain]]) -> None:
         self._fusion, self._runs = fusion, runs
         self._counts = Computed([sc.product(a.extent for a in run) for run in runs])
 
     def of(self, facts: Facts) -> list[int]:
-        """Returns the size of each group.
+        """Returns the number of elements of each group of axes, for the sizes in `facts`.
 
         Raises:
             InputError: a symbol has no size.

@@ -1,11 +1,9 @@
 """The iteration space of a kernel: the memory layouts of its inputs and outputs.
 
-Layouts are expressed in the axes of one reference tensor.
-
-Schedulers use it for three questions:
+Layouts are expressed in the axes of one reference tensor. Schedulers ask three questions:
 
 - Which loop order follows memory?
-- Which runs of axes are contiguous in every tensor? Each run becomes one loop.
+- Which runs of adjacent axes are contiguous in every tensor? Each run becomes one loop.
 - Which tensors can be accessed in vectors?
 """
 
@@ -31,13 +29,15 @@ RESIZING: tuple[type[TensorOp], ...] = (SliceOp, PadOp, CatOp)
 
 @record
 class Access:
-    """The layout of one input or output, in logical axes of the reference.
+    """The memory layout of one input or output, in logical axes of the reference tensor.
 
-    - `order` has the positions of reference axes, outermost in memory first. It is None for a
-      tensor that is read through a resize or has other axes than the reference.
-    - `contiguous[k]` says whether the stride of `order[k]` equals the size times the stride of
-      `order[k + 1]` (for the last axis: equals 1).
-    - `table_order` replaces `order` for the table of a lookup, and leaves out the looked-up axis.
+    - `order`: the positions of reference axes, outermost in memory first. It is None for a tensor
+      that is read through a resize, or that has other axes than the reference tensor.
+    - `contiguous[k]`: whether axis `order[k]` is contiguous with the next axis in `order`. Its
+      stride then equals the size times the stride of that axis. For the last axis: whether the
+      stride is 1.
+    - `table_order`: replaces `order` for the table of a lookup, and leaves out the axis along which
+      elements are looked up.
     """
 
     tv: TensorView
@@ -48,17 +48,24 @@ class Access:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of one element."""
+        """The number of bytes of one element."""
         return nbytes_of(self.tv.dtype())
 
     @property
     def is_viewed(self) -> bool:
-        """Whether an input is read through a view, so that its axes are not those of the
-        reference."""
+        """Whether the tensor is an input that is read through a view.
+
+        The axes of such an input are not those of the reference tensor.
+        """
         return not self.is_output and self.order is None and self.table_order is None
 
     def joins(self, outer: int, inner: int) -> bool:
-        """Whether the reference axes `outer` and `inner` are contiguous in this tensor."""
+        """Whether one loop can iterate the adjacent reference axes `outer` and `inner` of this
+        tensor.
+
+        The two axes must be contiguous in memory, or the tensor must have neither. A tensor that is
+        read through a view joins all axes, because its index is computed from all of them anyway.
+        """
         order = self.order if self.table_order is None else self.table_order
         if order is None:
             return True  # a view computes its index from all axes anyway
@@ -68,31 +75,37 @@ class Access:
         return at + 1 < len(order) and order[at + 1] == inner and self.contiguous[at]
 
     def is_vector_candidate(self, inner: int) -> bool:
-        """Whether consecutive iterations of reference axis `inner` are consecutive in memory."""
+        """Whether consecutive iterations of the reference axis `inner` access consecutive
+        elements.
+        """
         return bool(self.order) and self.order[-1] == inner and self.contiguous[-1]  # pyright: ignore[reportOptionalSubscript]
 
 
 @record
 class Space:
-    """An iteration space: the reference, the positions of its non-broadcast logical axes, and the
-    accesses."""
+    """An iteration space: the layouts of a kernel's inputs and outputs relative to one tensor.
+
+    `reference` is this tensor, and `concrete` the positions of its logical axes that are no
+    broadcasts.
+    """
 
     reference: TensorView
     concrete: tuple[int, ...]
     accesses: tuple[Access, ...]
 
     def is_reduced(self, position: int) -> bool:
-        """Whether the reference reduces the axis at a position."""
+        """Whether the reference tensor reduces its logical axis at `position`."""
         return self.reference.domain.logical[position].is_reduction()
 
     def is_full(self, access: Access) -> bool:
-        """Whether a tensor has all concrete axes, in a known order."""
+        """Whether a tensor has all concrete axes of the reference tensor, in a known order."""
         return access.order is not None and len(access.order) == len(self.concrete)
 
     def memory_order(self) -> tuple[int, ...]:
-        """Returns the concrete axes in the memory order that has most bytes among the full tensors.
+        """Returns the concrete axes in the memory order of most tensors that have all axes.
 
-        Outputs win ties: uncoalesced stores cost more than uncoalesced loads.
+        Tensors are weighted by the bytes of an element. Outputs win ties, because uncoalesced
+        stores cost more than uncoalesced loads.
         """
         votes: dict[tuple[int, ...], tuple[int, int]] = {}
         size = max((len(a.order) for a in self.accesses if a.order is not None), default=0)
@@ -111,8 +124,10 @@ class Space:
         return (*(p for p in self.concrete if p not in best), *best)
 
     def runs(self, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Splits an axis order into maximal runs that are contiguous in every tensor. A run never
-        mixes reduced and iterated axes."""
+        """Splits an axis order into maximal runs of axes that are contiguous in every tensor.
+
+        One loop can iterate a run. A run has only reduced axes, or only non-reduced axes.
+        """
         runs: list[list[int]] = []
         for position in order:
             last = runs[-1][-1] if runs else None
@@ -127,18 +142,22 @@ class Space:
         return tuple(tuple(r) for r in runs)
 
     def are_dense(self, accesses: Iterable[Access]) -> bool:
-        """Whether tensors have all axes in the same order, without gaps between elements."""
+        """Whether all `accesses` have all axes in the same order, without gaps between elements."""
         order = self.memory_order()
         return all(a.order == order and all(a.contiguous) for a in accesses)
 
     def vector_candidates(self, inner: int) -> tuple[Access, ...]:
-        """Returns the accesses that are contiguous along an axis, and may be vectorised there."""
+        """Returns the accesses that are contiguous along reference axis `inner`, where vectors are
+        possible.
+        """
         return tuple(a for a in self.accesses if a.is_vector_candidate(inner))
 
 
 def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | None = None) -> Space:
-    """Returns the iteration space of a fusion: the layouts of its inputs and outputs in the logical
-    axes of `reference`."""
+    """Returns the layouts of a fusion's inputs and outputs in the logical axes of `reference`.
+
+    `graph` relates the axes of tensors; if it is None, it is computed.
+    """
     graph = graph or AxisGraph(fusion)
     logical = reference.domain.logical
     matcher = AxisMatcher(graph, reference)
@@ -178,7 +197,11 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
 
 
 def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) -> Access:
-    """Returns the layout of a lookup's table, without the looked-up axis."""
+    """Returns the memory layout of a lookup's table, without the axis along which it looks up
+    elements.
+
+    `place` maps the number of a reference axis to its position.
+    """
     domain, roots = op.table.domain, op.out.domain.maybe_root
     targets = dict(zip((a.number for a in domain.no_reductions), op.table_map(), strict=True))
     order: list[int] = []
@@ -197,14 +220,19 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
 
 
 def direct_uses(tv: TensorView) -> list[TensorOp]:
-    """Returns the ops that read a tensor at their own index, and not as the table of a lookup."""
+    """Returns the ops that read a tensor at their own index.
+
+    A lookup that uses the tensor as its table is left out, because it reads at a loaded index.
+    """
     uses = tv.fusion.uses(tv)
     return [op for op in uses if not (isinstance(op, LookupOp) and op.table is tv)]
 
 
 def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
-    """Returns the tensors that slice, pad or cat read at a shifted index, directly or
-    indirectly."""
+    """Returns the tensors that a slice, pad or concatenation reads at a shifted index.
+
+    This includes tensors from which such an operand is computed.
+    """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
         if isinstance(op, RESIZING) or any(o in found for o in op.outputs):
@@ -213,7 +241,9 @@ def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
 
 
 def has_self_mapping(graph: AxisGraph, tensors: Iterable[TensorView]) -> TensorView | None:
-    """Returns a tensor of which two axes are the same (x + x.t()), None if there is none."""
+    """Returns a tensor of which two axes are related, as in `x + x.t()`, or None if there is
+    none.
+    """
     for tv in tensors:
         classes = [graph.find(a) for a in tv.domain.logical if not a.is_broadcast]
         if len(set(classes)) < len(classes):
@@ -234,16 +264,19 @@ def _none(access: Access) -> bool:
 
 
 class VectorWidths:
-    """The widest vector, a power of two, that suits all candidates, for many input classes.
+    """Computes the widest vector, a power of two, that suits all candidate accesses, for many
+    inputs.
 
     A vector has three limits:
 
     - at most 16 bytes of the largest element type;
-    - a divisor of the extent of the contiguous inner run, so that a row ends with a whole vector;
+    - a divisor of the extent of the contiguous innermost axes, so that a row ends with a whole
+      vector;
     - every tensor's alignment in bytes.
 
-    A wide weight does not narrow the accesses to rows: tensors that are `shared` by all rows are
-    loaded by several accesses per vector.
+    A tensor that all rows share (`shared`), such as a weight, may have wider elements than the
+    rows. Such a tensor is loaded by several accesses per vector, and does not make the rows'
+    vectors narrower.
     """
 
     def __init__(
@@ -253,17 +286,22 @@ class VectorWidths:
         self._aligned = self._within(Facts({}))
 
     def of(self, facts: Facts, inner_extent: int) -> int:
-        """Returns the width for an inner run of this extent."""
+        """Returns the vector width if the contiguous innermost axes have `inner_extent`
+        elements.
+        """
         return gcd(self.within(facts), inner_extent) if inner_extent else 1
 
     def wider(self, facts: Facts, columns: int, width: int) -> int:
-        """Returns the width for rows that are shifted to aligned addresses (`ir.domain.Shift`) if
-        it exceeds `width`, else 0."""
+        """Returns the vector width for rows that are shifted to aligned addresses
+        (`ir.domain.Shift`).
+
+        Returns 0 if this width does not exceed `width`, or if rows have few elements (`columns`).
+        """
         shifted = self.within(facts) if columns >= SHIFTED_COLUMNS else 0
         return shifted if shifted > width else 0
 
     def within(self, facts: Facts) -> int:
-        """Returns the width for an inner run of any extent."""
+        """Returns the vector width if the extent of the innermost axes is ignored."""
         return self._within(facts) if facts.alignments else self._aligned
 
     def _within(self, facts: Facts) -> int:
@@ -276,10 +314,10 @@ class VectorWidths:
 
 
 def power_of_two_at_least(n: int) -> int:
-    """Returns the smallest power of two that is at least n, 1 for n < 1."""
+    """Returns the smallest power of two that is at least `n`; for n < 1, returns 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def power_of_two_at_most(n: int) -> int:
-    """Returns the largest power of two that is at most n, 1 for n < 1."""
+    """Returns the largest power of two that is at most `n`; for n < 1, returns 1."""
     return 1 << (max(n, 1).bit_length() - 1)

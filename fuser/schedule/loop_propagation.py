@@ -1,11 +1,14 @@
-"""Loop propagation: copies the loop transforms and parallel types of a reference tensor to others.
+"""Loop propagation: copies loop transforms and parallel types of a reference tensor to other
+tensors.
 
-The axis graph relates two tensors. An axis of the reference matches an axis of a target if both are
-in one exact class, or if one is a broadcast that becomes the other downstream. No walk over paths
-between tensors is needed.
+The axis graph relates two tensors. An axis of the reference matches an axis of a target in two
+cases:
 
-A target without some axis of the reference skips its transforms. A merge with a missing axis yields
-the other axis.
+- Both axes are mapped to each other exactly.
+- One axis is a broadcast that is expanded to the other downstream.
+
+Paths between tensors need not be followed. A target without some axis of the reference skips the
+transforms of this axis. A merge with a missing axis yields the other axis.
 """
 
 from __future__ import annotations
@@ -38,13 +41,14 @@ Matches = Mapping[int, IterDomain]
 
 
 class AxisMatcher:
-    """Finds the logical axes of other tensors that match those of one reference tensor."""
+    """Finds the logical axes of other tensors that match the axes of one reference tensor."""
 
     def __init__(
         self, graph: AxisGraph, reference: TensorView, axes: Sequence[IterDomain] = ()
     ) -> None:
-        """Takes the reference's logical axes, or `axes` in their place, such as those of its
-        operand."""
+        """Takes the reference tensor's logical axes, or `axes` instead, such as those of the
+        reference tensor's operand.
+        """
         self._graph = graph
         self._axes = axes or reference.domain.logical
         self._by_class = {graph.find(a): a for a in self._axes}
@@ -55,7 +59,9 @@ class AxisMatcher:
         }
 
     def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
-        """Maps the numbers of reference logical axes to the matching logical axes of a target."""
+        """Returns the target's matching logical axis for each reference axis, by the reference
+        axis' number.
+        """
         found: dict[int, IterDomain] = {}
         for axis in target.logical:
             reference = self.reference_of(axis)
@@ -69,7 +75,7 @@ class AxisMatcher:
         return found
 
     def reference_of(self, axis: IterDomain) -> IterDomain | None:
-        """Returns the reference axis that matches `axis`, None if there is none."""
+        """Returns the reference axis that matches `axis`, or None if there is none."""
         klass = self._graph.find(axis)
         exact = self._by_class.get(klass) or self._downstream.get(klass)
         if exact is not None or not axis.is_broadcast:
@@ -85,7 +91,9 @@ class AxisMatcher:
 
 # ------------------------------------------------------------------ transforms
 class _Repeat(Rules[IterDomain]):
-    """Applies the reference's transforms to the target's axes. Resizes are not applied."""
+    """Rules that apply the reference tensor's transforms to a target's axes; resizes are not
+    applied.
+    """
 
     needs_all = False
 
@@ -114,10 +122,10 @@ class _Repeat(Rules[IterDomain]):
 
 
 class LoopReplay:
-    """Copies the loop order and transforms of a reference to tensors. Axes without a match become
-    innermost.
+    """Copies the loop order and loop transforms of a reference tensor to other tensors.
 
-    `types` maps the number of a reference loop axis to its parallel type.
+    Axes of a target that match no axis of the reference tensor become innermost. `types` maps the
+    number of a reference loop axis to its parallel type.
     """
 
     def __init__(
@@ -129,8 +137,10 @@ class LoopReplay:
         self._known: dict[object, TensorDomain] = {}
 
     def apply(self, target: TensorView, matches: Matches) -> None:
-        """Changes the target's loop domain. `matches` maps the reference's logical axes to the
-        target's."""
+        """Replaces the loop domain of `target` by the reference tensor's loops.
+
+        `matches` maps the numbers of the reference tensor's logical axes to axes of the target.
+        """
         domain = target.domain
         if domain.transforms:
             target.domain = self._replayed(target.fusion, domain, matches)
@@ -180,15 +190,22 @@ class LoopReplay:
 
 
 def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
-    """Returns a copy of `made`, the result for a domain of the same form, with the axis numbers of
-    `like`. New axes get new numbers."""
+    """Returns a copy of the domain `made` with the axis numbers of `like`.
+
+    `made` was computed for a domain that equals `like` except for axis numbers. New axes get new
+    numbers.
+    """
     names = dict(zip(made.axes, sorted(like.axes), strict=False))
     names.update({n: fusion.next_axis() for n in made.axes if n not in names})
     return made.map_axes(lambda a: a.numbered(names[a.number]))
 
 
 def _unparallelized(axis: IterDomain) -> IterDomain:
-    """Removes a parallel type that an earlier schedule of one kernel has set."""
+    """Returns the axis as serial, without the parallel type that an earlier schedule may have set.
+
+    Device and stream axes are returned unchanged, because they are not part of one kernel's
+    schedule.
+    """
     if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
         return axis
     return replace(axis, ptype=ParallelType.serial)
@@ -197,10 +214,10 @@ def _unparallelized(axis: IterDomain) -> IterDomain:
 def follow(
     transforms: Sequence[Transform], target: TensorDomain, matches: Matches
 ) -> dict[int, IterDomain]:
-    """Extends `matches` along equal transforms that both tensors already have.
+    """Extends `matches` to the axes that equal transforms of both tensors produce.
 
-    `transforms` are the reference's. A merge with an axis that the target lacks matches the other
-    axis.
+    `transforms` are those of the reference tensor. If the target lacks an axis of a merge, the
+    result of the merge matches the other axis.
     """
     users = {n: t for t in target.transforms for n in t.inputs}
     found = dict(matches)
@@ -218,11 +235,12 @@ def follow(
 
 # ------------------------------------------------------------------ the user's functions
 def transform_like(reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()) -> None:
-    """Copies the reference's loop transforms to all tensors of the fusion, or to the selected ones.
+    """Copies the reference tensor's loop transforms to the selected tensors; by default, to all
+    tensors.
 
-    Splits, merges and the order are copied, but no parallel types. Axes that the reference does not
-    have become innermost. Tensors above a reshape get the transforms on the axes before the
-    reshape. Fusion inputs are changed only if they are selected.
+    Splits, merges and the order are copied, but no parallel types. Axes that the reference tensor
+    does not have become innermost. Tensors upstream of a reshape get the transforms on the axes
+    before the reshape. Fusion inputs are changed only if they are selected.
     """
     fusion, chosen = reference_tv.fusion, _chosen(reference_tv, selected_tensors)
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
@@ -238,11 +256,11 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
 def _above_reshapes(
     reference: TensorView, chosen: Sequence[TensorView]
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
-    """Yields, for each reshape among the tensors, the last first, three things:
+    """Yields three things for each reshape among the tensors, the last reshape first:
 
     - a function that returns its result's domain with the axes before the reshape as logical axes;
     - a matcher for those axes;
-    - the tensors above the reshape whose axes the reference does not have.
+    - the tensors upstream of the reshape that have axes which the reference tensor lacks.
     """
     fusion = reference.fusion
     graph, known = AxisGraph(fusion), {reference, *chosen}
@@ -260,8 +278,9 @@ def _above_reshapes(
 
 
 def _from_root(tv: TensorView) -> TensorDomain:
-    """Returns the domain of a reshape's result, with the axes before the reshape as its logical
-    axes."""
+    """Returns the domain of a reshape's result `tv`, with the axes before the reshape as
+    logical axes.
+    """
     domain = tv.domain
     return domain.having(logical=domain.root_numbers, root=(), allocation=(), contiguity=())
 
@@ -272,8 +291,10 @@ def bounded_transform_backward(
     to: Collection[TensorView],
     propagate_parallel_type: bool = False,
 ) -> None:
-    """Copies the transforms of the loop axes [0, pos) of `from_` to the tensors `to` above it, and
-    to all tensors in between. A position of -1 means all axes.
+    """Copies the transforms of the loop axes [0, pos) of `from_` to the tensors `to` upstream.
+
+    All tensors between `to` and `from_` get the transforms, too. A position of -1 means all axes.
+    With `propagate_parallel_type`, parallel types are copied as well.
 
     Raises:
         DefinitionError: a tensor of `to` is not upstream of `from_`, or pos is out of range.
@@ -308,11 +329,12 @@ def parallelize_like(
     selected_parallel_types: Collection[ParallelType] = (),
     propagate_padding: bool = True,
 ) -> None:
-    """Copies the parallel types of the reference's first `pos` loop axes to the matching axes of
-    other tensors. Without a selection, all tensors and all types are included.
+    """Copies the parallel types of the reference tensor's first `pos` loop axes to matching axes of
+    other tensors.
 
-    Vectorize is copied only to explicitly selected tensors, because it describes how one tensor is
-    accessed.
+    By default, all tensors and all types are included; `selected_tensors` and
+    `selected_parallel_types` restrict them. Vectorize is copied only to selected tensors, because
+    it describes how one tensor is accessed. `propagate_padding` has no effect.
     """
     del propagate_padding  # accepted for nvFuser's signature; axes are never padded here
     fusion = reference_tv.fusion
@@ -337,7 +359,10 @@ def _parallelize(
     targets: Sequence[TensorView],
     wanted: Mapping[int, ParallelType],
 ) -> None:
-    """Sets parallel types of the targets' axes that match loop axes of a domain."""
+    """Sets the parallel types of the targets' loop axes that match loop axes of `domain`.
+
+    `wanted` maps the number of a loop axis of `domain` to the parallel type.
+    """
     history = transforms_between(domain, domain.logical, domain.loop)
     for tv in targets:
         found = follow(history, tv.domain, matcher.matches(tv.domain))
@@ -347,7 +372,9 @@ def _parallelize(
 
 
 def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
-    """Sets the parallel types of several axes of one tensor at once (axis number -> type)."""
+    """Sets the parallel types of several axes of one tensor at once; `types` maps axis number
+    -> type.
+    """
     if types:
         axes = tv.domain.axes
         tv.domain = tv.domain.with_axes(*(replace(axes[n], ptype=p) for n, p in types.items()))
@@ -366,7 +393,7 @@ def _chosen(reference: TensorView, selected: Collection[TensorView]) -> list[Ten
 
 
 def check_selected(fusion: Fusion, selected: Collection[TensorView]) -> None:
-    """Checks that the selected tensors belong to the fusion.
+    """Checks that the tensors which a user selected belong to the fusion.
 
     Raises:
         DefinitionError: a tensor belongs to another definition.

@@ -2,7 +2,8 @@
 
 Ops over the same rows depend on the reductions, as in batch norm of channels-last inputs.
 
-A block processes a *strip* of a few columns, and its threads keep all rows of it.
+A CUDA block processes a *strip* of a few columns, and its threads hold all rows of the strip in
+registers.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, US
 unswitched, UR unrolled and V vector loops. `r` marks reduced axes:
@@ -11,8 +12,8 @@ unswitched, UR unrolled and V vector loops. `r` marks reduced axes:
     GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]
     CPU         [S columns.., S column tiles, US | r S.. | S 256 columns]
 
-Each reduction is one exchange within the block, of one value per column and thread. Tensors with
-only the column axes (weights, means) are a vector in the registers of each thread.
+Each reduction is one exchange within the block, of one value per column and thread. Each thread
+holds its elements of tensors with only the column axes (weights, means) in registers, as a vector.
 """
 
 from __future__ import annotations
@@ -88,14 +89,18 @@ ROWS_OF_SINGLE_COLUMNS = 8
 
 @record
 class OuterPersistentParams:
-    """The parameters of an outer persistent kernel. With `threads_x` 0 it has the plain loops of a
-    CPU.
+    """The parameters of an outer persistent kernel, which reduces columns that it uses several
+    times.
 
-    - `kept`: the number of rows of a strip in one thread. With 0, every level reads them again.
-    - `resident`: the number of threads whose registers a multiprocessor must have room for (0: the
-      compiler decides).
-    - `exact`: the threads' rows are exactly all rows, and blocks have whole strips, so that no test
-      is needed.
+    - `threads_x`: threads along the columns; 0 for the serial loops of a CPU.
+    - `threads_y`: threads along the rows.
+    - `vector`: the number of columns in a vector.
+    - `kept`: the number of rows that one thread holds in registers. With 0, each of the dependent
+      reductions reads the rows again.
+    - `resident`: the number of threads for whose registers a multiprocessor must have room; 0 lets
+      the compiler decide.
+    - `exact`: whether the threads' rows are exactly all rows, and all CUDA blocks have the same
+      number of columns. No test is then needed.
     """
 
     threads_x: int = 0
@@ -106,13 +111,18 @@ class OuterPersistentParams:
     exact: bool = False
 
     def is_near(self, other: OuterPersistentParams) -> bool:
-        """Whether both kernels take about the same time on small inputs. `exact` may differ: guards
-        decide whether that kernel can be used."""
+        """Whether kernels with these parameters and with `other` take about the same time on small
+        inputs.
+
+        `exact` may differ, because guards decide whether a kernel with `exact` can be used.
+        """
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: OuterPersistentParams) -> bool:
-        """Whether a kernel with `other` is usable, if slower. It is not if most of its threads
-        would be idle."""
+        """Whether a kernel with `other` is usable in place of this one, though perhaps slower.
+
+        It is not usable if most of its threads would be idle.
+        """
         forms = [(p.vector, bool(p.kept), bool(p.threads_x)) for p in (self, other)]
         sizes = self.threads_y * self.kept, other.threads_y * other.kept
         return forms[0] == forms[1] and max(sizes) <= 2 * min(sizes)
@@ -129,7 +139,9 @@ class OuterPersistentParams:
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why this scheduler rejects the fusion, None if it accepts."""
+    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
+    fusion.
+    """
     reason = inner_persistent.waiting_rejection(fusion)
     if reason is None:
         reason = next(filter(None, (_update_rejection(fusion, a) for a in fusion.aliases)), None)
@@ -143,10 +155,10 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
-    """Returns why an output cannot overwrite an input, None if it can.
+    """Returns the reason why an output cannot overwrite an input, or None if it can.
 
-    All threads of a column may read the old values, so no other output and no reduction may depend
-    on them.
+    All threads of a column may read the input's old values. Therefore no other output and no
+    reduction may depend on the input.
     """
     below = {alias.into}
     for op in fusion.exprs:
@@ -159,15 +171,19 @@ def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
 
 
 def step_of(columns: int, rows: int) -> int:
-    """Returns the class of these extents, an index into `STEPS`. All extents of one class get the
-    same decision."""
+    """Returns an index into `STEPS` for these numbers of columns and rows.
+
+    All sizes with the same index get the same decision about this scheduler.
+    """
     rows *= ROWS_OF_SINGLE_COLUMNS if columns % MOST_COLUMNS else 1
     return next((k for k, most in enumerate(STEPS) if rows <= most), len(STEPS))
 
 
 def most_rows(fusion: Fusion) -> int:
-    """Returns the number of rows of a narrow strip that a block can hold, one of `STEPS`; 0 if
-    fewer."""
+    """Returns the largest number in `STEPS` of rows that a CUDA block can hold in registers, or 0.
+
+    The block then has the smallest number of columns that this scheduler uses.
+    """
     view, nbytes = _view_and_bytes(fusion)
     columns = max(SECTOR // _widest(view), 1)
     fits = [step for step in STEPS if step * columns * nbytes <= MOST_BYTES]
@@ -175,8 +191,10 @@ def most_rows(fusion: Fusion) -> int:
 
 
 def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
-    """Returns a view of the rewritten fusion along its rows, and the bytes that threads keep of
-    each element."""
+    """Returns a view of a rewritten copy of the fusion along its rows.
+
+    Also returns the bytes of registers that a thread needs for each element.
+    """
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
     view = RowView(given)
@@ -185,27 +203,29 @@ def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
 
 
 def _widest(view: RowView) -> int:
-    """Returns the bytes of an element of the widest input with all axes."""
+    """Returns the number of bytes of an element of the widest input that has all axes."""
     read = (a for a in view.space.accesses if not a.is_output and a.tv in view.full)
     return max((a.nbytes for a in read), default=4)
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether a block can hold the rows of a strip for these sizes."""
+    """Whether one CUDA block can hold the rows of a few columns in registers, for these sizes."""
     known = inner_persistent.rows_of(fusion, sizes)
     return known is not None and most_rows(fusion) in STEPS[step_of(*known) :]
 
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> OuterPersistentParams:
-    """Returns the parameters without assumptions about the inputs."""
+    """Returns the parameters that are valid for all inputs of a device."""
     if device.kind == "cpu":
         return OuterPersistentParams()
     return OuterPersistentParams(*THREADS_GENERIC)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersistentParams]:
-    """Returns a function that chooses vector width and thread shape for an input class."""
+    """Returns a function that chooses vector width and thread counts from the inputs' sizes and
+    alignments.
+    """
     if device.kind == "cpu":
         loops = OuterPersistentParams()
         return lambda facts: loops
@@ -235,8 +255,12 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersis
 def _kept_params(
     columns: list[int], rows: int, step: tuple[int, int, int], device: DeviceInfo
 ) -> OuterPersistentParams:
-    """Returns the parameters for one vector width. `step` is the vector's number of elements, its
-    bytes in memory, and its bytes in registers."""
+    """Returns the parameters for one vector width.
+
+    `columns` are the extents of the column axes, from outer to inner, and `rows` is the number of
+    rows. `step` describes a vector: its number of elements, its bytes in memory, and its bytes in
+    registers.
+    """
     vector, nbytes, kept_bytes = step
     chunks, outside = -(-columns[-1] // vector), prod(columns[:-1])
     least, x = (max(n // nbytes, 1) for n in (SECTOR, LINE))
@@ -258,8 +282,11 @@ def _kept_params(
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
-    """Schedules the fusion in place: rewrites, caches, loops, parallel types, compute-at
-    positions."""
+    """Schedules the fusion in place with these parameters.
+
+    This rewrites ops, adds copies into registers, and sets loops, parallel types and compute-at
+    positions.
+    """
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
     if params.threads_x == 0:
         view = RowView(fusion)
@@ -307,8 +334,10 @@ def _is_wide(access: Access, innermost: int, params: OuterPersistentParams) -> b
 
 
 def _once_per_column(view: RowView) -> list[TensorView]:
-    """Returns tensors with one value per column that are read along the column. Each thread keeps
-    them in registers."""
+    """Returns the tensors that have one value per column and are read for all rows of the column.
+
+    Each thread holds these values in registers, instead of computing them for each element.
+    """
     fusion, levels = view.fusion, levels_of(view.fusion)
     found: list[TensorView] = []
     for op in fusion.exprs:
@@ -322,8 +351,11 @@ def _once_per_column(view: RowView) -> list[TensorView]:
 
 
 def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
-    """Returns the outer columns, the innermost columns, and the rows. Broadcast axes of the
-    reference join the outermost columns, because a reader of the result may lack them."""
+    """Returns the axis positions of the outer columns, of the innermost columns, and of the rows.
+
+    Broadcast axes of the reference tensor join the outermost columns, because a reader of the
+    result may lack these axes.
+    """
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
     first, *rest = view.iterated
@@ -333,7 +365,7 @@ def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
 
 
 def _shape(view: RowView, params: OuterPersistentParams) -> None:
-    """Builds the loops of the reference for threads."""
+    """Builds the loops of the reference tensor for the GPU, which the other tensors copy."""
     tv, fusion = view.reference, view.fusion
     groups = _groups(view)
     outside = groups[0]
@@ -361,8 +393,11 @@ def _shape(view: RowView, params: OuterPersistentParams) -> None:
 
 
 def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
-    """Makes the number of rows a constant, and the number of columns a multiple of a strip. Returns
-    whether the columns are known to be whole strips."""
+    """Adds guards that fix the number of rows, and make the columns a multiple of a CUDA block's
+    columns.
+
+    Returns whether the columns are known to be such a multiple, so that they need no test.
+    """
     fusion, logical = view.fusion, view.reference.domain.logical
     _, columns, rows = _groups(view)
     count = sc.product(logical[p].extent for p in rows)
@@ -377,7 +412,10 @@ def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
 
 
 def _shape_loops(view: RowView) -> int:
-    """Builds the loops of the reference for the CPU. Returns the number of loops over columns."""
+    """Builds the loops of the reference tensor for the CPU, which the other tensors copy.
+
+    Returns the number of loops over columns.
+    """
     tv = view.reference
     outside, columns, _ = _groups(view)
     rows = [outside, columns] if outside else [columns]
@@ -392,8 +430,11 @@ def _shape_loops(view: RowView) -> int:
 
 
 def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
-    """Gives all tensors their loops and compute-at positions. `shared` is the number of the
-    reference's column loops."""
+    """Gives all tensors their loops and compute-at positions.
+
+    `shared` is the number of the reference tensor's loops over columns. `kept` are the tensors that
+    registers hold.
+    """
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
     once = _once_per_column(view)

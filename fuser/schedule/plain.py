@@ -1,8 +1,9 @@
-"""The plain scheduler, the fallback: one op, with everything above it recomputed.
+"""The plain scheduler, the fallback: one op, which computes all its operands again for each
+element.
 
-No loops are shared, so no property of axes has to be proved: every op that can be indexed can be
-computed. Each result has its own loops, in memory order (BIDx: blocks, TIDx: threads, S: serial,
-r: reduced):
+No loops are shared between ops, so no property of axes has to be proved: every op that can be
+indexed can be computed. Each result has its own loops, in memory order (BIDx: CUDA blocks, TIDx:
+threads, S: serial, r: reduced):
 
     GPU pointwise  [BIDx, TIDx]              one thread per element
     GPU reduction  [BIDx rows | r S, r TIDx]  one block per row
@@ -29,13 +30,17 @@ THREADS = 128
 
 @record
 class PlainParams:
-    """The number of threads of a block; 0 for the plain loops of a CPU."""
+    """The parameters of a plain kernel.
+
+    `threads` is the number of threads of a CUDA block, or 0 for the serial loops of a CPU. `vector`
+    is always 1.
+    """
 
     threads: int = 0
     vector: int = 1
 
     def is_near(self, other: PlainParams) -> bool:
-        """Whether the parameters are equal."""
+        """Whether the parameters equal `other`."""
         return self == other
 
     is_alike = is_near
@@ -45,7 +50,10 @@ class PlainParams:
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not one op over recomputed pointwise ops, None if it is."""
+    """Returns the reason why the fusion is not one op over pointwise ops, or None if it is.
+
+    The pointwise ops are computed again for each element that the op reads.
+    """
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
     last = fusion.definition(fusion.outputs[0])
@@ -63,19 +71,21 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def generic(device: DeviceInfo) -> PlainParams:
-    """Returns the only parameters of this scheduler."""
+    """Returns the parameters for all inputs of a device; this scheduler has no others."""
     return PlainParams() if device.kind == "cpu" else PlainParams(THREADS)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams]:
-    """Returns a function that returns the only parameters."""
+    """Returns a function that returns the device's parameters for all inputs."""
     del fusion
     params = generic(device)
     return lambda facts: params
 
 
 def apply(fusion: Fusion, params: PlainParams) -> None:
-    """Schedules the fusion in place: loops of each result, everything else inlined."""
+    """Schedules the fusion in place: gives each result its own loops, and inlines all other
+    tensors.
+    """
     for out in fusion.outputs:
         _shape(out, params.threads)
     for tv in intermediates(fusion, ()):
@@ -85,7 +95,10 @@ def apply(fusion: Fusion, params: PlainParams) -> None:
 
 
 def _shape(tv: TensorView, threads: int) -> None:
-    """Builds the loops of one result: iterated axes in memory order, then reduced ones."""
+    """Builds the loops of one result: non-reduced axes in memory order, then reduced axes.
+
+    `threads` is the number of threads of a CUDA block, or 0 for a CPU.
+    """
     place = {a.number: k for k, a in enumerate(tv.domain.logical)}
     order = [place[a.number] for a in tv.domain.maybe_allocation if a.number in place]
     order += [k for k in place.values() if k not in order]

@@ -1,10 +1,10 @@
 """The pointwise scheduler: fusions without reductions and contractions.
 
-One output is the reference. Its axes are put in memory order, and merged where all tensors are
-contiguous. The innermost run is `inner`; the others together are `outer`.
+One output is the reference. Its axes are put in memory order, and adjacent axes are merged where
+all tensors are contiguous. The innermost merged axis is `inner`; the others together are `outer`.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
-US unswitched, UR unrolled and V vector loops:
+Loops are listed from outer to inner: BIDx and BIDy are CUDA blocks, TIDx and TIDy threads, S
+serial, US unswitched, UR unrolled and V vector loops:
 
     GPU, one run   [BIDx, US, UR, TIDx, V]
     GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
@@ -12,14 +12,14 @@ US unswitched, UR unrolled and V vector loops:
     GPU, flat      [BIDx, US, UR, TIDx, V], all runs as one
     CPU            [S, ..., S inner], everything inlined into plain loops
 
-On the GPU, inputs are loaded into registers right after US. All loads of an unrolled step are thus
+On the GPU, inputs are loaded into registers right after US. All loads of an unrolled loop are thus
 issued before the first value is used. All other tensors are inlined.
 
-*Flat* is for dense rows that are no multiple of a vector. The vectors of full tensors cross the
-ends of rows; other operands are read element by element.
+*Flat* is for dense rows whose length is no multiple of a vector. The vectors of tensors with all
+axes cross the ends of rows; other operands are read element by element.
 
-*Along* is for lookups of elements in a row of a table. A block processes a long piece of one row,
-so that its lookups hit cache lines that it has loaded already.
+*Along* is for lookups of elements in a row of a table. A CUDA block processes a long piece of one
+row, so that its lookups hit cache lines that it has loaded already.
 """
 
 from __future__ import annotations
@@ -87,14 +87,17 @@ MANY_ELEMENTS = 8
 
 @record
 class PointwiseParams:
-    """The parameters of a pointwise kernel. With `threads_x` 0 it has the plain loops of a CPU.
+    """The parameters of a pointwise kernel.
 
-    - `unroll`: the number of vectors per thread, along `outer` if there is one (with `along`: along
-      `inner`).
-    - `inner_on_x`: the blocks of the inner run are BIDx and those of the outer runs BIDy.
-    - `pieces`: a thread processes one vector of each of so many equal pieces of a concatenation
-      along the innermost axis.
-    - `flat`, `along`: the forms with these names in the module's docstring.
+    - `threads_x`, `threads_y`: the threads of a CUDA block along `inner` and `outer`; see the
+      module's docstring. With `threads_x` 0, the kernel has the serial loops of a CPU.
+    - `vector`: the number of elements of a vector.
+    - `unroll`: the number of vectors per thread, along `outer` if it exists. With `along`: along
+      `inner`.
+    - `inner_on_x`: whether the CUDA blocks along `inner` are BIDx, and those along `outer` BIDy.
+    - `pieces`: the number of equal pieces of a concatenation along the innermost axis. A thread
+      processes one vector of each piece.
+    - `flat`, `along`: whether the kernel has the loops with these names in the module's docstring.
     """
 
     threads_x: int = 0
@@ -107,8 +110,11 @@ class PointwiseParams:
     along: bool = False
 
     def is_near(self, other: object) -> bool:
-        """Whether both kernels take about the same time on small inputs. The width may differ
-        between `MANY_ELEMENTS` and half of it."""
+        """Whether kernels with these parameters and with `other` take about the same time on small
+        inputs.
+
+        The vector width may differ between `MANY_ELEMENTS` and half of this number.
+        """
         if not isinstance(other, PointwiseParams):
             return False
         widths = sorted((self.vector, other.vector))
@@ -136,13 +142,13 @@ class PointwiseParams:
 
 
 def generic(device: DeviceInfo) -> PointwiseParams:
-    """Returns the parameters without assumptions about the inputs."""
+    """Returns the parameters that are valid for all inputs of a device."""
     return PointwiseParams() if device.kind == "cpu" else PointwiseParams(threads_x=THREADS)
 
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why the fusion is not pointwise, None if it is."""
+    """Returns the reason why the fusion is not pointwise, or None if it is."""
     for op in fusion.exprs:
         if isinstance(op, NOT_POINTWISE):
             return f"{op.name} of {op.outputs[0]} is not pointwise"
@@ -151,8 +157,9 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns the reason for which all automatic schedulers reject the fusion, None if there is
-    none."""
+    """Returns the reason why every scheduler except `plain` rejects the fusion, or None if there is
+    none.
+    """
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
     if any(out in fusion.inputs for out in fusion.outputs):
@@ -167,9 +174,9 @@ def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def table_rejection(fusion: Fusion) -> str | None:
-    """Returns why a lookup's table is not available in memory, None if all are.
+    """Returns the reason why a lookup's table is not in memory, or None if all tables are.
 
-    Any thread may need any part of a table, so it must be complete before the kernel starts.
+    Any thread may need any part of a table, so a table must be complete before the kernel starts.
     """
     for op in fusion.exprs:
         if isinstance(op, LookupOp) and op.table not in fusion.inputs:
@@ -178,10 +185,10 @@ def table_rejection(fusion: Fusion) -> str | None:
 
 
 def _shift_rejection(fusion: Fusion) -> str | None:
-    """Returns why a reduction's result is read at shifted indices, None if none is.
+    """Returns the reason why a reduction's result is read at shifted indices, or None if none is.
 
-    The reader would need another thread's result, which must be in memory. A slice that leaves one
-    element, which all threads read, is an example.
+    The reader would need the result of another thread, which would have to be in memory. An example
+    is a slice that leaves one element, which all threads read.
     """
     reduced = [out for op in fusion.exprs if isinstance(op, REDUCING) for out in op.outputs]
     resized = tensors_above_resize(fusion) if reduced else frozenset[TensorView]()
@@ -194,10 +201,10 @@ def _shift_rejection(fusion: Fusion) -> str | None:
 
 
 def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns why an output cannot overwrite an input, None if it can.
+    """Returns the reason why an output cannot overwrite an input, or None if it can.
 
-    The output must be computed from the same element of that input only. Other threads would read
-    other elements before or after the write.
+    Each element of the output must depend only on the same element of that input. Other threads
+    would read other elements before or after the write.
     """
     resized = tensors_above_resize(fusion) if fusion.aliases else frozenset()
     tables = {op.table for op in fusion.exprs if isinstance(op, LookupOp)}
@@ -213,8 +220,11 @@ def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns why the outputs have different concrete axes, None if they have the same in any
-    order."""
+    """Returns the reason why outputs have different axes, or None if their axes agree in some
+    order.
+
+    Broadcast axes are ignored.
+    """
     reference = reference_output(fusion)
     wanted = sorted(graph.find(a) for a in reference.domain.logical if not a.is_broadcast)
     for out in fusion.outputs:
@@ -225,19 +235,22 @@ def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def reference_output(fusion: Fusion) -> TensorView:
-    """Returns the first output with the most concrete axes."""
+    """Returns the first output with the most axes; broadcast axes are not counted."""
     return max(fusion.outputs, key=lambda tv: sum(not a.is_broadcast for a in tv.domain.logical))
 
 
 def space_of(fusion: Fusion) -> Space:
-    """Returns the iteration space of a pointwise fusion, whose reference is an output."""
+    """Returns the iteration space of a pointwise fusion, relative to one of its outputs."""
     return iteration_space(fusion, reference_output(fusion))
 
 
 # ------------------------------------------------------------------ heuristics
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwiseParams]:
-    """Returns a function that chooses vector width, unrolling and thread shape for an
-    input class."""
+    """Returns a function that chooses a kernel's parameters from sizes and alignments of the
+    inputs.
+
+    The parameters are vector width, unrolling and thread counts.
+    """
     if device.kind == "cpu":
         loops = PointwiseParams()
         return lambda facts: loops
@@ -286,13 +299,18 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
 
 
 def _looks_along(space: Space, inner: int) -> bool:
-    """Whether the elements of a table's row are looked up along an axis."""
+    """Whether a lookup reads elements of a table's row at indices that vary along the axis
+    `inner`.
+    """
     return any(a.table_order and inner not in a.table_order for a in space.accesses)
 
 
 def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> PointwiseParams:
-    """Chooses pieces of rows, as long as leaves blocks for all multiprocessors; rows have `chunks`
-    vectors."""
+    """Returns the parameters for lookups in rows of a table (`along`).
+
+    Each CUDA block gets a piece of one row. The pieces are long, but short enough that all
+    multiprocessors get blocks. `chunks` is the number of vectors in a row.
+    """
     threads, unroll = min(power_of_two_at_least(chunks), THREADS_ALONG), MAX_UNROLL
     while unroll > 1 and (
         threads * unroll >= 2 * chunks
@@ -304,23 +322,31 @@ def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> Po
 
 
 def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> bool:
-    """Whether the blocks of the inner run are counted along x. They are, unless only x has room for
-    the blocks of the outer runs. If neither fits along y, all are counted along x
-    (`fuser/lower/passes/launch_grid.py`)."""
+    """Whether the CUDA blocks of the innermost axes are counted along x, and the others along y.
+
+    The answer is False only if the blocks of the outer axes exceed the maximum along y, and the
+    others do not. If both exceed it, the grid is folded (`fuser/lower/passes/launch_grid.py`).
+    """
     most = device.max_grid[1]
     return blocks_outer <= most or blocks_inner > most
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:
-    """Returns the accesses to all axes for the flat form. Returns none if they are not dense in one
-    order, or if another tensor is read at shifted indices."""
+    """Returns the accesses to tensors with all axes, if vectors may cross the ends of their rows.
+
+    Returns an empty tuple if these tensors are not dense in one order, or if another tensor is read
+    at shifted indices.
+    """
     full = tuple(a for a in space.accesses if space.is_full(a))
     is_flat = space.are_dense(full) and all(a.order is not None for a in space.accesses)
     return full if is_flat else ()
 
 
 def _flat_most(space: Space, inner: int) -> int:
-    """Returns the widest flat vectors that the operands shared by rows allow (`MAX_SHARED`)."""
+    """Returns the largest vector width at which vectors may cross the ends of rows (`MAX_SHARED`).
+
+    Operands that all rows share limit the width, because they are read element by element.
+    """
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))
     shared = sum(a.nbytes for a in along)
@@ -328,8 +354,12 @@ def _flat_most(space: Space, inner: int) -> int:
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
-    """Returns the thread shape (x, y) of a block with THREADS threads. A short inner run gets fewer
-    threads along x, so that most lanes have work. Few shapes of kernels exist."""
+    """Returns the thread counts (x, y) of a CUDA block with `THREADS` threads.
+
+    `chunks` is the number of vectors along the innermost axis. A small number gives fewer threads
+    along x, so that most threads have work. Powers of two keep the number of different kernels
+    small.
+    """
     if one_run or chunks > THREADS:
         return THREADS, 1
     x = power_of_two_at_least(chunks)
@@ -339,22 +369,31 @@ def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
 
 
 def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
-    """Returns the vector width for a number of elements. Measured on an H200: if vectors of 8 leave
-    threads of the device without work, vectors of 4 take a tenth less time."""
+    """Returns the vector width for a kernel that processes a number of elements.
+
+    Measured on an H200: if vectors of 8 elements leave threads of the device without work, vectors
+    of 4 take a tenth less time.
+    """
     threads = device.sm_count * device.max_threads_per_sm
     return vector // 2 if vector >= MANY_ELEMENTS and elements < threads * vector else vector
 
 
 def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
-    """Returns the bytes of one element of all full inputs together, or of all full `outputs`."""
+    """Returns the bytes that one element takes in all inputs with all axes together.
+
+    With `outputs`, returns the same for the outputs.
+    """
     rank = len(space.concrete)
     chosen = (a for a in space.accesses if a.is_output == outputs)
     return sum(a.nbytes for a in chosen if a.order is None or len(a.order) == rank)
 
 
 def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
-    """Returns the number and the constant length of the pieces of all concatenations along an axis.
-    Returns (1, 0) if they differ, or if there are no concatenations."""
+    """Returns the number and the length of the pieces of all concatenations along `axis`.
+
+    Returns (1, 0) if the lengths differ or are not constant. The same holds if there are no
+    concatenations, or more than `MAX_UNROLL` pieces.
+    """
     joined = [op for op in fusion.exprs if isinstance(op, CatOp)]
     if not joined:
         return 1, 0
@@ -371,13 +410,18 @@ def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
 
 
 def loads_for(wanted: int, nbytes: int, most: int = MAX_UNROLL) -> int:
-    """Returns the number of loads of `nbytes` each that add up to the wanted bytes, a
-    power of two."""
+    """Returns how many loads of `nbytes` each have the wanted bytes, as a power of two up to
+    `most`.
+    """
     return min(power_of_two_at_least(-(-wanted // max(nbytes, 1))), most)
 
 
 def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
-    """Returns the unroll factor, 1 unless every thread of the device has that many vectors."""
+    """Returns the number of vectors that a thread loads before it uses the first.
+
+    `loaded` has the bytes of one element of all inputs, `wanted` the bytes to load. Returns 1 if
+    some threads of the device would then have no work.
+    """
     unroll = loads_for(wanted, loaded * vector)
     threads = device.sm_count * device.max_threads_per_sm
     return unroll if elements >= threads * vector * unroll // 2 else 1
@@ -385,7 +429,10 @@ def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: Devi
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: PointwiseParams) -> None:
-    """Schedules the fusion in place: caches, loops, parallel types, compute-at positions."""
+    """Schedules the fusion in place with these parameters.
+
+    This adds copies into registers, and sets loops, parallel types and compute-at positions.
+    """
     space = space_of(fusion)
     runs = space.runs(space.memory_order())
     if params.threads_x == 0:
@@ -395,8 +442,11 @@ def apply(fusion: Fusion, params: PointwiseParams) -> None:
 
 
 def _groups(space: Space, runs: tuple[tuple[int, ...], ...], limit: int) -> list[list[int]]:
-    """Returns groups of axes from outer to inner, at most `limit`. Broadcast axes join the
-    outermost."""
+    """Returns at most `limit` groups of axis positions, from outer to inner, each of which is one
+    loop.
+
+    Broadcast axes join the outermost group.
+    """
     groups = [list(r) for r in runs]
     while len(groups) > limit:
         groups[0:2] = [groups[0] + groups[1]]
@@ -478,13 +528,16 @@ def _apply_threads(
 
 
 def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
-    """Whether the tensor has all axes of the iteration space, or exactly those of its inner run."""
+    """Whether a tensor has all axes of the iteration space, or exactly the axes in `inner_run`."""
     axes = frozenset(access.order or ())
     return len(axes) == rank or axes == inner_run
 
 
 def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
-    """Returns how many of tv's loop axes correspond to reference axes up to the unswitch axis."""
+    """Returns how many loop axes of `tv` correspond to reference axes up to the unswitch axis.
+
+    `outside` has the numbers of these reference axes.
+    """
     wanted = [a.ptype for a in reference.domain.loop if a.number in outside]
     count = 0
     for axis in tv.domain.loop:
@@ -495,7 +548,11 @@ def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
 
 
 def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> int:
-    """Builds the reference's loops. Returns the position of the unswitch axis."""
+    """Builds the loops of the reference tensor, which the other tensors copy.
+
+    `groups` are positions of axes, from outer to inner; each group becomes one axis before it is
+    split. Returns the position of the unswitch axis.
+    """
     arrange(tv, groups)
     if not groups:
         return -1
@@ -524,8 +581,11 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
 
 
 def _shape_pieces(tv: TensorView, params: PointwiseParams) -> int:
-    """Builds the loops of a concatenation, [outer, pieces * length] or [pieces * length]. Returns
-    the position of the unswitch axis."""
+    """Builds the loops of a kernel that processes all pieces of a concatenation together.
+
+    The loop axes are [outer, pieces * length] or [pieces * length]. Returns the position of the
+    unswitch axis.
+    """
     last = len(tv.domain.loop) - 1
     extent = sc.int_value(tv.domain.loop[last].extent)
     assert extent is not None

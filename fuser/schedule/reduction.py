@@ -1,11 +1,11 @@
 """The reduction scheduler: reductions over the same axes, with pointwise ops before and after them.
 
-The first reduction is the reference. Its axes are put in the memory order of the inputs. The form
-depends on whether the innermost run is reduced.
+The first reduction is the reference. Its axes are put in the memory order of the inputs. In an
+*inner* reduction, the innermost axes in memory are reduced; in an *outer* reduction, they are not.
 
-Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial,
-US unswitched, UR unrolled and V vector loops. `r` marks reduced axes, and rows or columns are
-the other axes, merged:
+Loops are listed from outer to inner: BIDx and BIDy are CUDA blocks, TIDx and TIDy threads, S
+serial, US unswitched, UR unrolled and V vector loops. `r` marks reduced axes, and rows or columns
+are the other axes, merged:
 
     GPU inner  [BIDx rows, TIDy rows | r BIDy, r S.., r US, r UR, r TIDx | r V]
     GPU outer  [BIDx columns, TIDx columns | r BIDy, r S, r US, r UR, r TIDy | columns V]
@@ -13,10 +13,10 @@ the other axes, merged:
     CPU inner  [S rows.. | r S..]
     CPU outer  [S rows.., S column tiles, US | r S.. | S 256 columns]
 
-Inputs are loaded into registers right after US, so all loads of an unrolled step are issued before
-the first value is used. An outer reduction has one accumulator per column of the vector. A short
-one, with few rows, is a pointwise kernel over the columns of all iterated runs, in which no thread
-waits for another.
+Inputs are loaded into registers right after US. All loads of an unrolled loop are thus issued
+before the first value is used. An outer reduction has one accumulator per column of the vector. A
+*short* reduction is an outer one with few rows. Each thread sums whole columns, so no thread waits
+for another.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ CPU_COLUMNS = 256
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why this scheduler rejects the fusion, None if it accepts."""
+    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
+    fusion.
+    """
     reductions = _reductions(fusion)
     if not reductions:
         return "there is no reduction"
@@ -99,10 +101,11 @@ def accepts(fusion: Fusion) -> str | None:
 def _tail_rejection(
     fusion: Fusion, graph: AxisGraph, reference: TensorView, below: set[TensorView]
 ) -> str | None:
-    """Returns why some tensor's axes do not suit the reference, None if all do.
+    """Returns the reason why some tensor's axes do not suit the reductions, or None if all axes do.
 
-    Below the reduction, a tensor may have iterated axes of the reference only. An output must have
-    all of them.
+    `reference` is the result of the first reduction, and `below` are the tensors that depend on a
+    reduction. A tensor in `below` may have only non-reduced axes of `reference`. An output must
+    have all of these axes.
     """
     if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
         return f"the result of {reference} has an expanded axis, which its operands may iterate"
@@ -128,8 +131,11 @@ def _tail_rejection(
 
 
 def joined_spaces(fusion: Fusion, graph: AxisGraph | None = None) -> list[tuple[int, int]]:
-    """Returns pairs of axes of independent reductions that share one iteration space, because their
-    extents are equal, position by position."""
+    """Returns pairs of axes of independent reductions that one kernel iterates together.
+
+    No tensor relates the axes. The reductions share one iteration space because their extents are
+    equal, position by position.
+    """
     reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
     if not others:
         return []
@@ -160,8 +166,12 @@ def _space(fusion: Fusion) -> Space:
 
 @record
 class _Runs:
-    """The runs of the reference's axes in memory order: iterated ones and reduced ones. `inner`:
-    the innermost run is reduced."""
+    """The axes of the reference tensor in memory order, in groups that are contiguous in every
+    tensor.
+
+    `iterated` are the groups of non-reduced axes, and `reduced` those of reduced axes. `inner`
+    tells whether the innermost group is reduced.
+    """
 
     iterated: tuple[tuple[int, ...], ...]
     reduced: tuple[tuple[int, ...], ...]
@@ -169,7 +179,9 @@ class _Runs:
 
     @property
     def innermost(self) -> int:
-        """The position of the innermost axis of the form's innermost run, -1 without runs."""
+        """The position of the innermost axis along which the kernel reads memory; -1 without
+        axes.
+        """
         runs = self.reduced if self.inner else self.iterated
         return runs[-1][-1] if runs else -1
 
@@ -183,15 +195,21 @@ def _runs(space: Space) -> _Runs:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> ReductionParams:
-    """Returns parameters without assumptions about the inputs. The form is decided when they are
-    applied."""
+    """Returns the parameters that are valid for all inputs of a device.
+
+    `apply` decides whether the reduction is inner or outer, so the field `inner` has no effect.
+    """
     threads = 0 if device.kind == "cpu" else THREADS_INNER
     return ReductionParams(inner=True, threads_x=threads)
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionParams]:
-    """Returns a function that chooses form, vector width, thread shape and grid split for an input
-    class."""
+    """Returns a function that chooses a kernel's parameters from sizes and alignments of the
+    inputs.
+
+    The parameters are the kind of reduction, vector width, thread counts, and CUDA blocks per
+    reduction.
+    """
     given = fusion
     if joined := joined_spaces(fusion):
         given, _ = fusion.copy()
@@ -232,13 +250,14 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
 
 
 def _is_loaded(space: Space, access: Access) -> bool:
-    """Whether an input is loaded ahead of its uses, because it has all axes."""
+    """Whether an input is loaded in front of its uses, because it has all axes."""
     return is_direct_input(access) and set(access.order or ()) == set(space.concrete)
 
 
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
-    """Returns the inputs that are loaded ahead and the outputs that are stored in vectors.
+    """Returns the accesses that could be vectors if rows are shifted to aligned addresses.
 
+    These are inputs that are loaded in front of their uses, and outputs that are stored in vectors.
     Returns an empty tuple if not all of them are dense rows of one order.
     """
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
@@ -249,7 +268,10 @@ def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
 
 # ------------------------------------------------------------------ application
 def apply(fusion: Fusion, params: ReductionParams) -> None:
-    """Schedules the fusion in place: caches, loops, parallel types, compute-at positions."""
+    """Schedules the fusion in place with these parameters.
+
+    This adds copies into registers, and sets loops, parallel types and compute-at positions.
+    """
     fusion.joined = tuple(joined_spaces(fusion))
     # A result that other ops read stays in registers; its copy becomes the output.
     below = _below(fusion)
@@ -269,7 +291,9 @@ def _broadcasts(space: Space) -> list[int]:
 
 
 def _iterated_groups(space: Space, runs: _Runs) -> list[list[int]]:
-    """Returns the iterated runs. Broadcast axes of the reference join the outermost."""
+    """Returns the groups of non-reduced axes; broadcast axes of the reference tensor join the
+    outermost group.
+    """
     groups = [list(r) for r in runs.iterated]
     broadcast = _broadcasts(space)
     if broadcast:
@@ -328,7 +352,7 @@ def _apply_threads(fusion: Fusion, space: Space, runs: _Runs, params: ReductionP
 
 
 def _below(fusion: Fusion) -> set[TensorView]:
-    """Returns the results of reductions and all tensors computed from them."""
+    """Returns the results of reductions, and all tensors that are computed from these results."""
     below: set[TensorView] = set()
     for op in fusion.exprs:
         if isinstance(op, REDUCING) or any(v in below for v in op.inputs):
@@ -344,8 +368,13 @@ def _finish(
     stored: dict[TensorView, TensorView],
     loads_at: int,
 ) -> None:
-    """Gives all tensors their loops and compute-at positions. `shared` is the number of the
-    reference's row loops."""
+    """Gives all tensors their loops and compute-at positions.
+
+    - `shared`: the number of the reference tensor's loops over non-reduced axes.
+    - `loaded`: copies of inputs in registers; the value says whether the copy is a vector.
+    - `loads_at`: the compute-at position of these copies.
+    - `stored`: maps each result in registers to the output in memory.
+    """
     loops = Loops(fusion, reference)
     below = _below(fusion)
     kept = frozenset(
@@ -385,8 +414,11 @@ def _split_reduction(
     grid: int = 1,
     is_outer: bool = False,
 ) -> list[ParallelType]:
-    """Splits a reduced axis into [(BIDy,) S, US, tile.., (vector)]. Returns the types from outer to
-    inner."""
+    """Splits a reduced axis into [(BIDy,) S, US, tile.., (vector)].
+
+    `tile` has the factors and types of the tile from outer to inner, `grid` the number of CUDA
+    blocks. Returns the parallel types of the new axes, from outer to inner.
+    """
     if vector > 1:
         tv.split(axis, vector)
     types = [PT.unswitch, *split_tile(tv, axis, tile)]
@@ -406,8 +438,10 @@ def _split_reduction(
 def _shape_inner(
     tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
 ) -> tuple[int, int]:
-    """Builds the loops of an inner reduction. Returns the number of row loops and the position of
-    US."""
+    """Builds the loops of an inner reduction.
+
+    Returns the number of loops over rows, and the position of the unswitch axis.
+    """
     outer = [p for run in reduced[:-1] for p in run]
     groups = [[p for run in rows for p in run]] if rows else []
     groups += [outer] if outer else []
@@ -447,8 +481,10 @@ def _shape_inner(
 def _shape_outer(
     tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
 ) -> tuple[int, int]:
-    """Builds the loops of an outer reduction. Returns the number of column loops and the position
-    of US."""
+    """Builds the loops of an outer reduction.
+
+    Returns the number of loops over columns, and the position of the unswitch axis.
+    """
     outside = [p for run in rows[:-1] for p in run]
     groups = [outside] if outside else []
     arrange(tv, [*groups, rows[-1], [p for run in reduced for p in run]])
@@ -537,12 +573,18 @@ LONG_ROW = 512
 
 @record
 class ReductionParams:
-    """The parameters of a reduction kernel. With `threads_x` 0 it has the plain loops of a CPU.
+    """The parameters of a reduction kernel.
 
-    - `grid`: the number of blocks that share a reduction; 1 for none.
-    - `unroll_outer`: the outer one of two reduced runs is unrolled.
-    - `columns`: the number of column vectors per thread.
-    - `shifted`: rows of any length are read in aligned vectors (`ir.domain.Shift`).
+    - `inner`: whether the innermost axes in memory are reduced.
+    - `threads_x`: threads along the innermost axes; 0 for the serial loops of a CPU. `threads_y`:
+      threads along the other axes.
+    - `vector`: the number of elements of a vector. `unroll`: the number of vectors that a thread
+      loads before it uses the first.
+    - `grid`: the number of CUDA blocks that share one reduction.
+    - `unroll_outer`: whether the outer one of two loops over reduced axes is unrolled.
+    - `columns`: the number of vectors of columns per thread.
+    - `shifted`: whether rows that begin at any address are read in aligned vectors
+      (`ir.domain.Shift`).
     """
 
     inner: bool
@@ -556,13 +598,17 @@ class ReductionParams:
     shifted: bool = False
 
     def is_near(self, other: ReductionParams) -> bool:
-        """Whether both kernels take about the same time on small inputs. The numbers of threads and
-        blocks per reduction must be equal: they make a factor of two for inputs of 25 MB."""
+        """Whether kernels with these parameters and with `other` take about the same time on small
+        inputs.
+
+        The numbers of threads and of CUDA blocks per reduction must be equal, because they make a
+        factor of two for inputs of 25 MB.
+        """
         mine, others = (replace(p, unroll=0, unroll_outer=False, columns=0) for p in (self, other))
         return mine == others
 
     def is_alike(self, other: ReductionParams) -> bool:
-        """Whether a kernel with `other` is usable, if slower."""
+        """Whether a kernel with `other` is usable in place of this one, though perhaps slower."""
         forms = [(p.inner, p.vector, bool(p.threads_x), p.shifted) for p in (self, other)]
         return forms[0] == forms[1]
 
@@ -587,8 +633,12 @@ def inner_params(
     *,
     is_welford: bool = False,
 ) -> ReductionParams:
-    """Returns the parameters of an inner reduction. `iterated` and `reduced` are the extents of the
-    runs, `step` is the number of elements of a vector and its bytes."""
+    """Returns the parameters of an inner reduction.
+
+    `iterated` and `reduced` are the extents of the loops over non-reduced and reduced axes, from
+    outer to inner. `step` is the number of elements of a vector and its bytes. `is_welford`:
+    whether a variance is computed.
+    """
     vector, nbytes = step
     rows, chunks, outer = prod(iterated), -(-reduced[-1] // vector), prod(reduced[:-1])
     wanted = device.sm_count * THREADS_PER_SM
@@ -614,8 +664,12 @@ def inner_params(
 
 
 def _fuller(chunks: int, tile: int, *, is_heavy: bool) -> int:
-    """Returns a number of threads for a run of `chunks` vectors that leaves clearly fewer lanes
-    idle than the usual tile of `tile` vectors. Returns 0 if there is none."""
+    """Returns a number of threads that leaves clearly fewer threads idle than the usual number, or
+    0.
+
+    The threads process a row of `chunks` vectors; usually they process `tile` vectors at a time.
+    With `is_heavy`, the maximum is halved, because variances of wide vectors take many registers.
+    """
 
     def covered(x: int) -> int:
         return -(-chunks // x) * x
@@ -637,9 +691,11 @@ def outer_params(
 ) -> ReductionParams:
     """Returns the parameters of an outer reduction.
 
-    `iterated` and `reduced` are the extents of the runs. `step` is the number of elements of a
-    vector and its bytes. `loaded` has the bytes per element of all inputs, `busy` the number of
-    threads that keep the device busy.
+    - `iterated`, `reduced`: the extents of the loops over non-reduced and reduced axes, from outer
+      to inner.
+    - `step`: the number of elements of a vector, and its bytes.
+    - `loaded`: the bytes of one element of all inputs.
+    - `busy`: the number of threads that keep the device busy.
     """
     vector, nbytes = step
     chunks, rows = -(-iterated[-1] // vector), prod(reduced)
@@ -661,8 +717,11 @@ def outer_params(
 
 
 def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
-    """Returns parameters for narrow strips of few bytes (`x` lanes), each of which one
-    block sums."""
+    """Returns a copy of `chosen` in which one CUDA block sums each narrow group of columns alone.
+
+    A block has `x` threads along the columns, and reads `nbytes`. Because it reads few bytes, an
+    exchange between several blocks would take longer.
+    """
     wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)
     y = min(min(wanted, THREADS_ALONE) // x, power_of_two_at_least(rows))
     unroll = min(chosen.unroll, power_of_two_at_least(-(-rows // y)))
@@ -672,7 +731,11 @@ def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> Reduction
 def short_params(
     columns: int, rows: int, vector: int, loaded: int, device: DeviceInfo
 ) -> ReductionParams:
-    """Returns the parameters of an outer reduction over few rows; a thread sums whole columns."""
+    """Returns the parameters of an outer reduction over few rows, in which a thread sums whole
+    columns.
+
+    `loaded` has the bytes of one element of all inputs.
+    """
     # Steps of equal length: an incomplete step takes the slower path with tests.
     steps = max(-(-rows * loaded * vector // BYTES_OUTER), 1)
     unroll = max(-(-rows // steps), 1)
@@ -681,10 +744,11 @@ def short_params(
 
 
 def _grid(threads: int, steps: int, wanted: int, device: DeviceInfo) -> int:
-    """Returns the number of blocks that share a reduction of `steps` serial steps.
+    """Returns the number of CUDA blocks that share a reduction of `steps` serial iterations.
 
-    About `wanted` threads then exist, and none is idle. The number is a power of two or halfway
-    between two, and all blocks can run at the same time.
+    `threads` is the number of threads with one block per reduction. With the returned number, about
+    `wanted` threads exist, and none is idle. The number is a power of two or halfway between two,
+    and all blocks can run at the same time.
     """
     if threads * 2 > wanted:
         return 1

@@ -1,4 +1,4 @@
-"""The table of schedulers, in the order in which they are tried."""
+"""The table of schedulers, in the order in which `find_scheduler` tries the schedulers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from fuser.support.device import DeviceInfo
 from fuser.support.errors import UnsupportedError
 from fuser.support.record import record
 
-# Frozen, hashable, with a text form; each scheduler has its own class.
+# The parameters of a kernel: frozen, hashable and printable. Each scheduler has its own class.
 Params = Any
 
 
 @record
 class Scheduler:
-    """One way to turn a fusion into a kernel: a row of functions.
+    """One way to turn a fusion into a kernel, as a table entry of functions.
 
-    - `accepts` returns the reason why it rejects a fusion, None if it accepts.
-    - `chooser` analyses a fusion once. It returns a function that chooses parameters for the sizes
-      and alignments of each input class.
-    - `apply` schedules the fusion in place. It depends on the parameters alone.
-    - `generic` returns parameters without any assumption, for the variant that serves every input.
-    - `rungs` returns the parameters to try, from some given ones down to the generic ones.
-    - `suits` says for which sizes the kernel is as fast as separate ones.
-    - `in_clusters`: the kernel needs a GPU with clusters of blocks.
+    - `accepts` returns the reason why it rejects a fusion, or None if it accepts the fusion.
+    - `chooser` analyses a fusion once. It returns a function that chooses parameters from the sizes
+      and alignments of the inputs.
+    - `apply` schedules the fusion in place. The result depends on fusion and parameters alone.
+    - `generic` returns parameters that are valid for every input.
+    - `rungs` returns the parameters to try in turn, from the chosen parameters to the generic ones.
+    - `suits` tells for which sizes one kernel is at least as fast as several.
+    - `in_clusters`: whether the kernel needs a GPU with clusters of CUDA blocks.
     """
 
     name: str
@@ -52,11 +52,16 @@ class Scheduler:
     rungs: Callable[[Params, Params], tuple[Params, ...]] = rungs
 
     def heuristics(self, fusion: Fusion, facts: Facts, device: DeviceInfo) -> Params:
-        """Returns the parameters for one class of inputs."""
+        """Returns the parameters that the scheduler chooses for the sizes and alignments in
+        `facts`.
+        """
         return self.chooser(fusion, device)(facts)
 
     def ladder(self, chosen: Params, device: DeviceInfo) -> tuple[Params, ...]:
-        """Returns the parameters to try in turn: the chosen ones first, the generic ones last."""
+        """Returns the parameters to try in turn, from the chosen parameters to the generic ones.
+
+        The next parameters are used if the kernel with the previous parameters cannot be lowered.
+        """
         if isinstance(chosen, UserParams):
             return (chosen,)  # the schedule is the user's: there is no other
         return self.rungs(chosen, self.generic(device))
@@ -119,7 +124,7 @@ _CLUSTERS = Scheduler(
     cluster_persistent.suits,
     in_clusters=True,
 )
-# Not tried for a single segment: it combines several.
+# Not tried for a single segment, because this scheduler combines several segments.
 HORIZONTAL = Scheduler(
     "horizontal",
     horizontal.accepts,
@@ -135,13 +140,15 @@ _PLAIN = Scheduler("plain", plain.accepts, plain.chooser, plain.apply, plain.gen
 
 @record
 class UserParams:
-    """The parameters of a manual schedule: nothing is chosen. `vector` exists because all
-    parameters have it."""
+    """The parameters of a manual schedule, for which nothing is chosen.
+
+    `vector` exists because all parameters have this field.
+    """
 
     vector: int = 0
 
     def is_near(self, other: UserParams) -> bool:
-        """Always True: there is one manual schedule."""
+        """Returns True, because there is only one manual schedule of a fusion."""
         return True
 
     is_alike = is_near
@@ -175,20 +182,22 @@ _BY_NAME: Mapping[str, Scheduler] = {
 def find_scheduler(
     fusion: Fusion, *, suits: Callable[[Scheduler], bool] = lambda row: True
 ) -> str | None:
-    """Returns the name of the first scheduler that accepts the fusion and satisfies `suits`, None
-    if there is none."""
+    """Returns the name of the first scheduler that accepts the fusion, or None if there is none.
+
+    Schedulers for which `suits` returns False are skipped.
+    """
     rows = (s for s in (*_ROWS, _CLUSTERS, _PLAIN) if s.accepts(fusion) is None)
     return next((s.name for s in rows if suits(s)), None)
 
 
 def rejections(fusion: Fusion) -> dict[str, str]:
-    """Returns, by name, the reason of each scheduler that rejects the fusion."""
+    """Returns the schedulers that reject the fusion, as name -> reason."""
     found = {s.name: s.accepts(fusion) for s in _ROWS}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def scheduler(name: str) -> Scheduler:
-    """Returns a scheduler by name. `user` keeps the schedule that the user made.
+    """Returns the scheduler with this name; `user` leaves the user's own schedule unchanged.
 
     Raises:
         UnsupportedError: no scheduler has this name.

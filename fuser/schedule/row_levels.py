@@ -1,7 +1,7 @@
-"""Kernels with dependent reductions: levels, the values kept between levels, and rewrites.
+"""Kernels with dependent reductions: levels, the values held between levels, and rewrites.
 
 The *level* of a value is the number of reductions that it depends on, one after another. Reductions
-and outputs of one level iterate the row together:
+and outputs of one level iterate the row, the reduced axes, in one loop:
 
     level 0  m = max(x)        level 1  s = sum(exp(x - m))        level 2  y = exp(x - m) / s
 """
@@ -28,7 +28,9 @@ from fuser.support.record import record
 
 
 def levels_of(fusion: Fusion) -> dict[TensorView, int]:
-    """Returns the level of every tensor: the number of dependent reductions before it."""
+    """Returns the level of every tensor: the largest number of dependent reductions that lead
+    to it.
+    """
     found: dict[TensorView, int] = {}
     for op in fusion.exprs:
         level = max((found.get(v, 0) for v in op.inputs if isinstance(v, TensorView)), default=0)
@@ -37,13 +39,20 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
 
 
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
-    """Returns the level at which an op iterates the row."""
+    """Returns the level in whose loop over a row an op runs.
+
+    The level of a tensor is the number of dependent reductions that lead to it. The loop of a
+    reduction belongs to the level before that of its result.
+    """
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
 
 def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
-    """Returns, for each tensor, the levels whose reductions and outputs are computed from it
-    without another reduction in between."""
+    """Returns, for each tensor, the levels in which reductions and outputs are computed from it.
+
+    A level is a number of dependent reductions that are complete. A reduction or output counts only
+    if no other reduction is on the way from the tensor.
+    """
     levels, found = levels_of(fusion), dict[TensorView, set[int]]()
     for op in reversed(fusion.used_exprs()):
         mine = {level for out in op.outputs for level in found.get(out, ())}
@@ -60,8 +69,11 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
 # ------------------------------------------------------------------ kept values
 @record
 class KeptValue:
-    """A value kept in registers over the whole row, and the times of its lifetime. Level `l`
-    computes kept values at time `2 * l`, and reduces at time `2 * l + 1`."""
+    """A value that registers hold over a whole row, and the first and last time of its use.
+
+    Times count levels, the numbers of complete dependent reductions. Values of level n are computed
+    at time 2n, and level n reduces at time 2n + 1. Inputs are loaded at time -1.
+    """
 
     tv: TensorView
     begin: int
@@ -71,10 +83,11 @@ class KeptValue:
 def kept_values(
     fusion: Fusion, rows: frozenset[TensorView], *, is_costly: Callable[[TensorOp], bool]
 ) -> list[KeptValue]:
-    """Returns the values to keep in registers.
+    """Returns the values that registers hold over a whole row, with the times of their use.
 
-    These are the inputs with a row axis (`rows` are all tensors with one), and results of costly
-    ops that several levels need.
+    - Inputs in `rows`, which are all tensors that have the row's axes.
+    - Results of costly ops that several levels need, where a level is a number of complete
+      reductions.
     """
     levels = levels_of(fusion)
     starts = [op for op in fusion.used_exprs() if op.out_tensor in rows and is_costly(op)]
@@ -101,8 +114,10 @@ def kept_values(
 def _last_of_chain(
     op: TensorOp, levels: dict[TensorView, int], rows: frozenset[TensorView]
 ) -> TensorView:
-    """Returns the value to keep in place of a result: that of its only reader, and so on, while it
-    takes no more bytes.
+    """Returns the value that registers hold in place of the result of `op`.
+
+    If the result has only one reader, the reader's result may be held instead, and so on. The last
+    result with the fewest bytes is chosen:
 
         u = rand(); h = where(u < p, x, 0) + r   ->   h, and neither u nor x nor r
     """
@@ -121,13 +136,16 @@ def _last_of_chain(
 
 
 def _nbytes_computed(tv: TensorView) -> int:
-    """Returns the bytes of an element in registers. A bool takes a whole register of 4 bytes."""
+    """Returns the bytes of one element in registers; a bool takes a whole register of 4 bytes."""
     return 4 if tv.dtype() is DataType.Bool else nbytes_of(tv.dtype())
 
 
 def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
-    """Returns the maximum bytes of registers per element of a row. An element takes a whole
-    register if a vector of them does not fill one."""
+    """Returns the maximum bytes of registers that the values take at one time, per element of a
+    row.
+
+    An element takes a whole register of 4 bytes if a vector of `vector` elements does not fill one.
+    """
     values = list(kept)
     sizes = [nbytes_of(k.tv.dtype()) for k in values]
     costs = [(k, n if n * vector >= 4 else 4) for k, n in zip(values, sizes, strict=True)]
@@ -137,8 +155,11 @@ def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
 
 # ------------------------------------------------------------------ rewrites
 def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
-    """Duplicates ops that several levels compute, so that each level can load its operands ahead.
-    `shared` tensors are not duplicated. Returns the level that each tensor is computed for.
+    """Duplicates ops that several levels compute, so that each level can load its operands in
+    advance.
+
+    The level of a tensor is the number of dependent reductions that lead to it. Ops with results in
+    `shared` are not duplicated. Returns the level that each tensor is computed for.
 
         c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
     """
@@ -172,7 +193,7 @@ def _is_step(fusion: Fusion, op: TensorOp) -> bool:
 
 
 def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Inserts a copy of a pointwise op, with a new result, after it."""
+    """Inserts a copy of a pointwise op after the op, with new results, and returns the copy."""
     twins: dict[TensorView, TensorView] = {}
     for out in op.outputs:
         axes = {n: fusion.clone_axis(a, rfactor=a.rfactor) for n, a in out.domain.axes.items()}
@@ -184,14 +205,15 @@ def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
-    """Replaces divisions by a value per row with multiplications by its reciprocal, which one
-    division computes.
+    """Replaces divisions by a value per row with multiplications by the reciprocal of that value.
+
+    One division per row computes the reciprocal:
 
         y = x / s   ->   k = 2^-64 where |s| is huge, 2^64 where it is tiny, else 1
                          r = 1 / (s * k);  y = (x * k) * r
 
-    The scale keeps the reciprocal of any divisor a normal number. The quotient is within 1.5 units
-    in the last place.
+    The scale k keeps the reciprocal of any divisor a normal number. The quotient is within 1.5
+    units in the last place. `per_row` tells whether a tensor has one value per row.
     """
     for op in fusion.exprs:
         divisor = op.inputs[1] if op.name == "div" else None
@@ -213,7 +235,7 @@ def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
             factor = ops.reciprocal(ops.mul(divisor, scale))
             quotient = ops.mul(ops.mul(op.inputs[0], scale), factor)
             made = fusion.exprs[len(before) :]
-        # The result tensor itself is kept, because it may have a declared memory order.
+        # The new ops write to the old result tensor, because it may have a declared memory order.
         last = made[-1].map_values(lambda v, new=quotient, old=out: old if v is new else v)
         at = before.index(op)
         fusion.exprs = (*before[:at], *made[:-1], last, *before[at + 1 :])
@@ -225,8 +247,10 @@ def _is_half(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def two_pass_welford(fusion: Fusion) -> None:
-    """Computes variances in two passes over the kept row: a sum for the mean, then a sum of squared
-    deviations. No element needs a division.
+    """Computes variances in two passes over the row in registers, so that no element needs a
+    division.
+
+    The first pass is a sum for the mean, the second a sum of squared deviations:
 
         avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
                                       var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
@@ -234,7 +258,7 @@ def two_pass_welford(fusion: Fusion) -> None:
     Inputs converted from half precision need no correction term. They deviate from their mean by 0
     or at least 2^-12 of it, and the rounding error of the mean is far smaller.
 
-    A Welford op is kept in three cases:
+    A Welford op is left unchanged in three cases:
 
     - Its count is used.
     - Its sums would have half precision.
@@ -271,14 +295,20 @@ def two_pass_welford(fusion: Fusion) -> None:
 
 
 def reference_of(fusion: Fusion) -> TensorView:
-    """Returns the result of the first reduction along rows, partial sums over rows excluded."""
+    """Returns the result of the first reduction along rows; partial sums over rows are skipped."""
     reductions = (op for op in fusion.exprs if isinstance(op, REDUCING))
     return next(op.out_tensor for op in reductions if row_parts(op) is None)
 
 
 class RowView:
-    """A fusion seen along the rows of its reference: which axes are rows, and which tensors have
-    them."""
+    """A fusion seen along the rows of its first reduction, which is the reference tensor.
+
+    A row has the elements that one result of the reduction is computed from.
+
+    - `iterated`, `reduced`: the positions of the reference tensor's non-reduced and reduced axes,
+      in groups that are contiguous in every tensor.
+    - `iterated_axes`, `row_axes`: the numbers of the non-reduced and of the reduced axes.
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self.fusion = fusion
@@ -295,31 +325,35 @@ class RowView:
 
     @cached_property
     def parts(self) -> dict[TensorView, RowParts]:
-        """The results that are partial sums over the rows."""
+        """The results that are partial sums over the rows, each with the axes of these sums."""
         found = {op.out_tensor: row_parts(op) for op in self.fusion.exprs}
         return {tv: parts for tv, parts in found.items() if parts is not None}
 
     @property
     def innermost(self) -> int:
-        """The position of the innermost reduced axis."""
+        """The position of the innermost reduced axis of the reference tensor."""
         return self.reduced[-1][-1]
 
     def axes(self, tv: TensorView) -> frozenset[int] | None:
-        """Returns the numbers of the reference axes that a tensor iterates, None if it has other
-        axes."""
+        """Returns the numbers of the reference axes that match a tensor's axes.
+
+        Broadcast axes are ignored. Returns None if some axis matches no reference axis.
+        """
         concrete = [a for a in tv.domain.no_reductions if not a.is_broadcast]
         matches = [self.matcher.reference_of(a) for a in concrete]
         found = frozenset(m.number for m in matches if m is not None)
         return None if None in matches or len(found) < len(concrete) else found
 
     def is_per_row(self, tv: TensorView) -> bool:
-        """Whether a tensor has one value per row."""
+        """Whether a tensor has at most one value per row, because it has no reduced axis."""
         axes = self.axes(tv)
         return axes is not None and not axes & self.row_axes
 
     @cached_property
     def full(self) -> frozenset[TensorView]:
-        """The tensors with all axes, except those that are read at shifted indices."""
+        """The tensors that have all axes of the reference tensor, except those that are read at
+        shifted indices.
+        """
         wanted = self.row_axes | self.iterated_axes
         unknown = {a.tv for a in self.space.accesses if a.order is None and not a.is_output}
         return frozenset(
@@ -328,13 +362,17 @@ class RowView:
 
     @cached_property
     def dense(self) -> tuple[Access, ...]:
-        """The accesses with all axes if all are dense in one order; else an empty tuple."""
+        """The accesses to tensors with all axes, or an empty tuple if these are not all dense in
+        one order.
+        """
         found = [a for a in self.space.accesses if a.tv in self.full]
         return tuple(found) if self.space.are_dense(found) else ()
 
     def is_costly(self, op: TensorOp) -> bool:
-        """Whether recomputing an op costs more than keeping its result. It does if the op is
-        expensive, or reads memory that is not kept."""
+        """Whether computing an op again costs more than holding its result in registers.
+
+        This is so if the op is expensive, or reads an input from memory that registers do not hold.
+        """
         full = self.full
         return op.name in EXPENSIVE or any(
             isinstance(v, TensorView) and v in self.fusion.inputs and v not in full
@@ -343,7 +381,11 @@ class RowView:
 
 
 def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
-    """Applies the rewrites of a form: kept rows, and threads instead of plain loops."""
+    """Applies the rewrites that a persistent schedule begins with, in place.
+
+    With `is_kept`, registers hold the row, so variances are computed in two passes. With
+    `has_threads`, the kernel is for a GPU, so divisions are replaced.
+    """
     _fork_outputs(fusion)
     if is_kept:
         two_pass_welford(fusion)
@@ -352,8 +394,10 @@ def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
 
 
 def _fork_outputs(fusion: Fusion) -> None:
-    """Copies each output that other ops read. The ops read registers, and the copy is the
-    output."""
+    """Copies each output that other ops read, so that these ops read registers and not memory.
+
+    The copy is the output.
+    """
     for out in dict.fromkeys(fusion.outputs):
         if fusion.uses(out):
             primitives.cache_fork(out)

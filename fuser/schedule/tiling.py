@@ -1,8 +1,8 @@
-"""Parts of all automatic schedules: caches, loop arrangement, and the loops of the other tensors.
+"""Steps that all automatic schedules share: caches, loop arrangement, loops of the other tensors.
 
 A schedule shapes the loops of one reference tensor. Every tensor with the same axes gets the same
 loops. Every other tensor is fully inlined: its consumer computes it at an index derived from the
-consumer's own.
+consumer's own index.
 """
 
 from __future__ import annotations
@@ -23,24 +23,29 @@ PT = ParallelType
 
 
 def cache_input(tv: TensorView) -> TensorView:
-    """Inserts a copy of an input into registers, without an allocation domain. Lookups still read
-    the table in memory."""
+    """Inserts a copy of an input into registers, and returns the copy.
+
+    The copy has no allocation domain. Lookups that use the input as a table still read memory.
+    """
     uses = direct_uses(tv)
     return primitives.cache_after(tv, propagate_allocation_domain=False, cached_uses=uses)
 
 
 def cache_output(tv: TensorView) -> tuple[TensorView, TensorView]:
-    """Inserts a copy before an output, so that it is computed in registers; returns (registers,
-    output)."""
+    """Inserts a copy before an output, so that the output's value is computed in registers.
+
+    Returns the tensor in registers, and the output.
+    """
     if tv.fusion.uses(tv):
         return tv, primitives.cache_fork(tv)
     return primitives.cache_before(tv), tv
 
 
 def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
-    """Orders the loop axes by groups of logical positions, then merges each group into one axis.
+    """Reorders the loop axes of a tensor and merges each group of them into one axis.
 
-    `tv [a, b, c]`, groups ((2,), (0, 1))  ->  `[c, a*b]`
+    Each group in `groups` lists positions of logical axes: `tv [a, b, c]`, groups ((2,), (0, 1))
+    -> `[c, a*b]`
     """
     numbers = [tv.domain.logical[p].number for group in groups for p in group]
     places = {a.number: k for k, a in enumerate(tv.domain.loop)}
@@ -51,8 +56,12 @@ def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
 
 
 def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
-    """Shifts a loop axis so that each row of dense memory is accessed in aligned vectors of `width`
-    elements; see `Shift`."""
+    """Shifts a loop axis so that each row of dense memory is accessed in aligned vectors; see
+    `Shift`.
+
+    `rows` and `axis` are the positions of the loop axes over the rows and along a row. `width` is
+    the number of elements of a vector.
+    """
     built, loop = DomainBuilder(tv.fusion), list(tv.domain.loop)
     loop[rows], loop[axis] = built.shift(loop[rows], loop[axis], sc.const(width))
     tv.domain = tv.domain.with_loop(
@@ -63,8 +72,10 @@ def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
 def split_tile(
     tv: TensorView, axis: int, factors: Sequence[tuple[int, ParallelType]]
 ) -> list[ParallelType]:
-    """Splits `axis` into blocks of one constant tile, and the tile by (factor, type) pairs from
-    outer to inner. Returns the types of the tile's axes. Factors of 1 are left out.
+    """Splits loop axis `axis` into tiles of constant size, and the tile by `factors`.
+
+    `factors` are pairs (factor, parallel type) from outer to inner. Factors of 1 are left out.
+    Returns the parallel types of the tile's axes.
 
     Only the first split may be incomplete, so an iteration needs one test. `[n]`, ((2, UR), (128,
     TIDx))  ->  `[ceilDiv(n, 256), UR 2, TIDx 128]`
@@ -79,7 +90,10 @@ def split_tile(
 
 
 def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
-    """Sets the parallel types of the loop axes, in order."""
+    """Sets the parallel types of all loop axes of a tensor, in order.
+
+    An axis whose type in `types` is serial keeps its own type.
+    """
     set_parallel_types(
         tv,
         {a.number: t for a, t in zip(tv.domain.loop, types, strict=True) if t is not PT.serial},
@@ -87,7 +101,7 @@ def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
 
 
 class Loops:
-    """The loops of the reference, for copying to other tensors."""
+    """Copies the loops of a reference tensor to other tensors."""
 
     def __init__(self, fusion: Fusion, reference: TensorView) -> None:
         self.fusion = fusion
@@ -101,11 +115,12 @@ class Loops:
         self._concrete = {a.number for a in reference.domain.logical if not a.is_broadcast}
 
     def repeat(self, tv: TensorView, *, only: frozenset[int] | None = None) -> bool:
-        """Copies the reference's loops to tv. The vector axis becomes serial.
+        """Copies the reference tensor's loops to `tv`, and returns whether this was possible.
 
-        Without `only`, tv must have all concrete axes of the reference and no others. With `only`
-        (numbers of reference logical axes), exactly those must match. Otherwise tv is unchanged and
-        the result is False.
+        Without `only`, `tv` must have all axes of the reference tensor and no others; broadcast
+        axes are ignored. With `only` (numbers of reference logical axes), `tv` must have exactly
+        these axes. If it does not, it is unchanged. A vector axis of the reference tensor becomes
+        serial.
         """
         if tv is self.reference:
             return True
@@ -121,11 +136,13 @@ class Loops:
         return True
 
     def repeat_along(self, tv: TensorView, axes: frozenset[int]) -> None:
-        """Copies the reference's loops of some logical axes to tv, outside of tv's other axes."""
+        """Copies the reference tensor's loops over the logical axes `axes` to `tv`, outside of tv's
+        other axes.
+        """
         self._replay.apply(tv, _only(self._matcher.matches(tv.domain), axes))
 
     def inline_whole(self, tv: TensorView) -> None:
-        """Inlines a tensor completely, so that its consumers compute it."""
+        """Inlines a tensor completely, so that its consumers compute its elements."""
         tv.compute_at = len(tv.domain.loop)
 
 
@@ -134,17 +151,18 @@ def _only(matches: Mapping[int, IterDomain], only: frozenset[int]) -> dict[int, 
 
 
 def vectorize_last(tv: TensorView) -> None:
-    """Makes the innermost loop axis one vector access."""
+    """Makes the innermost loop of a tensor one vector access."""
     tv.parallelize_axis(tv.domain.loop[-1], PT.vectorize)
 
 
 def is_direct_input(access: Access) -> bool:
-    """Whether an input can be loaded before its uses, because it is read at the reference's own
-    index."""
+    """Whether an input is read at the reference tensor's own index, so that it can be loaded in
+    advance.
+    """
     return not access.is_output and bool(access.order)
 
 
 def intermediates(fusion: Fusion, fixed: Iterable[TensorView]) -> list[TensorView]:
-    """Returns the tensors that are neither inputs, outputs nor in `fixed`."""
+    """Returns the tensors that are neither inputs nor outputs, without those in `fixed`."""
     skip = {*fusion.inputs, *fusion.outputs, *fixed}
     return [tv for tv in fusion.tensors() if tv not in skip]

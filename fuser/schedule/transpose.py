@@ -1,9 +1,9 @@
 """The transpose scheduler: pointwise fusions whose inputs and outputs have two memory orders.
 
-*Direct* tensors have the innermost axis along which the kernel computes, *staged* tensors another
-one. A block processes a tile of both axes. Staged tensors pass through shared memory. All tensors
-are thus accessed along their own innermost axis in global memory (BIDx: blocks, UR: unrolled, TIDx:
-threads, V: vector):
+*Direct* tensors are contiguous along the axis along which the kernel computes, *staged* tensors
+along another axis. A CUDA block processes a tile of both axes. Staged tensors pass through shared
+memory. All tensors are thus accessed along their own innermost axis in global memory (BIDx: blocks,
+UR: unrolled, TIDx: threads, V: vector):
 
     staged   [BIDx, UR, TIDx, V]   threads run along the staged tensors' axis first
     direct   [BIDx, UR, TIDx, V]   threads run along the direct tensors' axis first
@@ -51,7 +51,7 @@ PT = ParallelType
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns why no tile would help the fusion, None if one may."""
+    """Returns the reason why no tile in shared memory helps the fusion, or None if one may help."""
     if not may_have_two_orders(fusion):
         return "all inputs and outputs have one memory order"
     rejected = pointwise.accepts(fusion)
@@ -62,8 +62,13 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def stays_coalesced(parts: Sequence[Fusion], union: Fusion) -> bool:
-    """Whether a pointwise kernel that does the work of several accesses all tensors along their
-    innermost axes wherever these kernels do. A tile supports two innermost axes."""
+    """Whether a kernel for `union` accesses tensors along their innermost axes as well as its parts
+    do.
+
+    `union` is a pointwise fusion that does the work of all `parts`. A tile in shared memory
+    supports two different innermost axes. `union` must therefore have at most two, or no more than
+    some part.
+    """
     most = _innermost_axes(union)
     return most <= 2 or most <= max(map(_innermost_axes, parts))
 
@@ -74,7 +79,7 @@ def _innermost_axes(fusion: Fusion) -> int:
 
 
 def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:
-    """Schedules the fusion in place.
+    """Schedules the fusion in place with these parameters.
 
     Raises:
         UnsupportedError: the parameters ask for a tile, but the fusion has no tile axes.
@@ -90,7 +95,10 @@ def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:
 
 
 class _Tiled:
-    """Schedules one fusion: caches, then the loops of staged tensors, then those of all others."""
+    """Schedules one fusion: adds copies, then sets the loops of staged tensors and of all others.
+
+    A staged tensor passes through shared memory.
+    """
 
     def __init__(
         self, fusion: Fusion, space: Space, axes: TileAxes, params: TransposeParams
@@ -176,7 +184,11 @@ class _Tiled:
 
     # ------------------------------------------------------------ loops
     def _give_loops(self, tensors: Sequence[TensorView], *, is_staged: bool) -> Loops:
-        """Shapes the first tensor, copies its loops to the others, and lays out the tiles."""
+        """Builds the loops of the first tensor, copies them to the others, and sets the layouts of
+        tiles.
+
+        Returns the loops. `is_staged` tells whether threads run along the staged tensors' axis.
+        """
         first, params = tensors[0], self.params
         inner, other = self._shape(first, is_staged=is_staged)
         loops, matcher = Loops(self.fusion, first), AxisMatcher(AxisGraph(self.fusion), first)
@@ -197,9 +209,12 @@ class _Tiled:
         return loops
 
     def _shape(self, tv: TensorView, *, is_staged: bool) -> tuple[list[int], list[int]]:
-        """Gives a tensor the loops [BIDx, UR, TIDx, V]. Returns the numbers of the tile's axes
-        (vectors, V) along the direct tensors' innermost axis, and of those along the staged
-        tensors' axis."""
+        """Gives a tensor the loops [BIDx, UR, TIDx, V].
+
+        Returns two lists of axis numbers of the tile, each for vectors and for elements of a
+        vector. The first list is along the direct tensors' innermost axis, the second along the
+        staged tensors' axis.
+        """
         params = self.params
         outer, other, inner = self._groups(tv)
         arrange(tv, [g for g in (outer, other, inner) if g])
@@ -220,8 +235,11 @@ class _Tiled:
         return along[1:], across[1:]
 
     def _groups(self, tv: TensorView) -> tuple[list[int], list[int], list[int]]:
-        """Returns a tensor's positions of the outer axes, including its broadcast axes, and of the
-        two runs that the tile divides."""
+        """Returns three lists of positions of a tensor's logical axes.
+
+        The first has the outer axes, including broadcast axes. The others have the axes that the
+        tile divides, of the staged and of the direct tensors.
+        """
         matcher = AxisMatcher(AxisGraph(self.fusion), self.space.reference)
         mine = matcher.matches(tv.domain)
         logical = self.space.reference.domain.logical
@@ -241,8 +259,12 @@ def _definitions(tv: TensorView) -> tuple[TensorOp, ...]:
 
 
 def _cut(tv: TensorView, at: int, edge: int, width: int) -> list[int]:
-    """Splits an axis into tiles, and these into vectors. Returns the parts: (blocks,
-    vectors, V)."""
+    """Splits a loop axis into tiles of `edge` elements, and each tile into vectors of `width`
+    elements.
+
+    Returns the numbers of the new axes: (blocks, vectors, elements of a vector). With `width` 1,
+    the last is missing.
+    """
     if width > 1:
         tv.split(at, width)
     tv.split(at, edge // width)
@@ -253,7 +275,9 @@ def _lay_out(
     tv: TensorView, rows: Sequence[IterDomain], columns: Sequence[IterDomain], padding: Padding
 ) -> None:
     """Sets the layout of a tile in shared memory, and vectorises its writes if the layout allows.
-    `rows` and `columns` are (vectors, V)."""
+
+    `rows` and `columns` are the tile's axes in each direction: (vectors, elements of a vector).
+    """
     built = DomainBuilder(tv.fusion)
     lead, tail = list(rows), list(columns)
     if padding.pad:
@@ -305,8 +329,9 @@ class TransposeParams:
     """The parameters of a transpose kernel.
 
     A tile has `edge` elements along the direct tensors' innermost axis, which are accessed in
-    vectors of `vector`. It has `staged_edge` elements along the staged tensors' innermost axis, in
-    vectors of `staged_vector`.
+    vectors of `vector` elements. It has `staged_edge` elements along the staged tensors' innermost
+    axis, in vectors of `staged_vector` elements. `threads` is the number of threads of a CUDA
+    block.
     """
 
     threads: int
@@ -316,7 +341,9 @@ class TransposeParams:
     staged_edge: int
 
     def is_near(self, other: object) -> bool:
-        """Whether both kernels take about the same time on small inputs."""
+        """Whether kernels with these parameters and with `other` take about the same time on small
+        inputs.
+        """
         return (
             isinstance(other, TransposeParams)
             and self.vector == other.vector
@@ -324,8 +351,10 @@ class TransposeParams:
         )
 
     def is_alike(self, other: object) -> bool:
-        """Whether a kernel with the other parameters is as fast. Tiles with other extents may be
-        mostly empty."""
+        """Whether a kernel with `other` is about as fast as this one.
+
+        Both must have tiles of the same extents, because a larger tile may be mostly empty.
+        """
         return (
             self.is_near(other)
             and isinstance(other, TransposeParams)
@@ -341,12 +370,12 @@ class TransposeParams:
 
 @record
 class TileAxes:
-    """The axes of a tile, as runs of positions in the reference's logical domain.
+    """The axes of a tile, as positions in the reference tensor's logical domain.
 
-    - `inner`: the innermost run of the `direct` tensors.
-    - `other`: the innermost run of the `staged` tensors, which pass through shared memory.
+    - `inner`: the innermost axes of the `direct` tensors, contiguous in every tensor.
+    - `other`: the innermost axes of the `staged` tensors, which pass through shared memory.
     - `outer`: all other axes.
-    - `between`: the runs inside of `other` in the direct tensors' order.
+    - `between`: the axes inside of `other` in the direct tensors' memory order.
     """
 
     outer: tuple[int, ...]
@@ -358,8 +387,11 @@ class TileAxes:
 
 
 def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
-    """Returns the access pattern of a staged tensor's tile. It is written in the order of its
-    source."""
+    """Returns the size and access pattern of a staged tensor's tile in shared memory.
+
+    `nbytes` is the size of an element. The tile is written in the order of the tensor that is
+    copied to it: a staged input, or the value of a staged output.
+    """
     direct, staged = (params.edge, params.vector), (params.staged_edge, params.staged_vector)
     source, target = (direct, staged) if is_output else (staged, direct)
     return Tile(target[0], source[0], nbytes, source[1], target[1])
@@ -377,8 +409,8 @@ def may_have_two_orders(fusion: Fusion) -> bool:
 def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
     """Returns the axes of the tile, or the reason why there is none.
 
-    The kernel computes along the innermost axis of most bytes, and outputs win ties. Fewer bytes
-    then pass through shared memory.
+    The kernel computes along the axis that is innermost for most bytes, so that fewer bytes pass
+    through shared memory. Outputs win ties.
     """
     if fusion.aliases:
         return "an output is written into an input"
@@ -404,7 +436,10 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
 
 
 def accesses_along(space: Space) -> dict[int, list[Access]]:
-    """Returns the tensors that have all axes, grouped by their innermost axis in memory."""
+    """Returns the tensors that have all axes, by the position of their innermost axis in memory.
+
+    Tensors that are not contiguous along this axis are left out.
+    """
     along: dict[int, list[Access]] = {}
     for access in space.accesses:
         if space.is_full(access) and access.order and access.contiguous[-1]:
@@ -424,8 +459,10 @@ def _in_order(accesses: list[Access], order: tuple[int, ...]) -> list[Access]:
 def chooser(
     fusion: Fusion, device: DeviceInfo
 ) -> Callable[[Facts], TransposeParams | PointwiseParams]:
-    """Returns a function that chooses a tile for an input class, or pointwise parameters if no tile
-    pays."""
+    """Returns a function that chooses a tile from the sizes and alignments of the inputs.
+
+    If no tile pays, the function returns the parameters of the pointwise scheduler.
+    """
     without = pointwise.chooser(fusion, device)
     if device.kind == "cpu" or not may_have_two_orders(fusion):
         return without
@@ -445,7 +482,7 @@ def chooser(
 
 
 class _Tiles:
-    """Chooses tiles for the input classes of one fusion."""
+    """Chooses the tiles of one fusion, for different sizes and alignments of the inputs."""
 
     def __init__(self, space: Space, axes: TileAxes, device: DeviceInfo) -> None:
         self._device, self._staged, self._direct = device, axes.staged, axes.direct
@@ -459,7 +496,10 @@ class _Tiles:
     def choose(
         self, facts: Facts, inner: int, other: int, between: int, outer: int
     ) -> TransposeParams | None:
-        """Returns the tile for these extents, None if it would cost more than it saves."""
+        """Returns the parameters of a tile, or None if a tile would cost more than it saves.
+
+        `inner`, `other`, `between` and `outer` are the extents of the axes in `TileAxes`.
+        """
         extents = (inner, other)
         vectors = [w.of(facts, n) for w, n in zip(self._widths, extents, strict=True)]
         in_vectors = self._is_copy and min(vectors) > 1
@@ -488,8 +528,12 @@ class _Tiles:
     def _without_conflicts(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> TransposeParams | None:
-        """Returns the tile for these vectors. If the two widths differ and cause bank conflicts,
-        the wider one is halved."""
+        """Returns the parameters of a tile with these vector widths.
+
+        If the two widths differ and cause bank conflicts in shared memory, the wider one is halved.
+        Returns None if there is no tile of at least one vector. `rows` are the bytes of a tile
+        along both edges.
+        """
         while True:
             edges = self._edges(vectors, extents, rows)
             if edges is None:
@@ -506,10 +550,11 @@ class _Tiles:
     def _edges(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> list[int] | None:
-        """Returns the extents of the tile, for rows of so many bytes.
+        """Returns the extents of the tile along both axes.
 
-        If one axis is too short, the tile is extended along the other. Returns None if shared
-        memory has no room for a tile that is worth its barrier.
+        `rows` are the wanted bytes along both edges. If one axis is too short, the tile is extended
+        along the other. Returns None if shared memory has no room for a tile that is worth its
+        barrier.
         """
         full = [
             max(min(row // n, WARP * v), v)
@@ -535,9 +580,9 @@ class _Tiles:
         return min(threads, elements // vector)
 
     def _wasted(self, other: int, between: int) -> int:
-        """Returns the bytes per element that would be wasted without a tile.
+        """Returns the bytes per element that a kernel without a tile would read unnecessarily.
 
-        A pointwise kernel reads a sector of a staged tensor again for each of its elements, unless
+        Such a kernel reads a sector of a staged tensor again for each element of the sector, unless
         the sector is still in the cache.
         """
         wasted = 0
@@ -568,11 +613,11 @@ _WARPS = 4
 
 @record
 class Tile:
-    """The shape and access pattern of a tile with elements of `nbytes`.
+    """The shape and access pattern of a tile in shared memory.
 
-    A thread writes `write` consecutive elements of a row, and the next thread the next ones. A
-    thread reads `read` consecutive elements of a column, one at a time, and the next thread the
-    next ones.
+    `nbytes` is the size of an element. One thread writes `write` consecutive elements of a row, and
+    the next thread writes the next elements. One thread reads `read` consecutive elements of a
+    column, one at a time, and the next thread reads the next elements.
     """
 
     rows: int
@@ -584,28 +629,33 @@ class Tile:
 
 @record
 class Padding:
-    """A layout with `pad` unused elements after each `group` rows. `vector` elements are written at
-    once."""
+    """A layout of a tile in shared memory with `pad` unused elements after each `group` rows.
+
+    A thread writes `vector` elements at once.
+    """
 
     group: int
     pad: int
     vector: int
 
     def place(self, tile: Tile, row: int, column: int) -> int:
-        """Returns the position of an element in shared memory, in elements."""
+        """Returns the position in shared memory, counted in elements, of an element of the tile."""
         block, rest = divmod(row, self.group)
         return block * (self.group * tile.columns + self.pad) + rest * tile.columns + column
 
 
 @lru_cache(maxsize=1024)
 def padding_for(tile: Tile) -> Padding:
-    """Returns the padding with the fewest conflicts. Ties are decided by the widest writes, then
-    the least padding."""
+    """Returns the padding with the fewest bank conflicts.
+
+    Of several such paddings, the one with the widest writes is chosen, then the one with the fewest
+    unused elements.
+    """
     return min(_candidates(tile), key=lambda p: (sum(_turns(tile, p)), -p.vector, p.pad / p.group))
 
 
 def has_conflicts(tile: Tile) -> bool:
-    """Whether the best padding still has bank conflicts."""
+    """Whether a tile has bank conflicts even with the best padding."""
     return _turns(tile, padding_for(tile)) != (1, 1)
 
 
@@ -619,7 +669,11 @@ def _candidates(tile: Tile) -> Iterable[Padding]:
 
 
 def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
-    """Returns the number of accesses to the busiest bank for one write, and for one read."""
+    """Returns how many words the busiest bank of shared memory must deliver for one write, and one
+    read.
+
+    A number of 1 means no conflict.
+    """
     across, down = tile.columns // tile.write, tile.rows // tile.read
     writes = reads = 1
     for first in range(0, _WARPS * WARP, WARP):
@@ -634,11 +688,11 @@ def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
 
 
 def turns(elements: Iterable[int], access: int, nbytes: int) -> int:
-    """Returns the number of words that the lanes request from the busiest bank at the same time. 1
-    means no conflict.
+    """Returns the number of different words that the threads of a warp request from the busiest
+    bank.
 
-    `elements` are the lanes' elements of `nbytes` each; `access` is the number of bytes that a lane
-    moves from its element on.
+    A number of 1 means no bank conflict. `elements` are the positions of the threads' elements of
+    `nbytes` each. `access` is the number of bytes that a thread moves, from its element on.
     """
     begins = [e * nbytes for e in elements]
     share = WARP if access <= WORD_BYTES else WARP * WORD_BYTES // access

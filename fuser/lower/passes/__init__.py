@@ -6,12 +6,12 @@ Files, in reading order:
 
 - `synchronize`: barriers between writes and reads of shared memory.
 - `hoist`, `unroll`: common subexpressions and loop invariants; unrolled loops.
-- `load_order`: loads before their uses, direction of loops, repeated conversions where they are
-  cheap.
-- `vector_loads`: shifted rows read by aligned vector loads; rows whose length is no multiple of a
-  vector.
-- `batched_welford`: moments of several values at a time.
+- `load_order`: loads in front of their uses, direction of loops, repeated conversions where they
+  are cheap.
+- `vector_loads`: aligned vector loads for rows that begin at any address; rows whose length is no
+  multiple of a vector.
+- `batched_welford`: mean and variance of several values at a time.
 - `cpu_loops`: loops for a CPU: sums in blocks, vectors.
-- `launch_grid`: horizontal fusion of several kernels into one launch; grids folded at the device's
-  limits.
+- `launch_grid`: horizontal fusion of several kernels into one launch; grids with more CUDA blocks
+  than the device accepts.
 """

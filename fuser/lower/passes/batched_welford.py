@@ -1,7 +1,7 @@
-"""Variances on the GPU: adds all values of an unrolled step to a Welford accumulator at once.
+"""Variances on the GPU: adds all values of an unrolled loop to a Welford accumulator at once.
 
-A Welford update contains a division and depends on the update before it. Instead, two passes over
-the registers of a step compute their mean and sum of squares, and one update adds these. The
+A Welford update contains a division and depends on the previous update. Instead, two passes over
+the values in registers compute their mean and sum of squares, and one update adds these. The
 accumulators of all columns hold equally many values, so they share the count and the division:
 
     for i < 16 { for j < 4 { if (i < n) { welford_add(r[j], x[i, j]); } } }
@@ -48,11 +48,11 @@ INT = DataType.Int32
 
 
 def batch_welfords(body: Body) -> None:
-    """Makes Welford accumulators take the values of unrolled loops in batches, in place.
+    """Rewrites unrolled loops, in place, so that Welford accumulators receive their values in
+    batches.
 
-    Before: unrolled loops are marked, no value is hoisted. After: a nest of unrolled loops that
-    only updates accumulators, all under one condition, divides once per batch instead of once per
-    value.
+    Before: unrolled loops are marked, and no value is hoisted. After: a nest of unrolled loops
+    whose updates have one common condition divides once per batch instead of once per value.
     """
     _rewrite(body, _uneven(body, ()))
 
@@ -69,7 +69,11 @@ def _rewrite(body: Body, uneven: set[str]) -> None:
 
 
 def _uneven(body: Body, conds: tuple[Scalar, ...]) -> set[str]:
-    """Returns the accumulator arrays whose elements may hold different numbers of values."""
+    """Returns the accumulator arrays whose elements may hold different numbers of values.
+
+    `conds` are the conditions around `body`. An array is uneven if a condition of its update
+    depends on the index of the accumulator.
+    """
     found: set[str] = set()
     for s in body.statements:
         if isinstance(s, Accumulate):
@@ -87,8 +91,11 @@ def _own_symbols(target: Var | Element) -> set[Symbol]:
 
 
 def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
-    """Returns a perfect loop nest: its loops, outer first, its conditions, and its innermost
-    statements."""
+    """Returns the parts of a perfect loop nest: loops (outer first), conditions, innermost
+    statements.
+
+    In a perfect nest, each loop or condition contains only the next loop or condition.
+    """
     loops, conds, body = [top], list[Scalar](), top.body
     while len(body.statements) == 1:
         match body.statements[0]:
@@ -104,8 +111,10 @@ def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
 
 
 def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
-    """Returns the replacement of a nest of unrolled loops around Welford updates, None for other
-    nests."""
+    """Returns the statements that replace a nest of unrolled loops around Welford updates.
+
+    Returns None for any other nest. `uneven` has the arrays whose elements hold different counts.
+    """
     loops, conds, inside = _perfect_nest(top)
     if not any(map(_is_update, inside)) or not all(
         isinstance(s, Accumulate | Define | LetValue) for s in inside
@@ -138,10 +147,11 @@ def _nested(loops: Sequence[For], statements: list[Statement]) -> list[Statement
 
 @dataclass(frozen=True)
 class _Batch:
-    """A nest to rewrite.
+    """A nest of unrolled loops around Welford updates, which is to be rewritten.
 
-    It has loops over accumulators (`columns`), loops over the values of a batch (`rows`), and the
-    condition under which a value exists (`cond`).
+    - `columns`: the loops over accumulators. `rows`: the loops over the values of one batch.
+    - `cond`: the condition under which a value exists.
+    - `uneven`: the accumulator arrays whose elements hold different numbers of values.
     """
 
     columns: Sequence[For]
@@ -155,7 +165,7 @@ class _Batch:
 
     @property
     def turn(self) -> Scalar:
-        """The index of a value in its batch."""
+        """The index of a value in its batch, from the loops in `rows`."""
         turn: Scalar = sc.ZERO
         for loop in self.rows:
             turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
@@ -191,8 +201,11 @@ class _Batch:
         return [*before, *made]
 
     def _held(self, target: Var | Element) -> Expr:
-        """Returns the number of values in an accumulator. The first accumulator's count serves all
-        if they are even."""
+        """Returns the number of values that an accumulator holds.
+
+        If all elements of an accumulator array hold equally many values, this is the count of the
+        first.
+        """
         if isinstance(target, Var):
             return Var(f"{target.name}.n", DataType.Int)
         columns: dict[Scalar, Scalar] = {loop.symbol: sc.ZERO for loop in self.columns}

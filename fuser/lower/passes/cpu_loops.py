@@ -1,7 +1,7 @@
-"""Loops for a CPU: summation in blocks, and vectorised innermost loops.
+"""Loops for a CPU: summation in blocks of terms, and vectorised innermost loops.
 
-The rounding error of a running sum grows with its length. A running sum in the type of its terms is
-therefore at most one block long. The sums of blocks are added in double precision:
+The rounding error of a running sum grows with its length. A running sum in the dtype of its terms
+is therefore at most one block of terms long. The sums of blocks are added in double precision:
 
     for k < n { for j < 256 { r[j] += x[k, j]; } }
 ->  if (B < n) {
@@ -12,8 +12,8 @@ therefore at most one block long. The sums of blocks are added in double precisi
       for j < 256 { r[j] = wide_r[j]; }
     } else { for k < n { for j < 256 { r[j] += x[k, j]; } } }
 
-A Welford update depends on the update before it. The values of an innermost loop are collected
-instead, and two passes over each block compute its mean and sum of squares.
+A Welford update depends on the previous update. Instead, the values of an innermost loop are
+collected in an array, and two passes over each block compute its mean and sum of squares.
 """
 
 from __future__ import annotations
@@ -61,15 +61,18 @@ ROWS = 128
 
 
 def _wide_of(dtype: DataType) -> DataType:
-    """Returns the dtype of the wide accumulator, which adds the sums of blocks."""
+    """Returns the dtype of the double-precision accumulator that adds sums of dtype `dtype`."""
     return DataType.ComplexDouble if is_complex(dtype) else DataType.Double
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """An accumulator, with the loops and conditions around one of its updates.
+    """One update of a sum's accumulator, with the loops and conditions around the update.
 
-    `loops` are the reduced loops of `path`. A block is `size` iterations of the last one.
+    - `declared`: the declaration of the accumulator.
+    - `path`: all loops and conditions around the update, outer first.
+    - `loops`: the loops of `path` that the sum reduces.
+    - `size`: the number of iterations of the last reduced loop in one block of terms.
     """
 
     declared: Declare
@@ -95,8 +98,11 @@ class _Sum:
 
     @property
     def is_long(self) -> Scalar:
-        """The condition that there is more than one block. It is always true for a Welford whose
-        values are collected, which has no other form."""
+        """The condition that the sum has more than one block of terms.
+
+        For a Welford reduction whose values are collected in an array, this is always true, because
+        there is no other implementation.
+        """
         if self.collects:
             return sc.const(True)
         return sc.lt(self.size, sc.product(s.extent for s in self.loops))
@@ -120,19 +126,23 @@ class _Sum:
 
     @property
     def is_counted(self) -> bool:
-        """Whether a block may consist of several runs of the last loop.
+        """Whether a block of terms is counted over several runs of the last reduced loop.
 
-        The runs may be short. Adding one accumulator to the wide one after each run is cheap;
-        adding a whole array is not.
+        That loop may be short. Adding a scalar accumulator to the double-precision accumulator
+        after each run is cheap, but adding a whole array is not. Therefore only arrays are counted.
         """
         return isinstance(self.target, Element) and len(self.loops) > 1
 
     def rest(self) -> list[Statement]:
-        """Returns the statements that add the incomplete last block."""
+        """Returns the statements that add the incomplete last block of terms to the
+        double-precision accumulator.
+        """
         return [self.add_to_wide()] if self.is_counted else []
 
     def settle(self) -> Statement:
-        """Returns the statement that rounds the wide accumulator to the original one."""
+        """Returns the statement that assigns the double-precision accumulator, rounded, to the
+        original accumulator.
+        """
         narrow = self.target.dtype
         if self.update.kind == "welford":
             return Assign(self.target, Compute("welford_cast<{t}>({0})", (self.wide,), narrow))
@@ -141,8 +151,11 @@ class _Sum:
         )
 
     def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
-        """Returns the statements inside the loops over the accumulators, from `depth` of the path
-        on. Of the conditions, those without a reduced loop's index are kept."""
+        """Returns `statements` inside the loops over the elements of the accumulator.
+
+        Only loops and conditions of the path from position `depth` on are used. Conditions that
+        contain the index of a reduced loop are dropped.
+        """
         own = sc.symbols(self.target.index) if isinstance(self.target, Element) else ()
         reduced = {s.symbol for s in self.path if isinstance(s, For) and s.symbol not in own}
         for s in reversed(self.path[depth:]):
@@ -158,7 +171,11 @@ class _Sum:
 
 # ------------------------------------------------------------------ the sums of a body
 def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
-    """Yields the long sums under a statement whose accumulators are declared before it."""
+    """Yields the sums inside the statement `top` that have many terms.
+
+    `declared` has the accumulators that are declared in front of the statement. Updates of other
+    accumulators are skipped.
+    """
     for update, path in _updates(top):
         if update.target.name in declared:
             loops, size = _counted(update, path)
@@ -167,8 +184,11 @@ def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
 
 
 def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]]:
-    """Yields the updates of sums under a statement, each with the loops and conditions around it.
-    The condition of an else branch is left out."""
+    """Yields the updates of sums inside a statement, each with the loops and conditions around the
+    update.
+
+    The condition of an `If` is left out if the update is in the else branch.
+    """
     match statement:
         case Accumulate():
             is_sum = statement.kind == "welford" or statement.functor.startswith("SumOp<")
@@ -185,8 +205,11 @@ def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]
 
 
 def _counted(update: Accumulate, path: Sequence[For | If]) -> tuple[list[For], int]:
-    """Returns the reduced loops from which blocks are cut, and the number of iterations of the
-    innermost of them in a block. Inner loops that fit in one block are left out."""
+    """Returns the reduced loops from which blocks of terms are cut.
+
+    Also returns the number of iterations of the innermost such loop in one block. Constant inner
+    loops that fit in one block stay whole, and are left out.
+    """
     own = sc.symbols(update.target.index) if isinstance(update.target, Element) else ()
     loops = [s for s in path if isinstance(s, For) and s.symbol not in own]
     size = _size(update, is_nested=len(loops) > 1)
@@ -206,7 +229,9 @@ def _size(update: Accumulate, *, is_nested: bool) -> int:
 
 
 def _can_cut(loop: For) -> bool:
-    """Whether a loop does not index the elements of an accumulator array."""
+    """Whether a loop can be split into blocks: its index addresses no element of an accumulator
+    array.
+    """
     return not any(
         isinstance(s, Accumulate)
         and isinstance(s.target, Element)
@@ -217,10 +242,11 @@ def _can_cut(loop: For) -> bool:
 
 # ------------------------------------------------------------------ the pass
 def sum_in_blocks(body: Body) -> None:
-    """Adds wide accumulators to sums of floating types, in place.
+    """Rewrites long sums of floating-point or complex types, in place, to use double-precision
+    accumulators.
 
-    Before: no loop is vectorised, no value is hoisted. After: no sum of many terms runs in the type
-    of the terms.
+    Before: no loop is vectorised, and no value is hoisted. After: no sum of many terms runs in the
+    dtype of the terms.
     """
     declared: dict[str, Declare] = {}
     out: list[Statement] = []
@@ -235,7 +261,11 @@ def sum_in_blocks(body: Body) -> None:
 
 
 def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
-    """Returns a statement with its sums computed in blocks where there is more than one block."""
+    """Returns the statements that replace `top` and compute the sums in `top` in blocks of terms.
+
+    If all sums have one condition for more than one block, the original statement serves the other
+    case.
+    """
     conds = {found.is_long for found in sums}
     is_long = conds.pop() if len(conds) == 1 else sc.const(True)
     if is_long == sc.const(False):
@@ -260,7 +290,11 @@ def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
 
 
 def _cut(loop: For, group: Sequence[_Sum]) -> None:
-    """Splits a loop into blocks. After each block, the accumulators are added to the wide ones."""
+    """Splits a loop into blocks of iterations, in place.
+
+    After each block, the accumulators of the sums in `group` are added to the double-precision
+    accumulators.
+    """
     rest = clamp(loop)
     size = min(found.size for found in group)
     name, blocks = loop.symbol.name, sc.ceildiv(loop.extent, size)
@@ -287,8 +321,12 @@ def _cut(loop: For, group: Sequence[_Sum]) -> None:
 
 
 def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
-    """Returns the statements that add the accumulators to the wide ones after `count`
-    iterations."""
+    """Returns the statements that add accumulators to the double-precision accumulators after
+    `count` iterations.
+
+    `start` is the first of these iterations. If blocks are counted over several runs of the loop,
+    the statements run only where a block of terms ends.
+    """
     moves = found.nest(found.move(), depth=found.depth)
     if not found.is_counted:
         return moves
@@ -301,7 +339,7 @@ def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
 
 
 def _moved(statement: Statement, index: Mapping[Scalar, Scalar]) -> Statement:
-    """Returns a copy of a statement with indices substituted."""
+    """Returns a copy of a statement in which each symbol in `index` is replaced by its value."""
 
     def moved(x: Scalar) -> Scalar:
         return sc.substitute(x, index)
@@ -335,11 +373,12 @@ _EXTREMA = {"max": "FUSER_SIMD_MAX", "min": "FUSER_SIMD_MIN"}
 
 
 def vectorize_loops(body: Body) -> None:
-    """Clamps and marks the innermost loops, in place.
+    """Shortens innermost loops to the iterations that do work, and marks these loops for SIMD, in
+    place.
 
-    Before: loops are marked for unrolling. After: an innermost loop has a simd pragma if its
-    iterations are independent, or only reduce into one scalar. If its only predicate bounds its
-    index, the loop's extent has the bound and no predicate remains.
+    Before: loops are marked for unrolling. After: an innermost loop has a SIMD pragma if its
+    iterations are independent, or only reduce into one scalar. A predicate that only bounds the
+    loop index becomes part of the loop's extent.
     """
     out: list[Statement] = []
     for s in body.statements:
@@ -364,8 +403,12 @@ def _innermost(loop: For) -> list[Statement]:
 
 
 def clamp(loop: For) -> Scalar:
-    """Converts the predicate around a whole loop body into a bound of the loop. Returns the part of
-    the predicate that does not depend on the loop."""
+    """Turns the predicate around the whole body of a loop into a smaller extent of the loop, in
+    place.
+
+    Returns the tests of the predicate that do not depend on the loop. The caller must place these
+    tests around the loop.
+    """
     only = loop.body.statements[0] if len(loop.body.statements) == 1 else None
     if not isinstance(only, If) or only.otherwise is not None or only.flags:
         return sc.const(True)
@@ -388,7 +431,9 @@ def clamp(loop: For) -> Scalar:
 
 
 def _bound(test: Scalar, loop: For) -> Scalar | None:
-    """Returns `b - a` for a test `a + k < b`, None for other tests."""
+    """Returns the bound `b - a` for a test `a + k < b` of the loop index k, or None for other
+    tests.
+    """
     if not isinstance(test, Apply) or test.op != "<":
         return None
     left, right = test.args
@@ -400,7 +445,10 @@ def _bound(test: Scalar, loop: For) -> Scalar | None:
 
 
 def _mark(loop: For) -> list[Statement]:
-    """Sets the pragma of a loop. Returns the loop with the statements it needs around it."""
+    """Sets the SIMD pragma of a loop.
+
+    Returns the loop, preceded and followed by the statements that the pragma requires.
+    """
     sums: dict[str, str] = {}
     extrema: list[Accumulate] = []
     # These accumulators belong to one iteration: their reduction has an extent of 1.
@@ -431,9 +479,11 @@ def _mark(loop: For) -> list[Statement]:
 
 
 def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
-    """Vectorises a maximum or minimum. NaNs of floating types are collected in a separate flag.
+    """Sets the SIMD pragma of a loop that computes a maximum or minimum.
 
-    The flag starts with the accumulator's state, which may be a NaN from an outer loop's iteration.
+    Returns the loop and the statements around it. For floating types, a separate flag records NaNs.
+    Initially the flag says whether the accumulator is NaN, because an earlier iteration of an outer
+    loop may have met one.
     """
     assert isinstance(step.target, Var)
     name, dtype = step.target.name, step.target.dtype

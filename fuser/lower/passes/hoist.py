@@ -1,10 +1,10 @@
-"""Hoisting: computes index arithmetic once, in the outermost loop in which its value is fixed.
+"""Hoisting: computes index arithmetic once, in the outermost loop in which its value is constant.
 
-- A sum is split by the loops that its terms depend on. Each partial sum becomes a `Let` at the
-  start of that loop's body.
-- Every division and modulo becomes a `Let`, too.
-- Expressions of sizes alone, such as quotients, are computed by the host and become parameters. A
-  kernel never computes a division that is known before the launch.
+- A sum is split by the loops that its terms depend on. Each partial sum becomes a `Let` statement
+  at the start of that loop's body.
+- Every division and modulo becomes a `Let` statement, too.
+- The host computes expressions of sizes alone, such as quotients, and passes them as kernel
+  parameters. A kernel never computes a division that is known before the launch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from fuser.lower.kernel_ir import (
 
 @dataclass
 class _Frame:
-    """A loop body that is being processed: the `Let` statements hoisted to its start, by their
-    values."""
+    """A loop body that is being rewritten.
+
+    - `lets`: the `Let` statements hoisted to the start of the body.
+    - `known`: maps each hoisted value to its symbol.
+    """
 
     lets: list[Statement] = field(default_factory=list[Statement])
     known: dict[Scalar, Symbol] = field(default_factory=dict[Scalar, Symbol])
@@ -40,7 +43,11 @@ class _Frame:
 
 @dataclass
 class Parameters:
-    """The scalars that the host passes: value and dtype -> parameter, in the order of first use."""
+    """The scalars that the host passes to the kernel, in the order of first use.
+
+    `by_value` maps a scalar and a dtype to the parameter. `composite` counts the parameters that
+    needed a new name.
+    """
 
     by_value: dict[tuple[Scalar, DataType], Symbol] = field(
         default_factory=dict[tuple[Scalar, DataType], Symbol]
@@ -48,7 +55,9 @@ class Parameters:
     composite: int = 0
 
     def symbol(self, value: Scalar, dtype: DataType) -> Symbol:
-        """Returns the parameter that holds `value` as `dtype`."""
+        """Returns the kernel parameter that holds `value` as `dtype`, and creates it at the first
+        request.
+        """
         key = (value, dtype)
         found = self.by_value.get(key)
         if found is None:
@@ -62,8 +71,10 @@ class Parameters:
 
 
 class Hoister:
-    """Rewrites a kernel body in place. `parameters` collects the scalars that the host must
-    compute."""
+    """Hoists the index arithmetic of a kernel body, in place.
+
+    `parameters` collects the scalars that the host must compute.
+    """
 
     def __init__(self) -> None:
         self.parameters = Parameters()
@@ -72,12 +83,12 @@ class Hoister:
         self._names = 0
 
     def run(self, body: Body) -> None:
-        """Rewrites the body of a whole kernel."""
+        """Hoists the index arithmetic of the body of a whole kernel, in place."""
         self._frame(body)
 
     # ------------------------------------------------------------ statements
     def _frame(self, body: Body) -> None:
-        """Processes a body, and inserts the values hoisted into it at its start."""
+        """Rewrites the statements of a loop body, and inserts the values hoisted to its start."""
         frame = _Frame()
         self._frames.append(frame)
         self._inside(body)
@@ -132,8 +143,10 @@ class Hoister:
         return ScalarValue(self.parameters.symbol(scalar, dtype), value.dtype)
 
     def _complex_value(self, scalar: Scalar, dtype: DataType) -> Expr:
-        """Returns a complex scalar. The host passes it as two parameters, because one has
-        8 bytes."""
+        """Returns a complex scalar, which the host passes as two parameters.
+
+        One parameter has at most 8 bytes, and a complex number may have 16.
+        """
         part = part_of(dtype)
         z = sc.cast(scalar, dtype)
         parts = tuple(
@@ -144,7 +157,10 @@ class Hoister:
 
     # ------------------------------------------------------------ scalars
     def rewrite(self, x: Scalar) -> Scalar:
-        """Returns `x` in terms of the names available in the current body."""
+        """Returns an expression with the value of `x`, over names that the current body may use.
+
+        Parts of `x` are hoisted to `Let` statements or kernel parameters on the way.
+        """
         if isinstance(x, Const):
             return x
         if isinstance(x, Symbol):

@@ -1,14 +1,14 @@
-"""The grid of a launch: the limits of a device, folded grids, and horizontal fusion of kernels.
+"""The grid of a launch: device limits, grids folded to one axis, and horizontal fusion of kernels.
 
-A GPU accepts 65535 blocks along y and z, and 2^31 - 1 along x. A kernel has guards for its numbers
-of blocks. If these fail, the same kernel is lowered again with a folded grid. All its blocks are
-then counted along x, and each launched block does the work of several if there are too many:
+A GPU accepts 65535 CUDA blocks along y and z, and 2^31 - 1 along x. A kernel has guards for its
+numbers of blocks. If these fail, the same kernel is lowered again with a folded grid. Then all
+blocks are counted along x. If there are too many, each launched block does the work of several:
 
     grid (4, 131072, 1)        for (fold = blockIdx.x; fold < blocks; fold += gridDim.x) {
     bx = blockIdx.x       ->     bx = fold % across; by = fold / across % down; ..
     by = blockIdx.y            grid (524288, 1, 1)
 
-The blocks of a cluster must stay adjacent along y, so a grid of clusters is folded along x alone.
+The blocks of a cluster must stay adjacent along y, so in a grid of clusters only x is folded.
 Blocks that wait for one another's results cannot be folded. The scheduler chooses their number
 along y within the limits.
 """
@@ -42,8 +42,10 @@ AXES = ("x", "y", "z")
 
 
 def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) -> LoweredKernel:
-    """Returns a kernel that never launches more blocks than the device accepts: by guards, or
-    `folded`.
+    """Returns a copy of the kernel that never launches more CUDA blocks than the device accepts.
+
+    With `folded`, a launched block does the work of several blocks. Otherwise guards reject a
+    launch with too many blocks.
 
     Raises:
         DefinitionError: a block has too many threads.
@@ -57,8 +59,10 @@ def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) ->
 
 
 def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions on the numbers of blocks. For a constant that is too large, the
-    condition is never true."""
+    """Returns the conditions that the numbers of CUDA blocks are within the device's limits.
+
+    A constant number that is too large gives a condition that is never true.
+    """
     found: list[Scalar] = []
     for k, (count, most) in enumerate(zip(kernel.grid, device.max_grid, strict=True)):
         # Each block has an iteration. With 32-bit indices, there are fewer iterations than the
@@ -70,7 +74,9 @@ def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
 
 
 def _block_guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions on thread counts that are not constant."""
+    """Returns the conditions that thread counts which are not constant are within the device's
+    limits.
+    """
     pairs = [*zip(kernel.block, device.max_block, strict=True)]
     pairs.append((sc.product(kernel.block), device.max_threads_per_block))
     return [sc.le(n, most) for n, most in pairs if sc.int_value(n) is None]
@@ -109,7 +115,11 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
 
 # ------------------------------------------------------------------ schedules of users
 def _check_block(kernel: LoweredKernel, device: DeviceInfo) -> None:
-    """Raises `DefinitionError` if a block has more threads than the device accepts."""
+    """Checks that a CUDA block of the kernel has no more threads than the device accepts.
+
+    Raises:
+        DefinitionError: the block has too many threads.
+    """
     block = [sc.int_value(n) or 1 for n in kernel.block]
     is_over = any(n > most for n, most in zip(block, device.max_block, strict=True))
     if is_over or prod(block) > device.max_threads_per_block:
@@ -136,8 +146,11 @@ def _block_refusal(
 def refusal(
     name: str, fusion: Fusion, counts: Sequence[int], block: Sequence[int], device: DeviceInfo
 ) -> DefinitionError:
-    """Returns the error for a manual schedule with too many blocks along an axis, or too many
-    threads in a block."""
+    """Returns the error for a manual schedule that exceeds the device's limits.
+
+    `counts` are the CUDA blocks along x, y and z; `block` are the threads of a block. If no count
+    is too large, the error is about the threads.
+    """
     over = [k for k in range(3) if counts[k] > device.max_grid[k]]
     if not over:
         return _block_refusal(name, fusion, block, device)
@@ -154,7 +167,12 @@ def refusal(
 
 
 def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
-    """Returns the text of the axis and tensor that has this parallel type, with the user's line."""
+    """Returns text that names the axis which a schedule parallelises, its tensor, and the user's
+    line.
+
+    `axis` is x, y or z, and `types` are the grid types or the block types. Returns "" if no axis is
+    found.
+    """
     ptype = next(t for t in types if t.name.endswith(axis))
     for op in reversed(fusion.used_exprs()):
         for tv in op.outputs:
@@ -169,13 +187,15 @@ def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
 
 
 def fuse_horizontally(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> LoweredKernel:
-    """Returns one kernel named `name` that contains all the kernels, made for `fusion`.
+    """Returns one kernel named `name` whose launch has the CUDA blocks of all `kernels`.
 
-    Blocks and threads are counted along x.
+    `fusion` is the fusion that the kernels compute together. Blocks and threads are counted along
+    x.
 
     Raises:
-        UnsupportedError: a kernel synchronises threads, uses workspaces or a cluster, has several
-            blocks or threads along z, or runs backwards.
+        UnsupportedError: a kernel synchronises threads, uses workspaces or a cluster, or counts its
+            blocks from the last to the first. Also if a kernel has several blocks or threads along
+            z.
     """
     tensors = {tv.number: tv for kernel in kernels for tv in kernel.tensors}
     # Kernel parameters by name.
@@ -195,7 +215,7 @@ def fuse_horizontally(kernels: Sequence[LoweredKernel], fusion: Fusion, name: st
         renamed: dict[Symbol, str] = {}
         args = kernel.args[len(kernel.tensors) :]
         for symbol, arg in zip(kernel.scalars, args, strict=True):
-            # A size or stride is the same in all parts. Other names belong to one part.
+            # A size or stride is the same in all kernels. Other names belong to one kernel.
             if isinstance(arg, ScalarArg) and arg.scalar != symbol:
                 renamed[symbol] = f"p{k}_{symbol.name}"
             name_of_all = renamed.get(symbol, symbol.name)

@@ -1,6 +1,7 @@
 """The order of loads: prefetching in loops over rows, repeated conversions, directions of loops.
 
-A loop over rows prefetches the next row while its threads combine the sums of the current one:
+A loop over the rows of a tensor prefetches the next row while its threads combine the sums of the
+current row:
 
     for k in n:                        for k in n:
       x = T0[k, i]                       x = T0[k, i]
@@ -8,8 +9,8 @@ A loop over rows prefetches the next row while its threads combine the sums of t
       T1[k, i] = x - s                   s = sum of x over threads
                                          T1[k, i] = x - s
 
-The threads of a block wait for one another in every iteration. Without the prefetch, memory would
-be idle during the wait. The next row is prefetched into the L2 cache and takes no registers.
+The threads of a CUDA block wait for one another in every iteration. Without the prefetch, memory
+would be idle during the wait. The next row is prefetched into the L2 cache and takes no registers.
 
 Measured on an H200, gradients of layer norm in bfloat16, 16384 x 8192: 245 us with prefetching, 292
 us without. Loading the next row into registers gained nothing.
@@ -48,8 +49,10 @@ TRUE = sc.const(True)
 
 
 def prefetch_next(body: Body) -> None:
-    """Adds prefetches of the next iteration's elements, in place, to loops that contain a reduction
-    over threads."""
+    """Adds prefetches, in place, to loops whose iterations combine values over threads.
+
+    An iteration prefetches the elements that the next iteration loads.
+    """
     for statement in body.statements:
         if (
             isinstance(statement, For)
@@ -67,7 +70,7 @@ def _combines_threads(body: Body) -> bool:
 
 
 class _Loop:
-    """A loop whose iterations contain a reduction over threads."""
+    """A loop whose iterations combine values over threads, for inserting prefetches."""
 
     def __init__(self, loop: For) -> None:
         self.loop = loop
@@ -81,7 +84,7 @@ class _Loop:
         }
 
     def prefetch(self) -> None:
-        """Inserts the prefetches after the last load that precedes the reduction."""
+        """Inserts the prefetches after the last load in front of the reduction over threads."""
         statements = self.loop.body.statements
         reduction = next(k for k, s in enumerate(statements) if isinstance(s, ThreadReduce))
         prefetches = [
@@ -92,7 +95,7 @@ class _Loop:
             statements.insert(prefetches[-1][0] + 1, guarded)
 
     def _prefetches_of(self, statement: Statement) -> list[Statement]:
-        """Returns the prefetches of the elements that a statement loads in the next iteration."""
+        """Returns prefetches for the elements that a statement will load in the next iteration."""
         match statement:
             case For():
                 inner = self._all_prefetches(statement.body)
@@ -126,7 +129,7 @@ class _Loop:
 
 
 def _accesses(statement: Statement) -> Iterator[tuple[str, Scalar, Scalar]]:
-    """Yields (name, index, condition) of each load from global memory in a statement."""
+    """Yields (tensor name, index, condition) for each load from global memory in a statement."""
     if isinstance(statement, VectorLoad) and not statement.shared:
         yield statement.name, statement.index, TRUE
     for v in values_of(statement):
@@ -153,8 +156,12 @@ NOTHING: Mapping[str, int] = {}
 
 
 def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
-    """Inserts `Forget` statements, in place, for arrays whose elements are converted before and
-    after a reduction over threads. `sizes` has the sizes of arrays declared outside of the body."""
+    """Inserts `Forget` statements, in place, so that 16-bit elements are converted again.
+
+    This applies to register arrays whose elements are converted before and after a reduction over
+    threads. Converted values would take twice the registers in between. `sizes` has the sizes of
+    arrays declared outside of the body.
+    """
     own = [s for s in body.statements if isinstance(s, Declare) and s.size is not None]
     sizes = {**sizes, **{s.name: s.size for s in own if s.size is not None}}
     for statement in body.statements:
@@ -174,7 +181,7 @@ def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
 
 
 def _converted(statement: Statement) -> list[str]:
-    """Returns the register arrays whose elements a statement converts to a wider type."""
+    """Returns the names of register arrays whose elements a statement converts to a wider type."""
     return [
         value.arg.name
         for s in walk(Body([statement]))
@@ -196,12 +203,17 @@ def _widens(value: Convert) -> bool:
 #     for k in n: m = max(m, T0[k])       for k in n: m = max(m, T0[k])
 #     for k in n: s += exp(T0[k] - m)  -> for k in n - 1 ... 0: s += exp(T0[k] - m)
 
-# All threads of a block execute these together, so the order of their iterations is kept.
+# All threads of a CUDA block execute these statements together, so loops that contain them are not
+# reversed.
 _BARRIERS = (Sync, ThreadReduce)
 
 
 def alternate_directions(body: Body) -> None:
-    """Reverses every second one of consecutive loops over the same tensor, in place."""
+    """Reverses every second one of several loops over the same tensor, in place.
+
+    The reversed loop begins with the elements that the previous loop read last, which are still in
+    the cache.
+    """
     # For each tensor: the trip count and the direction of the latest loop over it.
     latest: dict[str, tuple[Scalar, bool]] = {}
     for statement in body.statements:
@@ -215,7 +227,9 @@ def alternate_directions(body: Body) -> None:
 
 
 def _is_free(loop: For) -> bool:
-    """Whether the iterations of a loop may run in any order."""
+    """Whether the iterations of a loop may run in any order, because threads do not wait in the
+    loop.
+    """
     return not any(isinstance(s, _BARRIERS) for s in walk(loop.body))
 
 

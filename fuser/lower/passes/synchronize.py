@@ -1,5 +1,4 @@
-"""Barriers: between a write to shared memory and the reads of it, and before the next
-write to it."""
+"""Barriers: waits between a write to shared memory and its reads, and before the next write."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from fuser.lower.kernel_ir import (
 
 @dataclass
 class _SharedArrayUses:
-    """The names of the shared arrays that some statements read and write."""
+    """The names of the shared arrays that a group of statements reads and writes."""
 
     reads: set[str] = field(default_factory=set[str])
     writes: set[str] = field(default_factory=set[str])
@@ -36,21 +35,25 @@ class _SharedArrayUses:
         self.writes.clear()
 
     def conflicts(self, later: _SharedArrayUses) -> bool:
-        """Whether `later` needs a barrier: it reads an array that was written, or writes one that
-        was used."""
+        """Whether a barrier is necessary between these statements and the statements of `later`.
+
+        This is so if `later` reads an array that these statements write, or writes an array that
+        these statements read or write.
+        """
         return self.overlaps(later) or bool(self.writes & later.writes)
 
     def overlaps(self, later: _SharedArrayUses) -> bool:
-        """Whether one reads an array that the other writes."""
+        """Whether one of the two groups of statements reads an array that the other writes."""
         return bool(self.writes & later.reads or self.reads & later.writes)
 
 
 def insert_barriers(body: Body) -> None:
-    """Inserts `Sync` statements in place.
+    """Inserts barriers (`Sync` statements) in place.
 
-    Before: stages are in producer order, nothing is synchronised. After: every thread passes a
-    barrier between two statements if one writes a shared array that the other uses. This includes
-    the back edge of a loop. Barriers are outside of predicates, where all threads of a block pass.
+    Before: producers are in front of consumers, and nothing is synchronised. After: every thread
+    passes a barrier between two statements if one writes a shared array that the other uses. This
+    includes the step from the end of a loop's body to its start. Barriers are outside of
+    predicates, because all threads of a CUDA block must pass.
     """
     _process(body, _SharedArrayUses())
 

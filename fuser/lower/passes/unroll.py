@@ -1,6 +1,7 @@
 """Unswitching and unrolling of loops.
 
-`expand_unswitch` replaces a marked subtree by two versions, a fast one without predicates:
+`expand_unswitch` replaces the body of an `Unswitch` statement by two versions, a fast one without
+predicates and one with them:
 
     unswitch { for k { if (k*128 + tx < n) body } }
 ->  if (3*128 + tx < n) { for k body } else { for k { if (k*128 + tx < n) body } }
@@ -37,10 +38,12 @@ _EFFECTS = (Store, VectorStore, Accumulate, AccumulateBlock, ThreadReduce, Sync,
 
 # ------------------------------------------------------------------ unswitch
 def expand_unswitch(body: Body) -> Body:
-    """Returns the body with every `Unswitch` replaced by its two versions.
+    """Returns a copy of the body in which two versions replace every `Unswitch` statement.
 
-    One version is enough if the subtree has a barrier, or if nothing is left to do when the test
-    fails.
+    The fast version has no predicates, and runs if all predicates hold in all iterations. The
+    version with predicates runs in other cases. If the statement contains a barrier, only the
+    version with predicates is used. If no iteration has work when a predicate fails, only the fast
+    version is used.
     """
     out: list[Statement] = []
     for statement in body.statements:
@@ -68,7 +71,11 @@ def _versions(statement: Unswitch) -> list[Statement]:
 
 
 def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
-    """Whether every statement with an effect outside of the body is guarded by all of the tests."""
+    """Whether each statement of `body` that writes memory, accumulates or waits runs only under all
+    tests.
+
+    The body then does nothing when one of `tests` fails.
+    """
     for s in body.statements:
         if isinstance(s, If):
             if s.otherwise is None and tests <= set(conjuncts(s.cond)):
@@ -84,8 +91,10 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
 
 
 def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
-    """Maps each predicate test of a subtree to the test that implies it for all inner
-    iterations."""
+    """Maps each predicate test in `body` to a test that implies this test in all inner iterations.
+
+    Tests for which no such test is found are left out.
+    """
     inner = {s.symbol: s.extent for s in walk(body) if isinstance(s, For)}
     tests: dict[Scalar, Scalar] = {}
     for s in walk(body):
@@ -98,15 +107,19 @@ def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
 
 
 def conjuncts(cond: Scalar) -> list[Scalar]:
-    """Returns the tests of a conjunction; an empty list for a constant."""
+    """Returns the tests whose conjunction is `cond`; for a constant, returns an empty list."""
     if isinstance(cond, Apply) and cond.op == "&&":
         return [c for a in cond.args for c in conjuncts(a)]
     return [cond] if isinstance(cond, Apply | Symbol) and sc.int_value(cond) is None else []
 
 
 def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:
-    """Returns the test at the strictest iteration: the last one for an upper bound, the first one
-    for a lower bound. Returns None where another iteration may be stricter."""
+    """Returns a test with the loop indices of the iteration where the test is strictest.
+
+    If the returned test holds, the test holds in all iterations. `inner` has the extents of the
+    loops. For an upper bound the strictest iteration is the last one, for a lower bound the first
+    one. Returns None if another iteration may be stricter.
+    """
     if not isinstance(test, Apply) or not any(s in inner for s in sc.symbols(test)):
         return test
     if test.op not in ("<", "<="):
@@ -142,7 +155,7 @@ def _without_tests(body: Body, tests: Collection[Scalar]) -> Body:
 
 
 def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
-    """Returns a copy of the statement with `fn` applied to its bodies."""
+    """Returns a copy of a statement, in which `fn(body)` replaces each body."""
     match statement:
         case For() | Unswitch():
             return with_changes(statement, {"body": fn(statement.body)})
@@ -155,10 +168,10 @@ def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
 
 # ------------------------------------------------------------------ unrolling
 def mark_unrolled(body: Body) -> None:
-    """Marks the loops of constant extent to unroll, in place.
+    """Marks the loops of constant extent that the compiler must unroll, in place.
 
-    These are loops that the schedule unrolls, and loops that index registers, which have no
-    addresses.
+    These are loops that the schedule unrolls, and loops whose index selects a register, because
+    registers have no addresses.
     """
     for s in walk(body):
         if isinstance(s, For) and sc.int_value(s.extent) is not None:

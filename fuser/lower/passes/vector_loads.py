@@ -1,4 +1,5 @@
-"""Vector loads: reads consecutive global elements by vector loads before an unrolled loop.
+"""Vector loads: replaces loads of consecutive elements in an unrolled loop by vector loads before
+it.
 
 Pieces of a concatenation, slices and padded tensors are read at shifted indices, often under a
 condition. No schedule can know whether their addresses are aligned. The kernel therefore tests the
@@ -44,13 +45,13 @@ TRUE, FALSE = sc.const(True), sc.const(False)
 
 
 def load_vectors(body: Body) -> None:
-    """Replaces the element-wise loads of unrolled loops by vector loads, in place."""
+    """Replaces element-wise loads in unrolled loops by vector loads, in place."""
     _VectorLoads().run(body)
 
 
 @dataclass
 class _VectorLoads:
-    """Rewrites unrolled loops, and numbers the arrays that hold the loaded vectors."""
+    """Replaces the loads of unrolled loops, and gives each array for a loaded vector a new name."""
 
     # The arrays are called w0, w1, ...; no other name has this form.
     count: int = 0
@@ -66,8 +67,11 @@ class _VectorLoads:
         body.statements = made
 
     def _before(self, loop: For) -> list[Statement]:
-        """Returns the statements that load the vectors of a loop. The loop then reads
-        their arrays."""
+        """Returns the statements that load the vectors of a loop, to be placed in front of the
+        loop.
+
+        The loop is changed so that it reads the loaded arrays.
+        """
         made: list[Statement] = []
         arrays: dict[tuple[str, Scalar, Scalar], str] = {}
         found_here = {s.symbol for s in walk(loop.body) if isinstance(s, LetValue)}
@@ -90,8 +94,11 @@ class _VectorLoads:
 
 
 def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
-    """Yields the definitions of a body outside of inner loops, each with the condition
-    around it."""
+    """Yields the definitions in a body, each with the condition under which the definition runs.
+
+    The condition is the conjunction of `guard` and the conditions in the body. Inner loops are
+    skipped.
+    """
     for statement in body.statements:
         if isinstance(statement, Define):
             yield statement, guard
@@ -100,8 +107,11 @@ def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
 
 
 def _is_run(load: GlobalLoad, guard: Scalar, loop: For) -> bool:
-    """Whether a loop reads consecutive elements, as many as a vector has. The guard must hold for
-    all elements between any two for which it holds."""
+    """Whether a loop reads consecutive elements, as many as one or several vectors have.
+
+    In addition, each test of `guard` must change evenly with the loop index. The elements for which
+    the guard holds are then consecutive, too.
+    """
     width, v = sc.int_value(loop.extent), loop.symbol
     nbytes = nbytes_of(load.dtype)
     is_word = width is not None and width > 1 and not width & (width - 1)
@@ -117,9 +127,9 @@ def _tests(guard: Scalar) -> list[Scalar]:
 
 
 def _step(test: Scalar, v: Symbol) -> int | None:
-    """Returns the change of a comparison's left side minus its right side per step of `v`.
+    """Returns the change of (left side - right side) of a comparison when `v` grows by 1.
 
-    It is 0 for a test without `v`, and None where the change is not constant.
+    This is 0 for a test without `v`. Returns None if the change is not constant.
     """
     if v not in sc.symbols(test):
         return 0
@@ -133,9 +143,10 @@ def _step(test: Scalar, v: Symbol) -> int | None:
 
 
 def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
-    """Whether a test provably has one outcome for all values of `v`.
+    """Whether a test provably has the same outcome for all values of `v` from 0 to `width - 1`.
 
-    This holds if the difference of its sides is a multiple of the width at the first lane.
+    `test` compares two sides. The proof requires that their difference grows or shrinks by 1 per
+    iteration, and is a multiple of `width` at one end.
     """
     step = _step(test, v)
     if not step:
@@ -148,8 +159,12 @@ def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
 
 
 def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Statement]:
-    """Returns the statements that fill an array: by vector loads where all its elements
-    are needed."""
+    """Returns the statements that fill the register array `name` with the elements that a loop
+    loads.
+
+    If `guard` holds for all elements of a vector, vector loads are used. Otherwise the elements for
+    which `guard` holds are loaded one by one.
+    """
     width, v = sc.int_value(loop.extent), loop.symbol
     assert width is not None
     # For each test, the lane that satisfies it last, and the lane that satisfies it first.
@@ -192,24 +207,29 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
 
 
 def divide_once(body: Body, least: Mapping[Scalar, int]) -> None:
-    """Rewrites the divisions in unrolled loops, in place, where the divisor is at least the trip
-    count.
+    """Replaces divisions in unrolled loops, in place, by one division per vector.
 
-    `least` maps products of extents to their lower bounds.
+    A division is replaced if its divisor is provably at least the trip count. `least` maps products
+    of extents to their lower bounds, which serve as proof.
     """
     _Divisions(least).run(body, {})
 
 
 class _Divisions:
-    """Rewrites divisions, and caches the rewritten scalars."""
+    """Replaces divisions in unrolled loops, and caches the rewritten scalars.
+
+    `least` maps products of extents to their lower bounds.
+    """
 
     def __init__(self, least: Mapping[Scalar, int]) -> None:
         self._least = least
         self._known: dict[tuple[Scalar, tuple[Symbol, ...]], Scalar] = {}
 
     def run(self, body: Body, lanes: dict[Symbol, int]) -> None:
-        """Rewrites a body inside unrolled loops. `lanes` maps the loops' symbols to their trip
-        counts."""
+        """Rewrites the divisions in a body, in place.
+
+        `lanes` maps the symbols of the unrolled loops around the body to their trip counts.
+        """
 
         def rewritten(x: Scalar) -> Scalar:
             return self._rewritten(x, lanes)
@@ -242,8 +262,12 @@ class _Divisions:
         return self._known[key]
 
     def _divided_once(self, x: Apply, lanes: dict[Symbol, int]) -> Scalar | None:
-        """Returns the quotient or remainder computed from that of the first lane. Returns None for
-        other ops."""
+        """Returns `x`, a quotient or remainder, computed from the quotient or remainder at the
+        first lane.
+
+        Returns None if `x` is another operation, or if the divisor may be smaller than the trip
+        count.
+        """
         if x.op not in ("/", "%") or sc.has_index(x.args[1]):
             return None
         of, n = x.args
@@ -259,8 +283,10 @@ class _Divisions:
         return None
 
     def _is_at_least(self, x: Scalar, count: int) -> bool:
-        """Whether x is provably at least `count`, by itself or as a multiple of a bounded
-        product."""
+        """Whether `x` is provably at least `count`.
+
+        The proof uses `x` itself, or a product with a known lower bound that divides `x`.
+        """
         if sc.le(count, x) == sc.const(True):
             return True
         return any(n >= count and _is_multiple(x, y) for y, n in self._least.items())
