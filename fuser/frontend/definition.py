@@ -89,7 +89,8 @@ def _flag(save_repro_inputs: bool | None) -> bool:
 
 
 def _defined_by(text: str | None) -> FusionDefinition:
-    """Returns the definition that the text of a `repr` describes; an unwritten one for None."""
+    """Returns the definition that the text of a `repr` describes. If `text` is None, returns an
+    empty definition."""
     fd = FusionDefinition()
     if text is not None:
         names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
@@ -100,7 +101,11 @@ def _defined_by(text: str | None) -> FusionDefinition:
 
 
 def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
-    """Returns the error of a call with several positional inputs, or with named inputs."""
+    """Returns the error for a call of `execute` with several positional inputs, or with inputs as
+    keyword arguments.
+
+    `given` is the number of positional inputs, and `named` has the unknown keyword arguments.
+    """
     options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
     name = next(iter(named), "")
     text = f"{given} inputs, expected one list of them: write fd.execute([x, y]), or fd(x, y)"
@@ -118,7 +123,7 @@ def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
 
 
 class FusionDefinition:
-    """A tensor program: first it is defined in a `with` block, then it runs.
+    """A tensor program, which is first defined in a `with` block and then run.
 
     - `fd.ops` has the ops, and `fd.sched` the schedule primitives.
     - `fd.fusion` is the fusion as defined. Running never changes it.
@@ -139,12 +144,12 @@ class FusionDefinition:
 
     @checked
     def __init__(self, *, double_numbers: bool | None = None) -> None:
-        """Creates an empty definition, to be written in a `with` block.
+        """Creates an empty definition. A `with` block then defines the program.
 
         Args:
-            double_numbers: Whether an integer or Bool tensor with a Python float gives Double, as
-                in nvFuser, instead of Float, as in torch. None takes the value of
-                `FUSER_ENABLE=double_numbers`.
+            double_numbers: Selects the dtype of an op on an integer or Bool tensor and a Python
+                float. True: Double, as in nvFuser. False: Float, as in torch. None takes the value
+                of `FUSER_ENABLE=double_numbers`.
         """
         self._double_numbers = double_numbers
         self._fusion: Fusion | None = None
@@ -191,7 +196,8 @@ class FusionDefinition:
     def fusion(self) -> Fusion:
         """The fusion as the user defined it.
 
-        Raises `EmptyDefinitionError` before the `with` block.
+        Raises:
+            EmptyDefinitionError: no `with` block has begun.
         """
         if hasattr(self, "fec"):
             return self.fec.fusion()
@@ -207,9 +213,10 @@ class FusionDefinition:
         )
 
     def __reduce__(self) -> tuple[Callable[[str | None], FusionDefinition], tuple[str | None]]:
-        """Pickles and copies a definition through its text.
+        """Returns a function and the definition's text, from which `pickle` and `copy` create an
+        equal definition.
 
-        `pickle` and `copy.deepcopy` return an equal definition that has not run yet.
+        The copy has not run yet.
         """
         if self.__dict__.get("_fusion_guard") is not None:
             raise DefinitionError(
@@ -221,10 +228,10 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ definition
     def define_tensor(self, *args: Any, **kwargs: Any) -> TensorView:
-        """Adds a tensor input to the program and returns it.
+        """Adds a tensor input to the program and returns the tensor.
 
-        The arguments have three forms, which `fuser.ops.define.define_tensor` describes. Inputs of
-        `execute` have the order in which they are defined.
+        There are three ways to pass the arguments, which `fuser.ops.define.define_tensor`
+        describes. `execute` takes the inputs in the order in which they are defined.
 
         Example: `x = fd.define_tensor([-1, 768], contiguity=True, dtype=DataType.BFloat16)`
         """
@@ -234,10 +241,10 @@ class FusionDefinition:
 
     @checked
     def define_scalar(self, value: Any = None, dtype: DtypeLike | None = None) -> Scalar:
-        """Adds a scalar and returns it: a constant if `value` is passed, else an input of the
-        program.
+        """Creates a scalar and returns it. The scalar is a constant if `value` is passed, else an
+        input of the program.
 
-        The dtype of an input is Double unless `dtype` names another.
+        If `dtype` is None, an input has the dtype Double.
         """
         scalar = define.define_scalar(value, dtype)
         if scalar.is_symbolic():
@@ -247,10 +254,10 @@ class FusionDefinition:
 
     @checked
     def define_vector(self, size: int) -> list[Scalar]:
-        """Adds `size` symbolic Int scalars, each an input of the program, and returns them.
+        """Adds `size` scalar inputs of dtype Int to the program and returns the new scalars.
 
         Raises:
-            DefinitionError: the size is negative or above 1024.
+            DefinitionError: `size` is negative or above 1024.
         """
         if not 0 <= size <= LONGEST:
             raise DefinitionError(f"define_vector: size must be from 0 to {LONGEST}, got {size}")
@@ -259,10 +266,11 @@ class FusionDefinition:
     @checked
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
         """Adds a tensor input with the dtype, memory order and contiguity of `tensor`, and returns
-        it.
+        the new input.
 
-        Its sizes are symbolic unless `static_sizes`. If torch has a GPU, a CPU tensor without axes
-        becomes a CPU scalar (`is_cpu`), whose value each call reads on the host.
+        The sizes of the new input are symbolic unless `static_sizes` is True. If torch has a GPU, a
+        CPU tensor without axes becomes a CPU scalar (`is_cpu`). In each call, the host reads the
+        value of a CPU scalar.
 
         Raises:
             InputError: the tensor is neither on a CPU nor on a CUDA device.
@@ -283,13 +291,13 @@ class FusionDefinition:
     def add_output(
         self, output: TensorView | Scalar, alias_input: TensorView | None = None
     ) -> None:
-        """Adds an output, or an in-place update of the input `alias_input` (see
-        `Fusion.add_output`).
+        """Adds an output of the program. If `alias_input` is passed, the output updates that input
+        in place instead (see `Fusion.add_output`).
 
-        The program always reads the value that an updated input had at the start of the call. One
-        case differs: an input that is itself an output is returned as the caller's own tensor,
-        which then has the updated value. A view of it, a permuted one for example, is computed and
-        has the old values.
+        The program always reads the value that an updated input had at the start of the call. If
+        that input is itself an output, the call returns the caller's own tensor, which then has the
+        updated value. A view of the input (for example a permuted one) is computed, and has the old
+        values.
 
         Raises:
             DefinitionError: the output or the input does not belong to this definition, or their
@@ -299,7 +307,7 @@ class FusionDefinition:
 
     @checked
     def validate_definition(self) -> tuple[bool, str | None]:
-        """Returns (whether the definition can run, the reason if it cannot)."""
+        """Returns whether the definition can run, and the reason if it cannot."""
         if not hasattr(self, "fec") and self._fusion is None:
             return False, _NEVER_WRITTEN
         if not self.fusion.outputs:
@@ -308,8 +316,8 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ execution
     def __call__(self, *inputs: object, **options: Any) -> list[torch.Tensor]:
-        """Runs the program on `inputs`: `fd(x, y)` is `fd.execute([x, y])`, with the same
-        options."""
+        """Runs the program on `inputs`: `fd(x, y)` is the same as `fd.execute([x, y])`, with the
+        same options."""
         return self.execute(inputs, **options)
 
     def execute(
@@ -328,11 +336,13 @@ class FusionDefinition:
         - A tensor that the program shards is passed as this rank's shard.
         - Numbers are passed for scalar inputs. Nested sequences are flattened.
         - The options (`docs/reference/options.md`) apply to this call only.
+        - `save_repro_inputs=True` records the inputs' shapes and dtypes for `last_repro_script`.
         - Outputs carry no gradient, in backward or forward mode. The first input that requires a
           gradient, or is a dual tensor of `torch.autograd.forward_ad`, causes one warning.
 
         Raises:
-            InputError: number, kind, rank, dtype, device or size of an input is wrong.
+            InputError: an input has a wrong type, number of dimensions, dtype, device or size, or
+                the number of inputs is wrong.
             PeerError: another rank raised an error before anything was launched.
 
         Example: `(out,) = fd.execute([torch.randn(2, 3), 0.5])`
@@ -362,8 +372,11 @@ class FusionDefinition:
         *given: Any,
         save_repro_inputs: bool | None,
     ) -> list[torch.Tensor]:
-        """Runs the first call, or a call whose inputs are remembered. An error in it is raised on
-        all ranks."""
+        """Runs the first call of `execute`, or a call with `save_repro_inputs`. An error is raised
+        on all ranks of the program.
+
+        `given` are the device and the options of the call.
+        """
 
         def prepare() -> Prepared[list[torch.Tensor]]:
             if not _flag(save_repro_inputs):
@@ -379,16 +392,16 @@ class FusionDefinition:
     def repro_script_for(self, inputs: Iterable[object] | None = None) -> str:
         """Returns a script that defines this program and runs it on inputs like these.
 
-        The script's inputs have the same shapes, strides, dtypes and devices, and random values.
-        Without inputs, the script only defines the program.
+        The script's inputs have the same shapes, strides, dtypes and devices, and random values. If
+        `inputs` is None, the script only defines the program.
         """
         return repro_script(repr(self), inputs)
 
     def last_repro_script(self) -> str:
-        """Returns the script for the inputs of the last `execute(save_repro_inputs=True)`.
+        """Returns the script that reproduces the last `execute(save_repro_inputs=True)`.
 
         Raises:
-            NoReproInputsError: there was no such call. It is an AssertionError.
+            NoReproInputsError: there was no such call. This error is also an AssertionError.
         """
         if not hasattr(self, "fake_inputs"):
             raise NoReproInputsError(
@@ -398,7 +411,8 @@ class FusionDefinition:
         return self.repro_script_for(self.fake_inputs)
 
     def _report(self, error: Exception, inputs: object) -> None:
-        """Adds a script that reproduces the error, if the error may be a fault of this project."""
+        """Adds a script that reproduces an error to the error's notes. The caller has found that
+        the error may be a fault of this project."""
         try:
             given = inputs if isinstance(inputs, list | tuple) else None
             report(error, self.repro_script_for(given))
@@ -418,28 +432,27 @@ class FusionDefinition:
         _enable_options: Sequence[str] = NONE,
         _disable_options: Sequence[str] = NONE,
     ) -> Trace:
-        """Runs the program several times on `inputs` and returns a timeline of it
+        """Runs the program several times on `inputs` and returns a timeline of the runs
         (`hostir.profiling.timeline.Trace`).
 
-        The timeline has, for each rank, a track per stream and one of the host. The trace also has
-        the times in which the program computes, communicates, and does neither. All ranks of the
-        program call this together. Each of them gets the traces of all ranks.
+        For each rank, the timeline has one track per stream and one track for the host. The trace
+        also has the times in which the program computes, communicates, and does neither. All ranks
+        of the program must call this method together. Each rank gets the traces of all ranks.
 
         Args:
             path: The file for the timeline, in the format of Perfetto. The first rank writes it.
             warm_up: Number of runs before anything is measured.
-            repeat: Number of runs that are timed as a whole, step by step and by CUDA graphs; then
-                the same number of runs with a time for each op. The timeline shows the last of
-                these.
-            source: Where the times of a GPU come from: "cupti", "events" (around each op), or
-                "auto", the first of them that works. `Trace.source` is the one used. On the CPU it
-                is always the host's clock.
-            predicted: Adds the timeline of the cost model, for "h200" or a file that describes a
-                machine (`docs/explanation/cost-model.md`).
+            repeat: Number of runs that are timed as a whole, op by op and by CUDA graphs. The same
+                number of runs follows with a time for each op. The timeline shows the last run.
+            source: The clock for the times of a GPU: "cupti", "events" (around each op), or "auto",
+                the first of these that works. `Trace.source` is the one used. On the CPU, the times
+                are always those of the host's clock.
+            predicted: Adds the timeline that the cost model predicts, for "h200" or for a file that
+                describes a machine (`docs/explanation/cost-model.md`).
 
-        Inputs, `device` and options are those of `execute`. Inputs that are updated in place keep
-        their values. The traced plan is the one that `execute` replays, but step by step and never
-        as a CUDA graph.
+        Inputs, `device` and options are those of `execute`. Inputs that the program updates in
+        place keep their values. The traced plan is the one that `execute` replays, but its ops are
+        issued one by one, never as a CUDA graph.
 
         Raises:
             InputError: as `execute`; or `path` cannot be written, which is checked before anything
@@ -461,17 +474,17 @@ class FusionDefinition:
         """Runs the program on DTensors and returns its visible outputs as DTensors.
 
         - A tensor input is a DTensor with the mesh and the sharding that the fusion declares for
-          it. The mesh may have any rank, and GPUs or CPUs.
+          that input. The mesh may have any number of dimensions, and GPUs or CPUs.
         - Scalar inputs are numbers.
-        - If the memory order of a shard differs from the declared one, each call copies it, and one
-          warning reports that.
-        - The placements of an output are those of its sharding (`fec.get_output_shardings`). Its
-          mesh is that of an input on the same devices, if there is one, else a new mesh with the
-          inputs' dimension names.
+        - If the memory order of a shard differs from the declared one, each call copies the shard.
+          One warning reports the copies.
+        - An output has the placements of its sharding (`fec.get_output_shardings`). Its mesh is
+          that of an input on the same devices. If no input has those devices, a new mesh with the
+          inputs' dimension names is created.
         - Outputs carry no gradient.
 
-        All ranks of the program call this together. An error is raised on every rank, before
-        anything runs.
+        All ranks of the program must call this method together. An error is raised on every rank,
+        before anything runs.
 
         Raises:
             DTensorError: an input is not a DTensor, or has another mesh or sharding than declared;
@@ -490,14 +503,15 @@ class FusionDefinition:
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
     def _devices(self) -> tuple[int, ...]:
-        """Returns the ranks that run the program. They agree on a call before anything is
-        checked."""
+        """Returns the ranks that run the program. These ranks agree on a call before anything else
+        is checked."""
         if hasattr(self, "fec"):
             return self.fec.devices
         return requested_devices(self._fusion) if self._fusion is not None else ()
 
     def _executor_cache(self) -> FusionExecutorCache:
-        """Returns the executor cache. The first call creates it, and moves the fusion into it."""
+        """Returns the executor cache. The first call of this method creates the cache and moves the
+        fusion into it."""
         if hasattr(self, "ke"):
             raise OtherEntranceError(
                 "KernelExecutor already exists! Use manual_execute() to execute the fusion."
@@ -513,37 +527,40 @@ class FusionDefinition:
         return self.fec
 
     def cuda_graphs(self) -> list[str]:
-        """Returns how many CUDA graphs repeat the runs of this program, or why none does.
+        """Returns lines that say how many CUDA graphs repeat the runs of this program, or why no
+        graph does.
 
-        There is a line for each class of inputs, and each stream that ran it.
-        `FUSER_DISABLE=cuda_graphs`, or this option of a call, turns graphs off.
+        There is one line for each signature of inputs and each stream on which such inputs ran.
+        `FUSER_DISABLE=cuda_graphs`, or this option of a call, turns CUDA graphs off.
         """
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
 
     def memory(self) -> Memory:
-        """Returns the bytes that this definition keeps between runs, and those that it shares with
-        others.
+        """Returns how many bytes this definition holds between runs, and how many bytes it shares
+        with other definitions.
 
-        Intermediates of all programs of a stream share one buffer, which is as large as the largest
-        program needs. Outputs belong to the caller. See `hostir.runtime.plan.Memory`.
+        The intermediates of all programs on a stream share one buffer, which is as large as the
+        largest program needs. Outputs belong to the caller. See `hostir.runtime.plan.Memory`.
         """
         return self.fec.memory() if hasattr(self, "fec") else Memory()
 
     def compiled_runner(self) -> list[str]:
-        """Returns how many calls the compiled runner has repeated, or why none.
+        """Returns lines that say how many calls the compiled runner has repeated, or why it repeats
+        none.
 
-        There is a line for each class of inputs. A count begins when the runner last took over such
-        calls. A line without a count says after how many more calls the runner is tried again.
-        `FUSER_DISABLE=compiled_runner`, or this option of a call, runs everything in Python.
+        There is one line for each signature of inputs. The count begins when the runner was last
+        enabled for that signature. A line without a count says after how many more calls the runner
+        is tried again. `FUSER_DISABLE=compiled_runner`, or this option of a call, runs everything
+        in Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns which matmuls and communications overlap for inputs like these, and the predicted
-        times that decided it (`docs/explanation/cost-model.md`).
+        """Returns a report on which matmuls and communications overlap for inputs like these, with
+        the predicted times that led to the choice.
 
-        The report is on the program that ran last. `FUSER_DISABLE=auto_overlap`, or this option of
-        a call, turns overlap off.
+        The report is on the program that ran last (see `docs/explanation/cost-model.md`).
+        `FUSER_DISABLE=auto_overlap`, or this option of a call, turns overlap off.
 
         Raises:
             FuserError: the program has not run yet.
@@ -553,11 +570,12 @@ class FusionDefinition:
     def manual_execute(
         self, inputs: Iterable[object], heuristic_params: object = None
     ) -> list[torch.Tensor]:
-        """Runs the fusion as one kernel, with the schedule that the user has given its tensors.
+        """Runs the fusion as one kernel, with the schedule that the user has given to the fusion's
+        tensors.
 
-        The schedule is read at the first call. There is no segmentation, and there are no meshes.
-        `heuristic_params` is the result of `sched.schedule`. It adds nothing to the schedule: if
-        its `lparams` or `cparams` ask for something else, that is an error.
+        The schedule is read at the first call. The fusion is not segmented, and must have no
+        meshes. `heuristic_params` is the result of `sched.schedule`. These parameters do not change
+        the schedule. If their `lparams` or `cparams` contradict the schedule, that is an error.
 
         Raises:
             DefinitionError: the parameters contradict the schedule.
@@ -590,14 +608,15 @@ class FusionDefinition:
         device: int | str | torch.device | None = None,
         **execute_kwargs: Any,
     ) -> list[torch.Tensor]:
-        """Runs `execute` and compares the outputs with references, by default torch's results in
-        the same dtypes. Returns the outputs.
+        """Runs `execute` and compares the outputs with references. Returns the outputs.
 
-        Tolerances depend on the dtype and the size of reductions (`fuser.frontend.validation`).
+        If `reference_outputs` is None, the references are torch's results in the same dtypes. The
+        tolerances depend on the dtype and the size of reductions (`fuser.frontend.validation`).
+        `execute_kwargs` are further arguments of `execute`.
 
         Raises:
-            ValidationError: an output differs; the message names the first. It is an
-                AssertionError.
+            ValidationError: an output differs; the message names the first such output. This error
+                is also an AssertionError.
         """
         run = partial(self.execute, device=device, **execute_kwargs)
         return validation.validate_run(self.fusion, run, inputs, reference_outputs)
@@ -606,7 +625,8 @@ class FusionDefinition:
     def manual_validate(
         self, inputs: Sequence[object], reference_outputs: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """Runs `manual_execute` and compares the outputs as `validate` does."""
+        """Runs `manual_execute`, compares the outputs with references as `validate` does, and
+        returns the outputs."""
         fusion = self.fusion
         return validation.validate_run(fusion, self.manual_execute, inputs, reference_outputs)
 

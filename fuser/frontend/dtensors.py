@@ -1,7 +1,8 @@
-"""Runs a definition on torch's DTensors: inputs are unwrapped to shards, results are wrapped again.
+"""Runs a definition on torch's DTensors: unwraps the inputs to shards, and wraps the results in
+DTensors.
 
-Dimension i of a torch mesh is the dimension of the fusion's mesh at the same position (mesh_x is
-the last). If several dimensions cut one axis, the first of them cuts it outermost, as in torch.
+Dimension i of a torch mesh is dimension i of the fusion's mesh (mesh_x is the last dimension). If
+several mesh dimensions shard one axis, the first of them shards it outermost, as in torch.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ _TOLD: WeakSet[FusionExecutorCache] = WeakSet()
 def prepare_dtensors(
     cache: FusionExecutorCache, in_dtensors: Iterable[object]
 ) -> Prepared[list[DTensor]]:
-    """Returns the run signature of this rank for the shards of DTensors, its numbers, and the
-    function that runs.
+    """Returns this rank's run signature for the shards of DTensors, the scalar inputs to compare,
+    and the function that runs the program.
 
-    Launches nothing. Raises the errors of `FusionDefinition.execute_with_dtensors`.
+    All ranks compare their signatures and scalar inputs before they run. This function launches
+    nothing. Raises the errors of `FusionDefinition.execute_with_dtensors`.
     """
     defined = cache.fusion()
     given = flatten(in_dtensors, declared=defined.inputs)
@@ -87,7 +89,8 @@ def _is_dtensor(value: object) -> TypeGuard[DTensor]:
 def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] | None:
     """Checks that the DTensors have the meshes and shardings that the fusion declares.
 
-    Returns the names of their mesh dimensions; None if there is no DTensor or no names.
+    Returns the dimension names of the inputs' meshes. Returns None if no input is a DTensor, or if
+    the meshes have no dimension names.
     """
     _check_ranks()
     first: tuple[int, tuple[str, ...] | None] | None = None
@@ -112,8 +115,12 @@ def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] 
 
 
 def _check_ranks() -> None:
-    """Raises `DTensorError` if torch.distributed and the Communicator number the ranks
-    differently."""
+    """Checks that torch.distributed and the Communicator give this process the same rank and the
+    same number of ranks.
+
+    Raises:
+        DTensorError: they differ, or there is no default process group.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -131,7 +138,12 @@ def _check_ranks() -> None:
 
 
 def _check_placed(position: int, tv: TensorView, value: Any) -> None:
-    """Raises unless a DTensor has the mesh, the sharding and the sizes that the fusion needs."""
+    """Checks that a DTensor has the mesh, the sharding and the sizes that the fusion declares for
+    its input `tv`.
+
+    Raises:
+        DTensorError: the DTensor differs from the declaration, or this rank is not in its mesh.
+    """
     what, where = f"execute_with_dtensors: input {position}, {tv},", user_code(tv.user_line())
     axes = _axes_of_dtensor(value, what, where)
     mesh: torch.Tensor = value.device_mesh.mesh
@@ -186,9 +198,12 @@ def _shards(
     """Returns this rank's shards of the inputs, in the memory orders that the fusion declares.
 
     Torch chooses the memory order of a shard: usually row-major, whatever the strides of the
-    DTensor. So another order than the declared one is not the user's mistake. The shard is copied,
-    and one warning per definition names the copied inputs. An input that is updated in place cannot
-    be copied: it raises `DTensorError`.
+    DTensor. So a shard in another memory order is not the user's mistake. The shard is copied, and
+    one warning per definition names the copied inputs.
+
+    Raises:
+        DTensorError: an input that is updated in place, and so cannot be copied, has another memory
+            order.
     """
     updated = {alias.into for alias in fusion.aliases}
     shards, copied = list[Argument](), list[str]()
@@ -222,7 +237,8 @@ def _shards(
 def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
     """Whether a shard must be copied into the declared memory order.
 
-    False if the rank differs, or an expanded axis has several elements: these are other errors.
+    Returns False if the number of dimensions differs, or if an expanded axis has several elements
+    in memory, because other checks report these errors.
     """
     if shard.dim() != tv.ndim or not shard.numel() or declared_order(tv) is None:
         return False
@@ -232,7 +248,8 @@ def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
 
 
 def _shard(value: Argument) -> Argument:
-    """Returns this rank's shard of a DTensor, after waiting for it; any other value unchanged."""
+    """Returns this rank's shard of a DTensor, after waiting for pending communication. Returns any
+    other value unchanged."""
     if not _is_dtensor(value):
         return value
     local: Any = value.to_local()
@@ -250,9 +267,12 @@ def _mesh_of(tv: TensorView) -> DeviceMesh:
 
 
 def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
-    """Returns the axis that each dimension of a tensor's mesh cuts, given the cuts of its axes.
+    """Returns, for each dimension of a tensor's mesh, the axis that this dimension shards, or None.
 
-    Raises `UnsupportedError` if the shards are not blocks, as those of DTensors are.
+    `cuts_of_axes` has, for each axis, the parallel types that shard it, outermost first.
+
+    Raises:
+        UnsupportedError: a DTensor cannot have such shards, because they are not contiguous blocks.
     """
     assert tv.mesh is not None
     axes: list[int | None] = [None] * tv.mesh.ndim
@@ -276,7 +296,15 @@ def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
 def _maker(
     mesh: DeviceMesh, meshes: Sequence[Any], names: tuple[str, ...] | None, devices: Sequence[int]
 ) -> Any:
-    """Returns a function that returns torch's mesh for a result, for a device type."""
+    """Returns a function that, for a device type, returns the torch mesh of an output on `mesh`.
+
+    If an input is on the same mesh, the output uses the input's torch mesh. `meshes` are the
+    inputs' torch meshes, `names` their dimension names, and `devices` the ranks that run the
+    program.
+
+    Raises:
+        ShardingError: a new mesh is needed, and not all ranks of the job run the program.
+    """
     for one in meshes:
         if (tuple(one.mesh.shape), tuple(one.mesh.flatten().tolist())) == (
             mesh.shape,

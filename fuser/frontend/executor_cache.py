@@ -4,9 +4,9 @@ There are three levels of caches, all bounded:
 
 1. The signature of the inputs: shapes, strides, dtypes and devices. A repeated call needs only one
    dictionary look-up.
-2. The input class: the facts that change the program, which are dtypes, memory layouts and the
-   concretized structure. It finds the process-wide program (`program_cache`) and binds it to this
-   rank.
+2. The input class: the facts that change the program. These are dtypes, memory layouts and the
+   structure of the fusion for these sizes. With the input class, the program is found in the cache
+   of the process (`program_cache`), and bound to this rank.
 3. The kernel executors' own caches.
 """
 
@@ -85,8 +85,8 @@ MAX_BOUND = 64
 
 
 class FusionExecutorCache(Watching, Inspection):
-    """The programs of one fusion, by the class of their inputs. Running never changes the
-    fusion."""
+    """The compiled programs of one fusion, one program for each input class (`InputClass`). Running
+    never changes the fusion."""
 
     @partial(checked, name="FusionExecutorCache")
     def __init__(
@@ -125,7 +125,8 @@ class FusionExecutorCache(Watching, Inspection):
         # The latest call, if it had neither options nor a device, and the runner that repeats it.
         self._latest: CallCacheEntry | None = None
         self._steady: Steady | None = None
-        # Such calls that were made more than once, by the shape of their first input.
+        # Calls without options and device that were made more than once, by the shape of their
+        # first input.
         self._in_turns: Recent[torch.Size, CallCacheEntry] = Recent(MAX_TURNS)
         self._ran: CallCacheEntry | None = None
         self._autograd = Autograd(fusion)
@@ -149,12 +150,13 @@ class FusionExecutorCache(Watching, Inspection):
 
     @cached_property
     def _text(self) -> str:
-        """The structure of the fusion: the key of its programs."""
+        """The structure of the fusion as text. The text is part of the key under which the fusion's
+        programs are cached."""
         return fusion_text(self._fusion)
 
     @cached_property
     def _claimed(self) -> tuple[str, tuple[Op, ...]]:
-        """The part of the definition that ranks compare, as text and as ops.
+        """The fusion that ranks compare before a run, as text and as ops.
 
         Two facts are left out because they do not change the program: the order in which tensors
         were annotated, and meshes that ops copied from their operands.
@@ -164,8 +166,11 @@ class FusionExecutorCache(Watching, Inspection):
 
     @cached_property
     def _lines(self) -> tuple[str, ...]:
-        """The user's lines. They are part of the key, so that a program names the lines of its own
-        definition."""
+        """The user's source lines of the fusion's inputs and ops.
+
+        These lines are part of a program's cache key, because error messages of a program must show
+        the lines of the program's own definition.
+        """
         inputs = [v for v in self._fusion.inputs if isinstance(v, TensorView)]
         return tuple(v.where for v in (*inputs, *self._fusion.exprs))
 
@@ -174,11 +179,11 @@ class FusionExecutorCache(Watching, Inspection):
         return Classifier(self._fusion)
 
     def cuda_graphs(self) -> list[str]:
-        """Returns lines on CUDA graphs; see `FusionDefinition.cuda_graphs`."""
+        """Returns lines of text on CUDA graphs; see `FusionDefinition.cuda_graphs`."""
         return self._status_lines(CallCacheEntry.graphs)
 
     def memory(self) -> Memory:
-        """Returns the memory that is kept between runs; see `FusionDefinition.memory`."""
+        """Returns the memory that is allocated between runs; see `FusionDefinition.memory`."""
         calls = list(self._by_signature.values())
         evaluators = {call.bound.evaluator for call in calls}
         plans = [plan for call in calls for plan in call.known.plans.values()]
@@ -249,8 +254,11 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def _consider(self, call: CallCacheEntry, given: Sequence[Argument]) -> None:
-        """Has the compiled runner repeat calls like this one, if it supports them. The call has
-        run."""
+        """Lets the compiled runner repeat calls of the entry `call`, if the runner supports such
+        calls.
+
+        The call has just run with the inputs `given`.
+        """
         call.enable_fast_path(given)
         if call.never or call.steady is not None:
             return
@@ -262,7 +270,8 @@ class FusionExecutorCache(Watching, Inspection):
             call.steady = self._steady = found
 
     def _is_like(self, call: CallCacheEntry, inputs: Sequence[Argument]) -> bool:
-        """Whether inputs still belong to this call: another thread may have changed them."""
+        """Whether the inputs still belong to the entry `call`. Another thread may have changed them
+        during the run."""
         if call.glance is not no_fast_path:
             return call.glance(inputs) is not None
         try:
@@ -274,11 +283,11 @@ class FusionExecutorCache(Watching, Inspection):
     def _others_turn(
         self, declined: Steady, inputs: Iterable[object], *others: object
     ) -> list[torch.Tensor] | None:
-        """Runs inputs that `declined` did not accept by the compiled runner of another call; None
-        if no runner accepts them.
+        """Runs the inputs by the compiled runner of another call, because the runner `declined`
+        rejected the inputs. Returns None if no runner accepts them.
 
-        The call is found by the shape of the first input. `declined` is dropped if it has declined
-        too often.
+        The other call is found by the shape of the first input. A runner that has rejected inputs
+        too often is dropped.
         """
         call = self._latest
         is_over = declined.declined > MAX_DECLINED or declined.is_dropped
@@ -298,16 +307,18 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def compiled_runner(self) -> list[str]:
-        """Returns lines on the compiled runner; see `FusionDefinition.compiled_runner`."""
+        """Returns lines of text on the compiled runner; see `FusionDefinition.compiled_runner`."""
         return self._status_lines(CallCacheEntry.repeated)
 
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
     ) -> tuple[CallCacheEntry | None, tuple[int, ...] | None]:
-        """Returns a call, other than the latest, whose quick check accepts the inputs, and their
-        alignments.
+        """Returns the entry of an earlier call, other than the latest, and the alignments of the
+        inputs.
 
-        Returns (call or None, None) if there is no such call.
+        The earlier call is found by the shape of the first input. If that call's quick check
+        rejects the inputs, the alignments are None. If there is no such call, entry and alignments
+        are None.
         """
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
@@ -333,10 +344,11 @@ class FusionExecutorCache(Watching, Inspection):
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[list[torch.Tensor]]:
-        """Returns the run signature of this rank for `inputs`, its numbers, and the function that
-        runs.
+        """Returns this rank's run signature for `inputs`, the scalar inputs to compare, and the
+        function that runs the program.
 
-        Ranks compare signatures and numbers before they run. Launches nothing.
+        All ranks compare their signatures and scalar inputs before they run. This method launches
+        nothing.
         """
         if PROFILERS or self._is_profiled:
             profiler = profiler_here(is_on=self._is_profiled)
@@ -361,10 +373,10 @@ class FusionExecutorCache(Watching, Inspection):
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None
     ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of a run that ranks must agree on, with seeds, and a wrapper of the
-        run.
+        """Returns the inputs of a run to which all ranks must still agree, with seeds, and a
+        function that wraps the run.
 
-        The wrapper draws the seeds when the run begins, not before.
+        The wrapped run advances torch's random generator when it begins, not before.
         """
         inputs = self._read(inputs)
         if self._draws is None:
@@ -374,8 +386,8 @@ class FusionExecutorCache(Watching, Inspection):
         return self._draws.look(inputs, device)
 
     def _read(self, inputs: Iterable[object]) -> Iterable[object]:
-        """Returns the inputs of the program: CPU scalars as numbers with their current values, and
-        sizes that are computed from floats."""
+        """Returns the inputs of the program: the values of CPU scalars as numbers, and the sizes
+        that are computed from floats."""
         inputs = inputs if self._scalars is None else self._scalars.read(inputs)
         return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
@@ -396,10 +408,10 @@ class FusionExecutorCache(Watching, Inspection):
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]:
-        """Returns the cache entry of the call, its flat inputs, and their alignments.
+        """Returns the cache entry of the call, its inputs as a flat list, and the inputs'
+        alignments.
 
-        The alignments are None for the first call of a signature. The entry is created if there is
-        none.
+        If there is no entry yet, one is created, and the alignments are None.
         """
         given: Sequence[Argument] = flatten(inputs, declared=self._fusion.inputs)
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
@@ -433,7 +445,8 @@ class FusionExecutorCache(Watching, Inspection):
         communicator: Communicator,
         settings: Settings,
     ) -> CallCacheEntry:
-        """Creates the cache entry for a new signature: finds or builds its program."""
+        """Creates the cache entry for a new signature of inputs, after finding or building its
+        program."""
         resolved = self._autograd.resolved(inputs)
         with uncollected, progress.shown(communicator.rank()):
             bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
@@ -527,7 +540,7 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> BoundProgram:
-        """Finds or builds the program, and binds it to this rank."""
+        """Finds or builds the program for an input class, and binds it to this rank."""
         program, overlaps = self._program(input_class, communicator, device, settings)
         evaluator = ProgramEvaluator(
             program.container,
@@ -547,14 +560,19 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> tuple[Program, Overlaps | NoOverlap]:
-        """Finds or builds the program. The job need not have all ranks that the program names."""
+        """Finds or builds the program for an input class. Also returns the object that decides
+        which matmuls and communications overlap.
+
+        The job may have fewer ranks than the meshes name, because nothing runs.
+        """
         # Before the cache's lock is taken, because it may open connections.
         backend = self._params.backend or (
             PEER_COPIES
             if settings.enabled("peer_copies")
             else communicator.backend_for(device).name.upper()
         )
-        # With dumps, each definition lowers its own program, so that each shows all its stages.
+        # With dumps, each definition lowers its own program, so that the dumps show all stages of
+        # each definition.
         owner = self._identity if any(map(options.dump_enabled, EFFECTS["DUMP"])) else None
         given = (self._text, self._lines, self._params)
         key = (given, backend, input_class.key, settings, owner)
@@ -584,7 +602,8 @@ class FusionExecutorCache(Watching, Inspection):
         texts: list[Dump],
         overlaps: Overlaps | NoOverlap,
     ) -> Program:
-        """Lowers this definition for an input class; `texts` receives the requested dumps."""
+        """Lowers this definition for an input class and a backend. The requested dumps are appended
+        to `texts`."""
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
         where = next((op.where for op in self._fusion.exprs if op.where), "")
@@ -625,8 +644,8 @@ class FusionExecutorCache(Watching, Inspection):
 
     # ------------------------------------------------------------ looking inside
     def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
-        """Returns the program of the most recent run. Without one, lowers a program for inputs like
-        these.
+        """Returns the program of the most recent run. If there was no run, lowers a program for
+        inputs like these.
 
         The job may have fewer ranks than the meshes name.
         """
@@ -640,7 +659,8 @@ class FusionExecutorCache(Watching, Inspection):
         return self._program(found, here, where, self._settings)[0].container
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns the report on overlap; see `FusionDefinition.overlap_report`."""
+        """Returns the report on overlapping matmuls and communications; see
+        `FusionDefinition.overlap_report`."""
         given = self._completed(inputs)
         sizes = self._binder.bind(given, device_of(given, None))
         latest = self._last()
@@ -649,7 +669,7 @@ class FusionExecutorCache(Watching, Inspection):
 
 
 def _with_notes(report: str, program: HostIrContainer) -> str:
-    """Returns a report on overlap, with notes on annotations that would save work."""
+    """Returns a report on overlap, with notes on annotations of inputs that would save work."""
     return "\n".join((report, *(f"note: {note}" for note in sliced_inputs(program))))
 
 
@@ -671,10 +691,11 @@ def overlaps_of(
     settings: Settings,
     params: LowerParams,
 ) -> Overlaps | NoOverlap:
-    """Returns the object that decides which overlapped steps the programs of a key have.
+    """Returns the object that decides which matmuls and communications overlap, for all programs
+    with the key `key`.
 
-    Streams of CPU ranks do not run side by side. There, overlap needs the option `machine` or
-    `steps`.
+    Streams of CPU ranks do not run concurrently. On CPU ranks, overlap therefore needs the option
+    `machine` or `steps`.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):
@@ -714,7 +735,7 @@ def overlaps_of(
 
 
 def _captured(communicator: Communicator, device: torch.device, can_copy: bool) -> tuple[str, ...]:
-    """Returns the libraries whose communications a CUDA graph can contain."""
+    """Returns the names of the libraries whose communications can be captured in a CUDA graph."""
     if device.type != "cuda":
         return ()
     library = communicator.backend_for(device)
@@ -727,7 +748,8 @@ def _captured(communicator: Communicator, device: torch.device, can_copy: bool) 
 def _why_not(
     fusion: Fusion, devices: tuple[int, ...], settings: Settings, params: LowerParams
 ) -> str:
-    """Returns why overlap is not considered for this definition and these options; "" if it is."""
+    """Returns the reason why overlap is not considered for this definition and these options.
+    Returns "" if it is considered."""
     if settings.disabled("auto_overlap"):
         return "auto_overlap is disabled"
     if params.standalone:
@@ -753,7 +775,7 @@ _QUIET = 3
 
 @record
 class _Constant:
-    """A number in an op, and the user's line of that op."""
+    """A number in an op, the op's name, and the user's source line of that op."""
 
     value: Number
     op: str
@@ -762,7 +784,8 @@ class _Constant:
 
 @dataclass
 class _Alike:
-    """Programs that differ only in numbers: the numbers of each."""
+    """The numbers of all programs that differ only in numbers, and whether a warning has been
+    given."""
 
     seen: dict[tuple[Number, ...], tuple[_Constant, ...]] = field(default_factory=dict)
     is_told: bool = False
@@ -772,8 +795,8 @@ _ALIKE: Recent[Hashable, _Alike] = Recent(256)
 
 
 def note_constants(fusion: Fusion) -> None:
-    """Records the numbers of a program that is being built. Warns once if several programs differ
-    only in them."""
+    """Records the numbers in a program that is being built. If several programs differ only in such
+    numbers, warns once."""
     constants: list[_Constant] = []
     texts = [_without_numbers(op, constants) for op in fusion.exprs]
     if not constants:
@@ -792,7 +815,8 @@ def note_constants(fusion: Fusion) -> None:
 
 
 def _without_numbers(op: TensorOp, constants: list[_Constant]) -> str:
-    """Returns the text of an op without its numbers, which are appended to `constants`."""
+    """Returns the text of an op in which symbols replace the numbers. The numbers are appended to
+    `constants`."""
 
     def mark(v: object) -> object:
         if not isinstance(v, Const):

@@ -1,9 +1,9 @@
 """LRUCache and LruFusionCache: equal definitions share one executor cache.
 
 Definitions are equal if their fusions have the same structure (`Fusion.__eq__`): ops, layouts,
-shardings and updates, but not names. All equal definitions share their programs anyway
-(`program_cache`). With these caches they also share the programs bound to a rank and the recorded
-plans.
+shardings and updates, but not names. Without these caches, equal definitions share only their
+programs (`program_cache`). With these caches, they also share the programs bound to a rank and the
+recorded plans.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Entry:
 
 
 class LRUCache:
-    """A cache of at most `max_fusions` executor caches; the least recently used one is dropped
-    first."""
+    """A cache of at most `max_fusions` executor caches. When the cache is full, the least recently
+    used executor cache is dropped."""
 
     @checked
     def __init__(self, max_fusions: int) -> None:
@@ -47,8 +47,8 @@ class LRUCache:
 
     @checked
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
-        """Returns the executor cache of an equal fusion, or a new one, which then owns this
-        fusion."""
+        """Returns the executor cache of an equal fusion. If there is none, returns a new executor
+        cache, which then owns `fusion`."""
         key = form_of(fusion).key
         with self._lock:
             self._lookups += 1
@@ -68,8 +68,8 @@ class LRUCache:
         return len(self._entries)
 
     def stats(self) -> str:
-        """Returns counts of fusions, look-ups and hits, then the hits of each fusion, most recently
-        used first."""
+        """Returns the numbers of fusions, look-ups and hits as text, then the hits of each fusion,
+        most recently used first."""
         with self._lock:
             lines = [f"Max Fusions Allowed: {self._limit}"]
             if not self._entries:
@@ -90,7 +90,7 @@ class LRUCache:
 
 
 class LruFusionCache:
-    """A decorator for functions that return a definition: equal definitions share one executor
+    """A decorator for functions that return a definition. Equal definitions then share one executor
     cache.
 
         @LruFusionCache(max_fusions=64)
@@ -106,7 +106,8 @@ class LruFusionCache:
         self._cache = LRUCache(max_fusions)
 
     def __call__(self, define: Callable[P, FusionDefinition]) -> Callable[P, FusionDefinition]:
-        """Returns the decorated function, which gives equal definitions one program."""
+        """Returns the decorated function. Its results are definitions that share the executor cache
+        of an earlier equal definition."""
         cache = self._cache
 
         def defined(*args: P.args, **kwargs: P.kwargs) -> FusionDefinition:

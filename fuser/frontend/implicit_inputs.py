@@ -1,17 +1,18 @@
 """Inputs that programs have in addition to the user's: seeds, sizes and values of CPU scalars.
 
-A random op without a seed gets two inputs, which each call takes from torch's generator:
+A random op without a seed gets two inputs, seed and offset. Each call takes their values from
+torch's generator:
 
     u = rng_uniform({i0}, float)   ->   u = rng_uniform({i0}, float, i1, i2)     inputs .., i1, i2
     v = rng_uniform({i0}, float)   ->   v = rng_uniform({i0}, float, i1, i2 + 1)
 
-So a program is a function of its inputs, and a recorded plan that repeats it draws new numbers. The
-generator is that of the device on which the program runs, as for torch's own ops.
+A program is then a function of its inputs, and a recorded plan still draws new numbers in each
+replay. The generator is that of the device on which the program runs, as for torch's own ops.
 
-- On CUDA the generator has a seed and an offset. The offset is increased by 4 for each op. If a
+- On CUDA, the generator has a seed and an offset. The offset is increased by 4 for each op. If a
   call has one random op, then after `torch.manual_seed(s)` the n-th call has the numbers of
   `rng_seed=s, rng_offset=n`.
-- On the CPU there is no offset: each call draws a seed.
+- On the CPU, there is no offset: each call draws a seed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ _lock = make_lock()
 class Draws:
     """The random ops of a definition that have no seed.
 
-    `fusion` is a copy of the definition with their seed and offset as its last two inputs.
+    `fusion` is a copy of the definition whose last two inputs are the seed and the offset of these
+    ops.
     """
 
     def __init__(self, defined: Fusion) -> None:
@@ -82,20 +84,24 @@ class Draws:
 
     @staticmethod
     def of(fusion: Fusion) -> Draws | None:
-        """Returns the random ops without a seed of a definition; None if there are none."""
+        """Returns a `Draws` for the definition's random ops without a seed. Returns None if there
+        are no such ops."""
         return Draws(fusion) if any(map(_draws, fusion.exprs)) else None
 
     def complete(self, inputs: Iterable[object], key: Sequence[int] = (0, 0)) -> list[Argument]:
-        """Returns the inputs of `fusion`, with `key` as seed and offset.
+        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then `key` (seed,
+        offset).
 
-        Raises `InputError` for a wrong number of inputs.
+        Raises:
+            InputError: the number of inputs is wrong.
         """
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
         return [*given, *key]
 
     def take(self, inputs: Iterable[object], device: Device) -> list[Argument]:
-        """Returns the inputs of a run that begins now, and advances the generator."""
+        """Returns the inputs of a run that begins now, with seed and offset. Advances torch's
+        generator."""
         given = self.complete(inputs)
         given[-2:] = self._take(device_of(given, device))
         return given
@@ -103,11 +109,13 @@ class Draws:
     def look(
         self, inputs: Iterable[object], device: Device
     ) -> tuple[list[Argument], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of a run that ranks must still agree on, and a wrapper of the run.
+        """Returns the inputs of a run to which all ranks must still agree, and a function that
+        wraps the run.
 
         The generator is advanced only when the wrapped run begins. If the ranks do not agree,
         nothing runs, and the generators of all ranks stay equal. Other threads may draw at the same
-        time, so torch's generator is copied, and never set back.
+        time. Therefore, seed and offset are read from a copy of torch's generator, which is never
+        set back.
         """
         given = self.complete(inputs)
         where = device_of(given, device)
@@ -124,7 +132,7 @@ class Draws:
         return self._key(generator_of(device))
 
     def _key(self, generator: torch.Generator) -> tuple[int, int]:
-        """Returns seed and offset, and advances the generator."""
+        """Returns the seed and the offset that `generator` has now, and advances the generator."""
         if generator.device.type != "cuda":
             drawn = torch.empty((), dtype=torch.int64, device="cpu")
             return int(drawn.random_(generator=generator)), 0
@@ -146,8 +154,8 @@ class Draws:
 class _Seed:
     """A seed among the numbers that ranks compare.
 
-    On the CPU it is a number that the generator drew. Messages therefore also show the seed that
-    the user set.
+    On the CPU, the seed is a number that the generator drew. Messages therefore also show the seed
+    that the user set.
     """
 
     number: object
@@ -167,9 +175,9 @@ class _Seed:
 def claimed(
     given: Sequence[object], positions: Sequence[int], device: Device, draws: Draws | None
 ) -> tuple[object, ...]:
-    """Returns the inputs at these positions, which ranks compare in each call.
+    """Returns the inputs at `positions`, which ranks compare in each call.
 
-    They are compared by `repr`; messages show their `str`.
+    Ranks compare the `repr` of each number. Messages show the `str`.
     """
     numbers = tuple(given[i] for i in positions)
     if draws is None or not positions:
@@ -196,15 +204,16 @@ def _draws(op: object) -> bool:
 class FloatSizes:
     """The sizes of a definition that are computed from floats.
 
-    `fusion` is a copy of the definition with one more input for each of them, at the end.
+    `fusion` is a copy of the definition in which each of these sizes is an additional Int input, at
+    the end of the inputs.
     """
 
     def __init__(self, defined: Fusion, sizes: Iterable[Scalar]) -> None:
         self._declared = list(defined.inputs)
         self._scalars = [(i, v) for i, v in enumerate(self._declared) if isinstance(v, Symbol)]
         given = {v for _, v in self._scalars}
-        # Sizes of scalar inputs alone first, and a size before others that are computed from it: an
-        # error then names the number that is wrong.
+        # First the sizes that depend only on scalar inputs. A size precedes others that are
+        # computed from it, so that an error names the number that is wrong.
         self._sizes = sorted(sizes, key=lambda x: (not given.issuperset(symbols(x)), x.depth))
         self._of_scalars = sum(given.issuperset(symbols(x)) for x in self._sizes)
         self._users = {x: _user(defined, x) for x in self._sizes}
@@ -220,16 +229,19 @@ class FloatSizes:
 
     @staticmethod
     def of(fusion: Fusion) -> FloatSizes | None:
-        """Returns the sizes that are computed from floats; None if there are none."""
+        """Returns a `FloatSizes` for the definition's sizes that are computed from floats. Returns
+        None if there are no such sizes."""
         used = [v for op in fusion.used_exprs() for v in op.outputs]
         scalars = structural_scalars(fusion, used)
         found = dict.fromkeys(y for x in scalars for y in _made_of_floats(x))
         return FloatSizes(fusion, found) if found else None
 
     def complete(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of `fusion`, with the computed sizes.
+        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then the computed
+        sizes.
 
-        Raises `InputError` for a wrong number of inputs, and for a value that is not a valid size.
+        Raises:
+            InputError: the number of inputs is wrong, or a computed value is not a valid size.
         """
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
@@ -246,7 +258,11 @@ class FloatSizes:
         return [*given, *sizes]
 
     def _size(self, x: Scalar, values: Values) -> int:
-        """Returns the value of a size; raises `InputError` for a float that is not a valid size."""
+        """Returns the value of the size `x`, computed from the values of symbols.
+
+        Raises:
+            InputError: the computed float is not a valid size.
+        """
         of = x.args[0] if _is_cast(x) else x
         value = evaluate(of, values)
         is_exact = _is_cast(x) and x.dtype is DataType.Index
@@ -283,8 +299,8 @@ def _is_cast(x: Scalar) -> TypeGuard[Apply]:
 
 
 def _made_of_floats(x: Scalar) -> Iterator[Scalar]:
-    """Yields the integers within `x` that an op computes from floats; of nested ones, the
-    outermost."""
+    """Yields the integer scalars within `x` that an op computes from floats. If such scalars are
+    nested, yields the outermost."""
     if isinstance(x, Symbol | Const) or not _has_floats(x):
         return  # an extent that is an integer, or computed from integers only
     if isinstance(x, Apply) and any(not is_int(y) and _has_floats(y) for y in x.args):
@@ -306,7 +322,8 @@ def _parts(x: Scalar) -> Iterator[Scalar]:
 
 
 def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
-    """Returns the first op that has a size in the shape of a result; None if there is none."""
+    """Returns the first op whose result has a shape that contains the size. Returns None if there
+    is no such op."""
     for op in fusion.used_exprs():
         scalars = (x for v in op.outputs for x in shape_scalars(v))
         if any(y is size for x in scalars for y in _parts(x)):
@@ -332,9 +349,11 @@ _HOST = torch.device("cpu")
 class _Result:
     """One result of the program.
 
-    - `is_shown`: whether callers get it.
-    - `into`: the input number of the CPU scalar that it updates, or None.
-    - `given`: the input number of the CPU scalar that is returned in its place, or None.
+    - `is_shown`: whether callers get the result.
+    - `into`: the number of the input that the result updates, if that input is a CPU scalar; else
+      None.
+    - `given`: the number of the input that callers get instead of the result, if that input is a
+      CPU scalar; else None.
     """
 
     is_shown: bool
@@ -343,9 +362,9 @@ class _Result:
 
 
 class HostScalars:
-    """The CPU scalars of a definition.
+    """The CPU scalars of a definition: input tensors without axes in host memory.
 
-    `fusion` is a copy of the definition in which they are numbers.
+    `fusion` is a copy of the definition in which the CPU scalars are scalar inputs (numbers).
     """
 
     def __init__(self, defined: Fusion) -> None:
@@ -368,13 +387,16 @@ class HostScalars:
 
     @staticmethod
     def of(fusion: Fusion) -> HostScalars | None:
-        """Returns the CPU scalars of a definition; None if there are none."""
+        """Returns a `HostScalars` for the definition's CPU scalars. Returns None if there are
+        none."""
         return HostScalars(fusion) if any(map(_is_scalar, fusion.inputs)) else None
 
     def _taken_results(self) -> list[_Result]:
-        """Returns the use of each result of the program.
+        """Removes the updates of CPU scalars from `fusion`, and returns the use of each result of
+        the program.
 
-        No CPU scalar is an input of the program, so the update of one is an ordinary result there.
+        In `fusion`, CPU scalars are not tensor inputs. So a value that updates a CPU scalar is an
+        ordinary result of the program, and is copied after the run.
         """
         scalars = {v: i for i, v in enumerate(self._declared) if _is_scalar(v)}
         number_of = {v.number: i for v, i in scalars.items()}
@@ -394,16 +416,17 @@ class HostScalars:
 
     @property
     def has_results(self) -> bool:
-        """Whether a CPU scalar is an output or is updated."""
+        """Whether a CPU scalar is an output of the definition or is updated in place."""
         return any(not r.is_shown or (r.into, r.given) != (None, None) for r in self._results)
 
     def finished(
         self, given: Sequence[object], outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Returns the outputs for the caller.
+        """Returns the outputs for the caller, given the inputs of the call and the outputs of the
+        program.
 
-        CPU scalars are the caller's own tensors. Their updates are written first, which waits for
-        the program.
+        An output that is a CPU scalar is the caller's own tensor. Updates of CPU scalars are copied
+        into the caller's tensors first. The copy waits for the program.
         """
         for result, out in zip(self._results, outputs, strict=True):
             if result.into is not None:
@@ -415,13 +438,17 @@ class HostScalars:
         ]
 
     def flat(self, inputs: Iterable[object]) -> list[object]:
-        """Returns the inputs of a call as a flat list, which can be read twice."""
+        """Returns the inputs of a call as a flat list, because an iterator could be read only
+        once."""
         return [*flatten(inputs, declared=self._declared)]
 
     def read(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of `fusion`, with the current values of the CPU scalars.
+        """Returns the inputs of `fusion`: the caller's inputs with CPU scalars replaced by their
+        current values.
 
-        Raises `InputError` for a wrong number of inputs, and for a value that is not such a scalar.
+        Raises:
+            InputError: the number of inputs is wrong, or an input is not the CPU scalar that the
+                definition declares.
         """
         given = flatten(inputs, declared=self._declared)
         check_count(len(given), self._declared)
@@ -453,8 +480,8 @@ def _is_lazy(x: torch.Tensor) -> bool:
 
 
 class Autograd:
-    """Turns the inputs of one fusion into plain tensors, and warns once if that loses a
-    gradient."""
+    """Converts the inputs of one fusion to plain tensors. Warns once if a gradient is lost by
+    that."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -462,9 +489,10 @@ class Autograd:
 
     def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
         """Returns the inputs with lazy negative and conjugate views computed, because kernels read
-        memory.
+        the memory of a tensor.
 
-        Raises `InputError` for such a view if the program updates it in place.
+        Raises:
+            InputError: the program updates such a view in place.
         """
         lazy = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and _is_lazy(v)]
         if not lazy:
@@ -484,10 +512,10 @@ class Autograd:
         ]
 
     def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs with the primal values of dual tensors. Warns once.
+        """Returns the inputs with dual tensors replaced by their primal values. Warns once.
 
-        Otherwise torch would carry tangents through the ops that it computes, and lose them in
-        kernels.
+        With dual tensors, torch would propagate tangents through the ops that it computes, and
+        kernels would lose the tangents.
         """
         duals = {
             i: forward_ad.unpack_dual(v)
@@ -500,7 +528,7 @@ class Autograd:
         return [lost.get(i, v) for i, v in enumerate(inputs)] if lost else inputs
 
     def warn_of_gradients(self, inputs: Sequence[Argument]) -> None:
-        """Warns once that outputs carry no gradient although an input requires one."""
+        """Warns once that outputs carry no gradient, if an input requires a gradient."""
         if self._is_warned or not torch.is_grad_enabled():
             return
         for i, v in enumerate(inputs):

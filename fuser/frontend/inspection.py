@@ -1,8 +1,9 @@
-"""Texts of a compiled definition: its kernels and the scheduled IR of its segments; watched runs.
+"""Shows the compiled kernels and the scheduled IR of a definition, and runs a program with
+measurements.
 
-The kernels are those for one input class. A walk through the program without data
-(`ProgramEvaluator.requests`) finds the tensors with which each kernel is launched, and so its
-variant.
+The kernels shown are those for one class of inputs. `ProgramEvaluator.requests` follows the program
+without data, and finds the tensors with which each kernel is launched. These tensors determine the
+kernel's variant.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Used = tuple[int, FusedKernelExecutor, Variant]
 
 
 def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
-    """Returns the kernels that a program launches for inputs like these, each once, in launch
-    order."""
+    """Returns the kernels that a program launches for inputs like these, in launch order. A kernel
+    that is launched several times is listed once."""
     device = device_of(inputs, None)
     found: dict[tuple[int, int], Used] = {}
     for request in bound.evaluator.requests(inputs):
@@ -55,8 +56,8 @@ def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
 
 
 def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: bool) -> str:
-    """Returns the text of all kernels for inputs like these; `with_runtime` puts the device
-    functions that they call before it."""
+    """Returns the text of all kernels for inputs like these. If `with_runtime` is True, the text
+    begins with the device functions that the kernels call."""
     texts = [variant.kernel.source.text for _, _, variant in kernels_of(bound, inputs)]
     return "\n".join([preamble(RT_FILES), *texts] if with_runtime else texts)
 
@@ -64,10 +65,11 @@ def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: 
 def scheduled_ir(
     bound: BoundProgram, inputs: Sequence[Argument], *, tensor_transforms: bool
 ) -> str:
-    """Returns the scheduled fusion of each segment, in run order.
+    """Returns the scheduled IR of each segment, in run order. `tensor_transforms` adds the domains
+    of the tensors.
 
-    For a kernel it is the fusion of the local shards, for a library call or a communication its
-    ops.
+    The IR of a kernel is the scheduled fusion on local shards. The IR of a library call or a
+    communication is the list of the segment's ops.
     """
     used, device = kernels_of(bound, inputs), device_of(inputs, None)
     texts: list[str] = []
@@ -86,8 +88,11 @@ def scheduled_ir(
 
 
 def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
-    """Returns uninitialized inputs with a signature and with these alignments (byte offsets in a
-    vector)."""
+    """Returns uninitialized inputs with the given signature and alignments.
+
+    `places` has, for each tensor, the offset of its address from a multiple of the vector size, in
+    bytes.
+    """
     made: list[Argument] = []
     offsets = iter(places or [0] * len(signature))
     for row in signature:
@@ -104,7 +109,7 @@ def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
 
 
 def launches_of(program: Program) -> dict[str, int]:
-    """Returns the launches of a run by kind: segments, kernels, library_calls, aliases,
+    """Counts the launches of one run by kind: segments, kernels, library_calls, aliases,
     collectives."""
     kinds = [s.kind for s in program.segmented.segments]
     return {
@@ -117,7 +122,8 @@ def launches_of(program: Program) -> dict[str, int]:
 
 
 class Inspection:
-    """The methods of an executor cache that answer questions about its programs."""
+    """The methods of an executor cache that return facts about its programs, without running
+    them."""
 
     _by_signature: Recent[CallKey, CallCacheEntry]
     _recent: Recent[Communicator, BoundProgram]
@@ -131,19 +137,20 @@ class Inspection:
         def _completed(self, inputs: Iterable[object]) -> list[Argument]: ...
 
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
-        """Returns whether a program for inputs like these exists."""
+        """Returns whether a program for inputs like these exists. `device` has no effect."""
         del device
         return self._call_like(inputs) is not None
 
     def get_cuda_kernel(
         self, inputs: Sequence[Argument], intrinsic_code: bool = False, device: int = 0
     ) -> str:
-        """Returns the CUDA text of all kernels for inputs like these.
+        """Returns the CUDA text of all kernels for inputs like these. `device` has no effect.
 
-        `intrinsic_code` puts the device functions that they call before it.
+        If `intrinsic_code` is True, the text begins with the device functions that the kernels
+        call.
 
         Raises:
-            NotCompiledError: no such program has run.
+            NotCompiledError: no program for such inputs has run.
         """
         bound, given = self._program_of(inputs)
         return cuda_text(bound, given, with_runtime=intrinsic_code)
@@ -151,19 +158,19 @@ class Inspection:
     def get_scheduled_ir(
         self, inputs: Sequence[Argument], tensor_transforms: bool = False, device: int = 0
     ) -> str:
-        """Returns the scheduled IR of each segment for inputs like these.
+        """Returns the scheduled IR of each segment for inputs like these. `device` has no effect.
 
         `tensor_transforms` adds the domains of the tensors.
 
         Raises:
-            NotCompiledError: no such program has run.
+            NotCompiledError: no program for such inputs has run.
         """
         bound, given = self._program_of(inputs)
         return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
 
     def get_most_recent_scheduled_ir(self, tensor_transforms: bool = False) -> str:
-        """Returns `get_scheduled_ir` for the inputs of the last call. It allocates inputs of their
-        sizes.
+        """Returns the result of `get_scheduled_ir` for the inputs of the last call, and allocates
+        tensors of the same sizes for that.
 
         Raises:
             NotCompiledError: no program has run.
@@ -177,8 +184,8 @@ class Inspection:
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
     def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
-        """Returns the cache entry of a call with inputs like these, preferably one without
-        options."""
+        """Returns the cache entry of an earlier call with inputs like these, or None. A call
+        without options is preferred."""
         signature, here = signature_of(self._completed(inputs), self._free), Communicator.instance()
         call = self._by_signature.recall((here, self._settings, None, signature))
         like = (c for k, c in self._by_signature.items() if (k[0], k[-1]) == (here, signature))
@@ -193,31 +200,42 @@ class Inspection:
         return call.bound, self._autograd.resolved(self._completed(inputs))
 
     def program_like(self, inputs: Sequence[Argument]) -> Program:
-        """Returns the program for inputs like these. Raises `NotCompiledError` if none has run."""
+        """Returns the program for inputs like these.
+
+        Raises:
+            NotCompiledError: no program for such inputs has run.
+        """
         return self._program_of(inputs)[0].program
 
     def host_program(self) -> HostIrContainer:
-        """Returns the host program of the most recent run. Raises `NotCompiledError` if none has
-        run."""
+        """Returns the host program of the most recent run.
+
+        Raises:
+            NotCompiledError: no program has run.
+        """
         return self._last().program.container
 
     def statistics(self) -> dict[str, int]:
-        """Returns the launches of a run of the most recent program, by kind: segments, kernels,
-        library_calls, aliases, collectives.
+        """Counts the launches of one run by kind: segments, kernels, library_calls, aliases,
+        collectives.
 
-        Raises `NotCompiledError` if none has run.
+        The counts are those of the program that ran last.
+
+        Raises:
+            NotCompiledError: no program has run.
         """
         return launches_of(self._last().program)
 
     def get_output_shardings(self, inputs: Sequence[Argument] | None = None) -> list[Sharding]:
-        """Returns the sharding of every visible output, for inputs like these or for the most
-        recent run.
+        """Returns the sharding of every visible output, for inputs like these. If `inputs` is None,
+        returns those of the most recent run.
 
-        An output without a mesh has a sharding over an empty mesh. The list is empty if no tensor
-        has a mesh. The shardings are those that users and propagation have chosen, without streams
-        that automatic overlap adds.
+        An output without a mesh has a sharding over an empty mesh. If no tensor of the program has
+        a mesh, the list is empty. The shardings are those that users and propagation have chosen,
+        without the stream axes that automatic overlap adds.
 
-        Raises `NotCompiledError` if no such program has run.
+        Raises:
+            NotCompiledError: no such program has run.
         """
         program = self._last().program if inputs is None else self.program_like(inputs)
         return program.output_shardings
@@ -259,9 +277,11 @@ class Watching:
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[Trace]:
-        """Returns the run signature of this rank's trace, its numbers, and the function that runs.
+        """Returns this rank's run signature for a trace, the scalar inputs to compare, and the
+        function that runs the program and returns the trace.
 
-        Launches nothing.
+        All ranks compare their signatures and scalar inputs before they run. This method launches
+        nothing. `asked` are the settings of the trace.
         """
         from hostir.profiling.tracer import take_trace
 
@@ -276,11 +296,14 @@ class Watching:
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> Prepared[list[torch.Tensor]]:
-        """Returns the run signature of this rank's profiled run, its numbers, and the function that
-        runs.
+        """Returns this rank's run signature for a profiled run, the scalar inputs to compare, and
+        the function that runs the program.
 
-        After the run, `profiler` has the profile. Raises `OtherEntranceError` if `profiler` is for
-        `manual_execute`.
+        All ranks compare their signatures and scalar inputs before they run. After the run,
+        `profiler` has the profile.
+
+        Raises:
+            OtherEntranceError: `profiler` is for `manual_execute`.
         """
         from hostir.profiling.profiler import take_profile
 
@@ -306,10 +329,12 @@ class Watching:
         device: int | str | torch.device | None,
         *options: Sequence[str],
     ) -> tuple[CallCacheEntry, Prepared[T]]:
-        """Returns the call's cache entry, the run signature, and how `take` measures the run.
+        """Returns the call's cache entry, and the run signature, numbers and function of a measured
+        run.
 
-        The run signature contains `line`. A rank that executes without measurements, or with
-        another line, therefore has a different signature, which is an error on all ranks.
+        The function `take` measures the run, with the settings `asked`. The run signature contains
+        `line`. If another rank runs without measurements, or with another line, the signatures
+        differ. This is an error on all ranks.
         """
         inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(Communicator.instance(), inputs, device, *options)

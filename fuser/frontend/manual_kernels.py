@@ -31,10 +31,11 @@ from hostir.runtime.inputs import ExactNumbers, InputBinder
 
 
 class KernelExecutor:
-    """One kernel for a fusion, with the schedule that its tensors have at the call of `compile`.
+    """One kernel for a fusion, with the schedule that the fusion's tensors have when `compile` is
+    called.
 
-    The arguments are numbers by which nvFuser distinguishes kernels. Here they have no effect,
-    except that profiles show `fusion_id`.
+    nvFuser distinguishes kernels by the four numbers. In this class they have no effect, except
+    that profiles show `fusion_id`.
     """
 
     @checked
@@ -54,11 +55,11 @@ class KernelExecutor:
         compile_params: CompileParams | None = None,
         scheduler_type: SchedulerType = SchedulerType.none,
     ) -> None:
-        """Takes the fusion with its current schedule, and compiles its kernel for arguments like
-        these.
+        """Copies the fusion with its current schedule, and compiles its kernel for the inputs
+        `args`.
 
-        Without arguments, the first `run` compiles the kernel. `scheduler_type` has no effect: the
-        schedule is that of the tensors.
+        If `args` is empty, the first `run` compiles the kernel. `scheduler_type` has no effect,
+        because the schedule is that of the tensors.
 
         Raises:
             UnsupportedError: the fusion has an op that no kernel computes, a mesh, a stream axis,
@@ -91,7 +92,7 @@ class KernelExecutor:
         return self._executor is not None
 
     def is_programmatic_dependent_launch_enabled(self) -> bool:
-        """Returns False: a kernel always starts after the previous one has ended."""
+        """Returns False, because a kernel always starts after the previous kernel has ended."""
         return False
 
     @checked
@@ -101,7 +102,8 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None = None,
         compile_params: CompileParams | None = None,
     ) -> list[torch.Tensor]:
-        """Runs the kernel and returns its outputs, in order, in new memory.
+        """Runs the kernel on the inputs `args`, and returns the outputs in new memory, in the
+        fusion's order.
 
         Raises:
             NotCompiledError: `compile` has not been called.
@@ -133,7 +135,8 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None,
         compile_params: CompileParams | None,
     ) -> None:
-        """Compiles the kernel for inputs like these, and checks the parameters against it."""
+        """Compiles the kernel for inputs like these, and checks the parameters against the compiled
+        kernel and its launch."""
         assert self._executor is not None
         (compile_params or CompileParams()).check()
         outputs, sizes = self._outputs(inputs)
@@ -147,7 +150,7 @@ class KernelExecutor:
         (compile_params or CompileParams()).check_kernel(index_type, device_of(inputs, None))
 
     def _outputs(self, inputs: Sequence[Argument]) -> tuple[list[torch.Tensor], dict[Symbol, int]]:
-        """Returns memory for the outputs, and the sizes of the inputs by symbol."""
+        """Allocates the outputs. Returns them, and the values of the integer symbols."""
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
         if self._exact:
@@ -161,13 +164,18 @@ class KernelExecutor:
         return outputs, {s: v for s, v in values.items() if isinstance(v, int)}
 
     def kernel_text(self) -> str:
-        """Returns the CUDA text of the kernels compiled so far."""
+        """Returns the CUDA text of all variants of the kernel that exist so far."""
         variants = () if self._executor is None else self._executor.variants
         return "\n".join(v.kernel.source.text for v in variants)
 
 
 def _check_takes(fusion: Fusion) -> None:
-    """Raises `UnsupportedError` or `DefinitionError` for a fusion that cannot be one kernel."""
+    """Checks that a fusion can be computed by one kernel with a manual schedule.
+
+    Raises:
+        UnsupportedError: the fusion has a feature that a single kernel cannot have.
+        DefinitionError: an output was added twice.
+    """
     what = "KernelExecutor does not support the Fusion provided."
     library = next((op for op in fusion.used_exprs() if isinstance(op, LibraryOp)), None)
     if library is not None:
@@ -195,8 +203,8 @@ def _check_takes(fusion: Fusion) -> None:
 def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> str:
     """Returns the CUDA text of the fusion as one kernel, with the current schedule of its tensors.
 
-    The kernel is for the current GPU; without one, for an H200. Raises the errors of
-    `KernelExecutor.compile`.
+    The kernel is for the current GPU. Without a GPU, the kernel is for an H200. Raises the errors
+    of `KernelExecutor.compile`.
     """
     _check_takes(self)
     params = compile_params or CompileParams()

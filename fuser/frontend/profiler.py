@@ -4,8 +4,9 @@
         fd.execute(inputs)
     print(prof.profile)
 
-Within the block, and everywhere if `FUSER_PROF` is set, `execute` runs as it does for a trace
-(`hostir.profiling.profiler`). Its results, updates and random numbers are those of one run.
+Within the block, and everywhere if `FUSER_PROF` is set, `execute` runs the program as a trace does
+(`hostir.profiling.profiler`). The results, in-place updates and random numbers are those of a
+single run.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ _BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """One piece of work of a run on this rank: a kernel, a library call or a communication.
+    """One kernel, library call or communication of a run on this rank.
 
     - `scheduler`: the name of a `SchedulerType` ("none" for the plain schedule of a single op),
       "cluster_persistent", "user", "expr_eval" for ops that torch evaluates, or "communication".
-    - `segment_id`: the number of the program's segment; -1 for work of no segment. Each step of a
-      stream loop has a row.
+    - `segment_id`: the number of the program's segment, or -1 if the work belongs to no segment.
+      Each iteration of a stream loop has its own `KernelProfile`.
     - `stream`: the number of the program's stream; -1 is the caller's.
     - `compile_time_ms`: the time in which the kernel was lowered and compiled, or found on disk,
-      also if that was before this run. Kernels that were compiled together share their time.
+      even if that was before this run. Kernels that were compiled together share their time
+      equally.
     - `input_bytes`, `output_bytes`: bytes of the local tensors.
-    - `time_ms`: on CPU ranks, by the host's clock.
+    - `time_ms`: the run time; on CPU ranks, by the host's clock.
 
-    A value that is not known is None: `registers`, `device` and the percentage on a CPU, and always
-    `correlation_id`.
+    A value that is not known is None. On a CPU, these are `registers`, `device` and the percentage.
+    `correlation_id` is always None.
     """
 
     name: str
@@ -72,13 +74,13 @@ class KernelProfile:
 
 @dataclass(frozen=True)
 class FusionProfile:
-    """One run of a program on this rank.
+    """The measurements of one run of a program on this rank.
 
-    - `cuda_evt_time_ms`: from the start of the first step until the device has finished.
-    - `host_time_ms`: until the host has issued all steps. Both are by the host's clock, without the
-      checks of inputs and without compilation.
-    - `kernel_time_ms`, `compile_time_ms`: sums over the rows.
-    - The bandwidth is that of the fusion's inputs and outputs during `kernel_time_ms`.
+    - `cuda_evt_time_ms`: the time from the start of the first op until the device has finished.
+    - `host_time_ms`: the time until the host has issued all ops. Both times are by the host's
+      clock, without the checks of inputs and without compilation.
+    - `kernel_time_ms`, `compile_time_ms`: sums over `kernel_profiles`.
+    - `effective_bandwidth_gbs`: the bytes of the fusion's inputs and outputs, per `kernel_time_ms`.
     - `segments`: the number of segments of the program, including those without work on the device.
     """
 
@@ -97,7 +99,8 @@ class FusionProfile:
     source: str = ""
 
     def __str__(self) -> str:
-        """Returns the table that `FUSER_PROF=print` prints; with more columns if `verbose`."""
+        """Returns the table that `FUSER_PROF=print` prints. If `verbose` is True, the table has
+        more columns."""
         head = (
             f"fusion {self.fusion_id}: {self.segments} segments, {self.cuda_evt_time_ms:.3f} ms, "
             f"host {self.host_time_ms:.3f} ms, compiled in {self.compile_time_ms:.3f} ms, kernels "
@@ -149,7 +152,7 @@ _COLUMNS: tuple[tuple[str, Callable[[KernelProfile], str], bool], ...] = (
 
 # ------------------------------------------------------------------ profiles of measured runs
 def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> FusionProfile:
-    """Returns the profile of a run of a program."""
+    """Returns the profile of a measured run (`taken`) of a program."""
     segments = program.segmented.segments
     # Number of a tensor -> the segment that writes it.
     fills = {
@@ -172,7 +175,8 @@ def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> Fus
 
 
 def profile_of_kernel(taken: Profiled, fusion_id: int) -> FusionProfile:
-    """Returns the profile of a kernel that the user scheduled: one segment."""
+    """Returns the profile of a measured run (`taken`) of a kernel that the user scheduled. The
+    profile has one segment."""
     return _profile(taken, [_row(work, taken, 0, "user") for work in taken.work], fusion_id, 1)
 
 
@@ -229,16 +233,16 @@ def _row(work: ProfiledOp, taken: Profiled, segment: int, scheduler: str) -> Ker
 
 
 def _name(work: ProfiledOp) -> str:
-    """Returns the name of a kernel's function; for other work the op and the names of its device
-    activities."""
+    """Returns the name of a kernel's function. For other work, returns the name of the op and the
+    names of its activities on the device."""
     if work.launch is not None:
         return work.launch.variant.kernel.source.name
     return " ".join([work.op.name, *(f"[{name}]" for name in work.activities)])
 
 
 def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str, str, int | None]:
-    """Returns grid, block, shared memory and registers of a launch; "" and None without a
-    launch."""
+    """Returns grid, block, shared memory and registers of a launch. Without a launch, returns ""
+    three times and None."""
     if launch is None:
         return "", "", "", None
     found = launch.launch
@@ -249,7 +253,8 @@ def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str,
 
 
 def _cluster(launch: KernelLaunch | None) -> str:
-    """Returns the shape of a cluster of blocks; "" for a launch without clusters."""
+    """Returns the shape of a cluster of CUDA blocks as text. Returns "" for a launch without
+    clusters."""
     blocks = 1 if launch is None else launch.kernel.source.cluster
     return _dims((1, blocks, 1)) if blocks > 1 else ""
 
@@ -259,7 +264,8 @@ def _dims(dims: Sequence[int]) -> str:
 
 
 def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, float | None]:
-    """Returns GB/s, and this in percent of the device's peak; None if the peak is not known."""
+    """Returns the bandwidth in GB/s, and the bandwidth in percent of the device's peak. The
+    percentage is None if the peak is not known."""
     gbs = nbytes / seconds * 1e-9 if seconds > 0 else 0.0
     peak = peak_bandwidth_gbs(taken.device)
     return gbs, None if peak is None else 100 * gbs / peak
@@ -267,30 +273,36 @@ def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, flo
 
 # ------------------------------------------------------------------ active profilers
 class Profiler:
-    """Receives the profiles of runs; the last one is kept."""
+    """Receives the profiles of runs, and stores the last profile of the thread."""
 
     def __init__(self, *, is_by_hand: bool | None = None) -> None:
-        """`is_by_hand`: True for runs of `manual_execute`, False for runs of `execute`. None
-        accepts both, and prints each profile if `FUSER_PROF=print` is set."""
+        """Creates a profiler for one kind of run.
+
+        `is_by_hand` is True for runs of `manual_execute` and False for runs of `execute`. If it is
+        None, both kinds are accepted, and each profile is printed if `FUSER_PROF=print` is set.
+        """
         self._is_by_hand = is_by_hand
 
     def begin(self, *, by_hand: bool) -> bool:
-        """Returns whether CUPTI may be used to measure times.
+        """Checks that a run may begin, and returns whether CUPTI may be used to measure times.
 
-        Raises `OtherEntranceError` if this profiler is for the other kind of run.
+        `by_hand` says that the run is of `manual_execute`, not of `execute`.
+
+        Raises:
+            OtherEntranceError: this profiler is for the other kind of run.
         """
         if self._is_by_hand not in (None, by_hand):
             raise OtherEntranceError(f"PythonProfiler: {_BY_ITSELF if by_hand else _BY_HAND}")
         return not any(mode.endswith("nocupti") for mode in options.profiler_modes())
 
     def take(self, profile: FusionProfile) -> None:
-        """Stores the profile of a finished run."""
+        """Stores the profile of a finished run, and prints it if that was requested."""
         _LAST.set(profile)
         if self._is_by_hand is None and _prints():
             print(profile)
 
 
-# The active profilers of all threads. If the list is empty, a run need not look further.
+# The active profilers of all threads. If the list is empty, a run has no profiler in its thread.
 PROFILERS: list[Profiler] = []
 _HERE: ContextVar[Profiler | None] = ContextVar("profiler", default=None)
 _LAST: ContextVar[FusionProfile | None] = ContextVar("profile", default=None)
@@ -298,8 +310,11 @@ _OF_THE_PROCESS = Profiler()
 
 
 def profiler_here(*, is_on: bool) -> Profiler | None:
-    """Returns the profiler of this thread, or the process's own if `FUSER_PROF` is set (`is_on`),
-    or None."""
+    """Returns the profiler of this thread. If there is none, returns the process's own profiler if
+    `is_on` is True, else None.
+
+    `is_on` says that `FUSER_PROF` is set.
+    """
     return _HERE.get() or (_OF_THE_PROCESS if is_on else None)
 
 
@@ -308,14 +323,15 @@ def _prints() -> bool:
 
 
 class PythonProfiler:
-    """Profiles the runs of this thread within a `with` block. `profile` is that of the last run.
+    """Profiles the runs of this thread within a `with` block. `profile` is the profile of the last
+    run.
 
     - `auto_scheduled=False` profiles `manual_execute` instead of `execute`.
-    - On several ranks, all must profile the same runs. Each rank gets its own part. A run that some
-      ranks profile and others only execute is an error.
-    - The recorded plan runs step by step, twice, and never as a CUDA graph. The profile therefore
-      contains no capture and no warm-up.
-    - With `FUSER_PROF=print`, the end of the block prints the profile.
+    - On several ranks, all ranks must profile the same runs. Each rank gets the profile of its own
+      work. If only some ranks profile a run, that is an error.
+    - The ops of the recorded plan are issued one by one, twice, and never as a CUDA graph. The
+      profile therefore contains no capture and no warm-up.
+    - With `FUSER_PROF=print`, the profile is printed at the end of the block.
 
     Raises:
         OtherEntranceError: a run of the other kind, or a block within another such block.
@@ -351,7 +367,11 @@ class PythonProfiler:
 
     @property
     def profile(self) -> FusionProfile:
-        """The profile of the last run in the block. Raises `NotCompiledError` if nothing ran."""
+        """The profile of the last run in the block.
+
+        Raises:
+            NotCompiledError: nothing ran in the block.
+        """
         found = self._profile if self._token is None else _LAST.get()
         if found is None:
             raise NotCompiledError("PythonProfiler: no program has run within its block")
@@ -361,8 +381,10 @@ class PythonProfiler:
 def get_fusion_profile() -> FusionProfile:
     """Returns the profile of the last profiled run of this thread.
 
-    A run is profiled within a `PythonProfiler` block, or if `FUSER_PROF` is set. Raises
-    `NotCompiledError` if there was none.
+    A run is profiled within a `PythonProfiler` block, or if `FUSER_PROF` is set.
+
+    Raises:
+        NotCompiledError: this thread has no profiled run.
     """
     found = _LAST.get()
     if found is None:

@@ -1,8 +1,8 @@
-"""The programs of this process, and the cache entries of calls.
+"""The compiled programs of this process, and the cache entries of calls.
 
-A program is the result of lowering one structure (the fusion's full text) for a backend, an input
-class and options. All definitions and ranks with this key share it. It contains no rank, so
-simulated ranks share it, too.
+A program is the result of lowering one fusion for a backend, an input class and options. The key of
+a program contains these and the fusion's full text. All definitions and ranks with the same key
+share the program. Simulated ranks share programs, too, because a program contains no rank.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ from multidevice.job.agreement import Prepared, RunSignature
 from multidevice.job.communicator import Communicator
 from multidevice.sharding.queries import CutAxis, Sharding, check_cuts, cut_axes
 
-# The number of programs that the process keeps; the least recently used ones are dropped first.
+# The number of programs that the process caches; the least recently used ones are dropped first.
 MAX_PROGRAMS = 256
 
 
 @dataclass
 class Program:
-    """One lowering: the host program, and the kernels that all its ranks and users share.
+    """The result of one lowering: the host program, and the kernels that all its ranks and
+    definitions share.
 
     - `communications`: text of the communications, which ranks compare before they run.
     - `label`: the name of the program in dumps.
-    - `rank`: the rank that created it.
-    - `dumps`: the texts of stages that `FUSER_DUMP` asked for.
-    - `shardings`: the shardings of all outputs, hidden ones included, chosen by the user and by
-      propagation; () without meshes.
+    - `rank`: the rank that created the program.
+    - `dumps`: the texts of compiler stages that `FUSER_DUMP` requests.
+    - `shardings`: the shardings of all outputs, including hidden ones, as chosen by the user and by
+      propagation. The tuple is empty if no tensor has a mesh.
     """
 
     segmented: SegmentedFusion
@@ -70,18 +71,19 @@ class Program:
 
     @cached_property
     def first_line(self) -> str:
-        """The user's line of the first communication; "" without communication."""
+        """The user's source line of the first communication. It is "" if the program does not
+        communicate."""
         return first_line(self.container)
 
     @property
     def shown_outputs(self) -> list[TensorView]:
-        """The outputs that callers get."""
+        """The outputs that callers get, without those that only update an input."""
         fusion = self.segmented.fusion
         return [out for out in fusion.outputs if not fusion.is_hidden(out)]
 
     @property
     def output_shardings(self) -> list[Sharding]:
-        """The shardings of `shown_outputs`; [] if no tensor has a mesh."""
+        """The shardings of `shown_outputs`. The list is empty if no tensor has a mesh."""
         fusion = self.segmented.fusion
         pairs = zip(fusion.outputs, self.shardings, strict=True) if self.shardings else ()
         shown = (sharding for out, sharding in pairs if not fusion.is_hidden(out))
@@ -96,13 +98,18 @@ class Program:
         return cut_axes(self.segmented.fusion)
 
     def check_divisible(self, sizes: Mapping[Symbol, int]) -> None:
-        """Raises `ShardingError` if a (global) size of a sharded axis is not a multiple of its
-        devices."""
+        """Checks that each (global) size of a sharded axis is a multiple of the number of devices
+        that shard the axis.
+
+        Raises:
+            ShardingError: a size is not such a multiple.
+        """
         if self._cut_axes:
             check_cuts(self._cut_axes, refined_sizes(sizes))
 
     def kernel(self, group: KernelGroup) -> FusedKernelExecutor | StepKernels:
-        """Returns the executor of a kernel group, which is created at its first use."""
+        """Returns the executor of a kernel group. The executor is created at the first use of the
+        group."""
         found = self._kernels.get(group.number)
         if found is None:
             made = make_kernel_executor(
@@ -117,7 +124,7 @@ class Program:
         return found
 
     def group_of(self, executor: FusedKernelExecutor) -> int:
-        """Returns the number of the kernel group that an executor belongs to."""
+        """Returns the number of the kernel group to which an executor belongs."""
         return next(
             number
             for number, runner in self._kernels.items()
@@ -126,7 +133,8 @@ class Program:
 
 
 class ProgramCache:
-    """Finds or builds programs. A lock ensures that only one is built at a time, and none twice."""
+    """Finds or builds programs. A lock ensures that only one program is built at a time, and no
+    program twice."""
 
     def __init__(self, limit: int = MAX_PROGRAMS) -> None:
         self._programs: Recent[Hashable, Program] = Recent(limit)
@@ -140,11 +148,11 @@ class ProgramCache:
         build: Callable[[], Program],
         steps: Callable[[], Hashable] = lambda: None,
     ) -> Program:
-        """Returns the program for a key and the chosen overlapped steps, and builds it if there is
-        none.
+        """Returns the program for a key and the chosen overlapped steps. If there is none, calls
+        `build`.
 
-        `steps` returns the choice. It may change while a program is built. `build` must not
-        communicate, because it runs under the lock.
+        `steps` returns the overlapped steps that are currently chosen. The choice may change while
+        a program is built. `build` runs under the cache's lock, and therefore must not communicate.
         """
         found = self._programs.recall((key, steps()))
         if found is not None:
@@ -158,7 +166,8 @@ class ProgramCache:
             return found
 
     def overlaps(self, key: Hashable, make: Callable[[], Overlaps]) -> Overlaps:
-        """Returns the object that decides about overlapped steps for the programs of a key."""
+        """Returns the object that decides which steps overlap in the programs with this key. If
+        there is none, calls `make`."""
         with self._lock:
             found = self._overlaps.recall(key)
             if found is None:
@@ -170,7 +179,7 @@ class ProgramCache:
         return self._programs.size()
 
     def clear(self) -> None:
-        """Drops all programs from the cache. Programs that are in use stay valid."""
+        """Removes all programs from the cache. Programs that are in use stay valid."""
         self._programs, self._overlaps = Recent(MAX_PROGRAMS), Recent(MAX_PROGRAMS)
 
 
@@ -194,9 +203,11 @@ def status_lines(
     usual: Settings,
     passed: int,
 ) -> list[str]:
-    """Returns a status line for each class of calls, which ends with the class.
+    """Returns the lines of all calls, each followed by a description of the call's inputs and
+    options.
 
-    Of the inputs, it shows the first `passed`: those that the caller passes.
+    `lines` returns the lines of one call. `usual` are the options of a call without its own
+    options. Only the first `passed` inputs are shown, because the caller passes only these.
     """
     return [
         f"{line} {_class_text(key, usual, passed)}"
@@ -215,7 +226,7 @@ def _class_text(key: CallKey, usual: Settings, passed: int) -> str:
 
 @dataclass
 class BoundProgram:
-    """A program, and the evaluator that runs it on this rank."""
+    """A program, and the evaluator that runs the program on this rank."""
 
     program: Program
     evaluator: ProgramEvaluator
@@ -223,7 +234,8 @@ class BoundProgram:
 
 
 def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
-    """Returns why the compiled runner can never repeat calls of this kind; "" if it can."""
+    """Returns the reason why the compiled runner can never repeat calls of this kind. Returns "" if
+    it can."""
     reasons = {
         "it draws random numbers, which change from call to call": draws,
         "lazy views are computed": is_lazy,
@@ -233,13 +245,14 @@ def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
 
 
 def no_fast_path(inputs: Iterable[Any]) -> None:
-    """Rejects all inputs. It is the quick check of a call entry that has none yet."""
+    """Rejects all inputs. This function is the quick check of a call entry that has no quick check
+    yet."""
     del inputs
 
 
 @dataclass(eq=False)
 class CallCacheEntry:
-    """Cache entry of the calls with inputs of one signature."""
+    """The cache entry of all calls whose inputs have one signature."""
 
     communicator: Communicator
     bound: BoundProgram
@@ -257,38 +270,38 @@ class CallCacheEntry:
     has_come_again: bool = False
     # Whether a quick check in C has been tried.
     is_fast_path_tried: bool = False
-    # The compiled runner of such calls, or why there is none. `runs_left`: after so many runs it is
-    # tried again; `patience`: the interval after that.
+    # The compiled runner of such calls, or why there is none. `runs_left`: the number of runs after
+    # which the runner is tried again. `patience`: the number of runs between later attempts.
     steady: Steady | None = None
     why_not: str = "it has not run often enough"
     runs_left: int = RUNS_BEFORE
     patience: int = RUNS_BEFORE
 
     def graphs(self) -> list[str]:
-        """Returns the number of CUDA graphs that repeat such calls on each stream, or why there are
-        none."""
+        """Returns lines that say how many CUDA graphs repeat such calls on each stream, or why
+        there are none."""
         return self.bound.evaluator.cuda_graphs(self.known)
 
     def repeated(self) -> list[str]:
-        """Returns the number of such calls that the compiled runner has repeated, or why there are
-        none."""
+        """Returns one line that says how many such calls the compiled runner has repeated, or why
+        the runner repeats none."""
         if self.steady is None:
             return [f"not repeated: {self.never or self._what_is_awaited()}"]
         return [f"repeated: {self.steady.runs} call(s)"]
 
     def _what_is_awaited(self) -> str:
-        """Returns why the compiled runner does not repeat such calls yet, and when it is tried
-        again."""
+        """Returns the reason why the compiled runner does not repeat such calls yet, and after how
+        many calls it is tried again."""
         why = self.why_not
         if why == compiled_runner.COMPILING:
             why = compiled_runner.waits_for()
         return f"{why}; asked again in {self.runs_left} call(s)"
 
     def drop_fast_path(self, declined: Steady) -> None:
-        """Drops the compiled runner of such calls, because it no longer accepts them.
+        """Drops the compiled runner of such calls, because the runner no longer accepts them.
 
-        A runner that was useful is replaced soon. An error (which frees its arena) or a larger
-        program (which moves the arena) may have invalidated it.
+        A runner that was used often is soon replaced by a new one. Two events can make a runner
+        invalid: an error, which frees the arena, or a larger program, which moves the arena.
         """
         why = "the calls were of other kinds, one has failed, or a larger program moved its memory"
         self.steady, self.why_not = None, why
@@ -299,8 +312,8 @@ class CallCacheEntry:
     def enable_fast_path(self, inputs: Iterable[Any]) -> None:
         """Replaces the quick check of inputs by one in C, if the compiled runner is available.
 
-        Called after enough runs of such calls. If the runner is still being compiled, tries again
-        later.
+        This method is called after enough runs of such calls. If the runner is still being
+        compiled, the method is called again later.
         """
         if self.why_not != compiled_runner.COMPILING:  # the compilation ends soon
             self.patience = min(2 * self.patience, MAX_PATIENCE)
@@ -318,8 +331,11 @@ class CallCacheEntry:
             self.glance = runner.Glance(tensors, VECTOR_BYTES - 1, places, self.glance)
 
     def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
-        """Returns the result of `FusionExecutorCache.prepare`, for inputs that the quick check has
-        accepted."""
+        """Returns the same as `FusionExecutorCache.prepare`, for inputs that the quick check has
+        accepted.
+
+        `places` are the alignments that the quick check returned.
+        """
         self.runs_left -= 1
         if not self.runs_left:
             self.enable_fast_path(inputs)

@@ -1,16 +1,16 @@
-"""Prints a fusion as a Python program that defines it again, in the calls that users write.
+"""Prints a fusion as a Python program that defines the fusion again, in the calls that users write.
 
     def nvfuser_fusion(fd : FusionDefinition) -> None :
         tv0 = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Float, ...)
         tv1 = fd.ops.exp(tv0)
         fd.add_output(tv1)
 
-The program, when it runs, defines an equal fusion (`Fusion.__eq__`), which prints as the same text.
+When the program runs, it defines an equal fusion (`Fusion.__eq__`), which prints as the same text.
 Tensors and scalars are numbered in the order of their statements. Statements on shardings,
 schedules and layouts follow the outputs (`ScheduleText`).
 
-Source: the statements and their spelling are nvFuser's. Floats that need more than six digits have
-more.
+Source: the statements and their spelling are nvFuser's. Floats that need more than six digits are
+printed with as many as they need.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ OPERATORS = {"floorDiv": "//", "floorMod": "%"}
 
 
 def number_text(value: float | complex) -> str:
-    """Returns a number as Python text that evaluates to it: `2.50000`, `float("inf")`,
+    """Returns a number as Python text that evaluates to the number: `2.50000`, `float("inf")`,
     `1.00000+2.00000j`.
 
-    Six digits are used, as in nvFuser, or as many as the number needs.
+    The text has six significant digits, as in nvFuser, or more if the value needs them.
     """
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -103,7 +103,8 @@ def translate_fusion(fusion: Fusion) -> str:
 
 
 class _Writer:
-    """Writes one fusion. It records the names of tensors and scalars that are already written."""
+    """Writes one fusion as Python statements, and records the names of the tensors and scalars
+    already written."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -122,7 +123,7 @@ class _Writer:
 
     # ------------------------------------------------------------ the program
     def program(self) -> list[str]:
-        """Returns the lines of the body."""
+        """Returns the lines of the function body."""
         if self._fusion.double_numbers:
             self._add("fd.fusion.double_numbers = True")
         for value in self._fusion.inputs:
@@ -159,7 +160,8 @@ class _Writer:
         self._made(_statement_of(op), op.outputs)
 
     def _made(self, call: PythonCall, results: Sequence[TensorView]) -> None:
-        """Writes a statement, and the equalities of extents that were declared after it."""
+        """Writes the statement that creates the tensors `results`. Then writes the declarations of
+        equal extents that follow those tensors."""
         text = self._call(call)
         for out in results:
             self._name(out)
@@ -169,7 +171,8 @@ class _Writer:
             self._declare(out)
 
     def _factored(self, found: Factored) -> None:
-        """Writes a reduction as a whole, and the `rfactor` calls that create its parts."""
+        """Writes a reduction as one statement, and then the `rfactor` calls that split this
+        reduction."""
         call = _statement_of(found.ops[0])
         dims = {"dims": found.dims} if "dims" in call.kwargs else {}
         self._made(replace(call, kwargs={**call.kwargs, **dims}), [found.out])
@@ -184,14 +187,15 @@ class _Writer:
             self._declare(step.made)
 
     def _declare(self, after: TensorView | None) -> None:
-        """Writes the declared equalities of extents that no op implies."""
+        """Writes the equalities of extents that were declared directly after the tensor `after`,
+        and that no op implies."""
         for said in self._declared.pop(after, ()):
             a, b = self.text(said.a), self.text(said.b)
             self._add(f"fd.fusion.declare_extents({a}, {b})")
 
     def _outputs(self) -> None:
-        """Writes the outputs in their order; an update precedes the plain output of the same
-        tensor."""
+        """Writes the outputs in their order. If a tensor updates an input and is an output too, the
+        update is written first."""
         updated: set[TensorView] = set()
         for out in self._fusion.outputs:
             name = self.text(out)
@@ -216,7 +220,8 @@ class _Writer:
         return f"fd.{call.name}({', '.join(arguments)})"
 
     def text(self, value: object) -> str:
-        """Returns a value as Python text. Scalars that need statements are written first."""
+        """Returns a value as Python text, after writing the statements that create the scalars in
+        the value."""
         match value:
             case TensorView():
                 name = self._tensors.get(value)
@@ -245,7 +250,8 @@ class _Writer:
 
     # ------------------------------------------------------------ scalars
     def _scalar(self, x: Scalar) -> str:
-        """Returns the name or literal of a scalar, after writing the statements that it needs."""
+        """Returns the variable name or the literal of a scalar, after writing the statements that
+        create the scalar."""
         for y in postorder(x, lambda s: s in self._scalars or _is_literal(s)):
             self._write_scalar(y)
         return self._scalars[x] if x in self._scalars else self.text(_number(x))
@@ -290,7 +296,7 @@ class _Writer:
         return f"fd.ops.{name}({', '.join(args)})"
 
     def _sum(self, x: Poly) -> None:
-        """Writes a polynomial as products and their sum."""
+        """Writes a polynomial as products of its factors, and the sum of these products."""
         total: Scalar | None = None
         for atoms, coefficient in x.terms:
             is_taken = total is not None and coefficient < 0
@@ -317,8 +323,11 @@ class _Writer:
     def _step(
         self, name: str, make: Callable[[Scalar, Scalar], Scalar], a: Scalar, b: Scalar
     ) -> Scalar:
-        """Writes one op on two scalars, unless its result is already written; returns the
-        result."""
+        """Writes the statement of one op on two scalars, unless that result is already written.
+        Returns the result.
+
+        `name` is the op in `fd.ops`; `make` creates its result.
+        """
         made = make(a, b)
         if made not in self._scalars:
             self._scalar_line(made, f"fd.ops.{name}({self.text(a)}, {self.text(b)})")
@@ -343,8 +352,8 @@ def _number(x: Scalar) -> object:
 
 # ------------------------------------------------------------------ inputs
 def _definition_of(tv: TensorView) -> PythonCall:
-    """Returns the call that defines an input. `ScheduleText` writes the facts that it cannot
-    express."""
+    """Returns the `define_tensor` call for an input. Facts that the call cannot express are written
+    by `ScheduleText`."""
     axes, domain = tv.domain.logical, tv.domain
     order = stride_order_of(tv)
     flags: Sequence[bool | None] = domain.contiguity
@@ -375,10 +384,10 @@ __all__ = ["HEADER", "translate_fusion"]
 
 @record
 class PythonCall:
-    """A call `fd.name(*args, **kwargs)`; arguments are tensors, scalars, dtypes, Python values,
-    lists.
+    """A call `fd.name(*args, **kwargs)`.
 
-    The call returns `unused` more results than the op has.
+    Arguments are tensors, scalars, dtypes, Python values and lists of these. The call returns
+    `unused` more results than the op has. The additional results are assigned to `_`.
     """
 
     name: str
@@ -389,7 +398,8 @@ class PythonCall:
 
 @record
 class ScalarArgument:
-    """A scalar as an argument for which a Python number is not accepted."""
+    """A scalar argument of a call that does not accept a Python number, so a constant needs a
+    `define_scalar` statement."""
 
     scalar: Scalar
 
@@ -402,7 +412,8 @@ COMPILED = (nodes.Reshard,)
 
 
 def _row(*kinds: type[TensorOp]) -> Callable[[Statement], Statement]:
-    """Registers the statement of node classes."""
+    """Returns a decorator that registers a function in `STATEMENTS` for the node classes
+    `kinds`."""
 
     def register(statement: Statement) -> Statement:
         STATEMENTS.update(dict.fromkeys(kinds, statement))
@@ -416,21 +427,25 @@ def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
 
 
 def _filled(value: Scalar | None) -> object:
-    """Returns the number of a constant, which the op converts to its own dtype; any other scalar
-    unchanged."""
+    """Returns the Python number of a finite constant, because the op converts a number to its own
+    dtype. Returns any other scalar unchanged."""
     if isinstance(value, Const) and cmath.isfinite(value.value):
         return value.value
     return value
 
 
 def _given(**optional: tuple[object, object]) -> dict[str, object]:
-    """Returns the arguments, passed as (value, default), whose value is not the default."""
+    """Returns the keyword arguments whose value is not the default. Each is passed as (value,
+    default)."""
     return {name: value for name, (value, default) in optional.items() if value != default}
 
 
 def stride_order_of(tv: TensorView) -> list[int] | None:
-    """Returns the rank by stride of each logical axis; None if the memory order is that of the
-    axes."""
+    """Returns the position of each logical axis in the order of strides, where 0 is the axis with
+    the smallest stride.
+
+    Returns None if the memory order is the order of the logical axes.
+    """
     logical, order = tv.domain.logical_numbers, tv.domain.allocation_numbers
     if order == logical or sorted(order) != sorted(logical):
         return None
@@ -438,7 +453,8 @@ def stride_order_of(tv: TensorView) -> list[int] | None:
 
 
 def is_stride_order(op: nodes.LoadStoreOp) -> bool:
-    """Whether a copy is a call of `stride_order`: into a declared memory order."""
+    """Whether `fd.ops.stride_order` creates a copy like `op`: into a dense tensor with a declared
+    memory order."""
     domain = op.out.domain
     is_whole = op.kind is LoadStoreOpType.set and not domain.root_numbers
     return is_whole and stride_order_of(op.out) is not None and False not in domain.contiguity
@@ -690,12 +706,13 @@ def _topk(op: TopKOp) -> PythonCall:
 #
 #     shard(tv0, mesh0, [Shard(dim=0)])
 
-# Returns the text of a value; it may write lines before that.
+# Returns the text of a value, and may first write lines that create the value.
 Text = Callable[[object], str]
 
 
 class ScheduleText:
-    """The lines after the outputs of a fusion: meshes, loops, memory and layouts of all tensors."""
+    """The lines after the outputs of a fusion: meshes, loops, memory types and layouts of all
+    tensors."""
 
     def __init__(self, fusion: Fusion, text: Text, add: Callable[[str], None]) -> None:
         self._fusion, self._text, self._add = fusion, text, add
@@ -704,7 +721,8 @@ class ScheduleText:
         self._ends = {*fusion.inputs, *fusion.outputs}
 
     def write(self) -> list[str]:
-        """Writes the lines of all tensors; returns the names to import from the package."""
+        """Writes the lines of all tensors. Returns the names that the program must import from the
+        package."""
         tensors = self._fusion.tensors()
         for tv in tensors:
             text, placements = _TensorText(tv, self._text, self._line), _placements_of(tv)
@@ -736,7 +754,8 @@ class ScheduleText:
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
     def _mesh_name(self, mesh: DeviceMesh) -> str:
-        """Returns the variable of a mesh. Its first use writes the definition."""
+        """Returns the variable that holds a mesh. At the first use of the mesh, writes its
+        definition."""
         name = self._meshes.get(mesh)
         if name is None:
             name = self._meshes[mesh] = f"mesh{len(self._meshes)}"
@@ -749,7 +768,8 @@ class ScheduleText:
 
 
 def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements with which one `shard` call restores the tensor; None if none does."""
+    """Returns the placements with which a single `shard` call restores the tensor's sharding.
+    Returns None if no such call does."""
     placements, domain = placements_of(tv), tv.domain
     named = {*domain.loop_numbers, *domain.logical_numbers, *domain.root_numbers}
     is_cut = placements is not None and any(isinstance(p, Shard) for p in placements)
@@ -757,7 +777,7 @@ def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
 
 
 def _ranks_text(mesh: DeviceMesh) -> str:
-    """Returns the argument of a mesh's constructor."""
+    """Returns the text of the ranks in a mesh's constructor: a range, a list, or nested lists."""
     ranks = list(mesh.devices)
     if mesh.ndim == 1:
         is_range = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks)))
@@ -769,9 +789,9 @@ def _ranks_text(mesh: DeviceMesh) -> str:
 
 
 def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
-    """Returns the call of a transform of loop axes; None if users have no such call.
+    """Returns the call for a transform of loop axes. Returns None if users have no such call.
 
-    Replaces the input axes in `loop` by the output axes.
+    In the list `loop` of axis numbers, replaces the input axes of the transform by its output axes.
     """
     places = [loop.index(n) for n in t.inputs]
     for n in t.inputs:
@@ -790,7 +810,7 @@ def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
 
 
 class _TensorText:
-    """Writes the lines of one tensor: transforms, the order of its loops, parallel types,
+    """Writes the lines of one tensor: transforms, the order of its loops, parallel types and
     layout."""
 
     def __init__(self, tv: TensorView, text: Text, line: Callable[[str], None]) -> None:
@@ -821,7 +841,7 @@ class _TensorText:
         self._layout()
 
     def write_layout(self) -> None:
-        """Writes the layout only, of a tensor whose loops are already final."""
+        """Writes only the layout, for a tensor whose loop axes are already final."""
         self._loop = [*self._domain.loop_numbers]
         self._layout()
 
@@ -830,14 +850,14 @@ class _TensorText:
         return self._text(self._tv)
 
     def _transforms(self) -> list[Transform]:
-        """Returns the transforms that derive the loop axes from the logical ones."""
+        """Returns the transforms that derive the loop axes from the logical axes."""
         domain = self._domain
         own = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
         return [t for t in domain.transforms if t not in own]
 
     def _reorder(self) -> dict[int, int] | None:
-        """Returns the moves that bring the loop axes into their order; None if they are in
-        order."""
+        """Returns the moves (from position to position) that bring the loop axes into their final
+        order. Returns None if the order is already final."""
         wanted = [*self._domain.loop_numbers]
         if self._loop == wanted:
             return None
@@ -851,7 +871,8 @@ class _TensorText:
         yield "get_root_domain()", self._domain.root_numbers
 
     def _keep(self, number: int) -> None:
-        """Writes a variable for an axis that a transform is about to remove from all domains."""
+        """Writes a variable for an axis that a transform is about to remove from all domains of the
+        tensor."""
         if number in self._handles or any(number in view for _, view in self._views()):
             return
         name = f"{self._name}_axis{len(self._handles)}"
@@ -859,7 +880,7 @@ class _TensorText:
         self._handles[number] = name
 
     def _handle(self, number: int) -> str:
-        """Returns the text that names an axis of the finished tensor."""
+        """Returns the text of an expression for an axis of the finished tensor."""
         if number in self._loop:
             return f"{self._name}.axis({self._loop.index(number)})"
         if number in self._handles:
@@ -872,7 +893,8 @@ class _TensorText:
         )
 
     def _place(self, number: int) -> tuple[bool, int]:
-        """Returns the sort key of an axis among those with a parallel type: loop axes first."""
+        """Returns the sort key of an axis with a parallel type. Loop axes come first, in their
+        order; other axes follow by number."""
         is_loop = number in self._loop
         return not is_loop, self._loop.index(number) if is_loop else number
 
@@ -894,7 +916,8 @@ class _TensorText:
 
 
 def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns allocation and contiguity of a tensor directly after its defining statement."""
+    """Returns the allocation order and the contiguity that a tensor has directly after its defining
+    statement."""
     domain = tv.domain
     definition = tv.definition()
     order = domain.allocation_numbers
@@ -919,8 +942,10 @@ def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, .
 
 @record
 class RfactorCall:
-    """The call `made = of.rfactor(axes)`, after these transforms of the loop axes `loop` of
-    `of`."""
+    """The call `made = of.rfactor(axes)`, and the transforms of `of` before that call.
+
+    `loop` are the loop axes of `of` before the transforms.
+    """
 
     of: TensorView
     made: TensorView
@@ -931,8 +956,11 @@ class RfactorCall:
 
 @record
 class Factored:
-    """A reduction over axes `dims` of the operand of `ops[0]` with the result `out`, and its
-    parts."""
+    """A reduction that `rfactor` calls split into the ops `ops`.
+
+    The unsplit reduction reads the operand of `ops[0]`, reduces the axes `dims` and has the result
+    `out`. `steps` are the `rfactor` calls.
+    """
 
     ops: tuple[TensorOp, ...]
     out: TensorView
@@ -941,7 +969,8 @@ class Factored:
 
 
 def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
-    """Returns the reductions of a fusion that have parts, by the first op of each."""
+    """Returns the reductions of a fusion that `rfactor` calls have split, keyed by the first op of
+    each."""
     found: dict[TensorOp, Factored] = {}
     inside: set[TensorOp] = set()
     for k, op in enumerate(fusion.exprs):
@@ -953,7 +982,7 @@ def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
 
 
 def _factored(ops: Sequence[TensorOp]) -> Factored:
-    """Returns the reduction whose first part is the first of these ops."""
+    """Returns the split reduction that begins with the first of these ops."""
     first = ops[0].out_tensor
     roots = {n: k for k, n in enumerate(first.domain.root_numbers)}
     # For each axis that the next op reads, the unsplit axis of the first op's operand, or None.
@@ -974,17 +1003,22 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
 
 
 def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
-    """Returns the origins of the axes that a part does not reduce; None for axes that splits
-    created."""
+    """Returns the origin of each axis that `out` does not reduce. `origins` are the origins of the
+    axes that the op of `out` reads.
+
+    An origin is a position among the axes of the whole reduction's operand. The origin of an axis
+    that a split created is None.
+    """
     domain = out.domain
     of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
     return [of.get(a.number) for a in domain.no_reductions]
 
 
 def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
-    """Returns the calls that create the parts.
+    """Returns the `rfactor` calls that create the ops of a split reduction.
 
-    Each family of parts factors the reduction once, and then the result of that.
+    The ops form groups, each of which begins with an op whose result has root axes. The first call
+    for a group is on the whole reduction. Each further call is on the result of the call before.
     """
     whole = chain[-1].out_tensor
     parts = [op.out_tensor for op in chain[:-1]]
@@ -1004,8 +1038,8 @@ def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
 
 
 def _reducers(family: Sequence[TensorView]) -> list[int | None]:
-    """Returns, for each logical axis of the first part, which part reduces it; None if none
-    does."""
+    """Returns, for each logical axis of the first tensor, the index of the tensor in `family` that
+    reduces the axis, or None."""
     left = list(range(len(family[0].domain.logical)))
     found: list[int | None] = [None] * len(left)
     for k, tv in enumerate(family):
@@ -1024,10 +1058,11 @@ _INTERNAL = (CompileError, ExecutionError, KernelError, VerifyError)
 
 
 def repro_script(program: str, inputs: Iterable[object] | None) -> str:
-    """Returns a script that defines a program, from its text (`translate_fusion`), and runs it.
+    """Returns a script that defines a program from its text (see `translate_fusion`), and runs it.
 
-    Its tensors have random values, with the shapes, strides, dtypes and devices of `inputs`.
-    Numbers are copied. Without inputs, the script only defines the program.
+    The script's tensors have the shapes, strides, dtypes and devices of `inputs`, and random
+    values. Numbers among the inputs are copied. If `inputs` is None, the script only defines the
+    program.
     """
     lines = ["# CUDA devices:"]
     for k in range(torch.cuda.device_count()):
@@ -1074,8 +1109,8 @@ def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
 
 
 def fake_inputs(inputs: Sequence[object]) -> list[object]:
-    """Returns the inputs with fake tensors, which have no data: a script needs only their
-    properties."""
+    """Returns the inputs with tensors replaced by fake tensors without data, because a script needs
+    only shapes, strides, dtypes and devices."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
@@ -1091,5 +1126,5 @@ def is_internal(error: BaseException) -> bool:
 
 
 def report(error: BaseException, script: str) -> None:
-    """Adds a script that reproduces an error to its notes."""
+    """Adds a note to an error: the script that reproduces the error."""
     error.add_note(f"If this is a fault of fuser, this script reproduces it:\n```\n{script}```")

@@ -1,8 +1,8 @@
 """Compares results with torch's, within tolerances that depend on dtype and reduction size.
 
 The tolerances are nvFuser's. They were measured for sums of 4 to 2097152 numbers of magnitude 1. In
-addition, one unit in the last place of the result's dtype is allowed, because two sums that differ
-by less can round to neighbouring values.
+addition, one unit in the last place of the result's dtype is allowed. Two sums that differ by less
+than that unit can round to neighbouring values.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fuser.support.inputs import flatten
 
 Tolerance = tuple[float, float]
 
-# Sizes of the reductions in the tables below: 4 << k elements. A reduction uses the entry after
-# that of the smallest size that is not below its own.
+# Sizes of the reductions in the tables below: 4 << k elements. For a reduction, the smallest size
+# in this list is found that is at least its own. The entry after that size's entry is used.
 _SUM_SIZES = [4 << k for k in range(20)]
 # fmt: off
 _FULL = (
@@ -50,7 +50,8 @@ _RELATIVE = 0.01
 
 
 def tolerance(dtype: DataType, size: int) -> Tolerance:
-    """Returns (atol, rtol) for a result of `dtype` that sums `size` numbers."""
+    """Returns (atol, rtol) for a result of `dtype` that is a sum of `size` numbers. Integers and
+    booleans have tolerance 0."""
     if category(dtype) in ("int", "bool"):
         return 0.0, 0.0
     is_full = dtype in (
@@ -71,7 +72,7 @@ def tolerance(dtype: DataType, size: int) -> Tolerance:
 
 
 def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, Tolerance]:
-    """Returns the tolerance of every output."""
+    """Returns (atol, rtol) for every output of a fusion with the inputs `args`."""
     values = bind_inputs(fusion, args)
     sizes: dict[TensorView, int] = {}
     for op in fusion.used_exprs():
@@ -89,7 +90,7 @@ def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, To
 
 @checked
 def get_val_tolerances(fusion: Fusion, args: Sequence[object]) -> list[Tolerance]:
-    """Returns (atol, rtol) of each output, except outputs that update an input."""
+    """Returns (atol, rtol) for each output, except outputs that update an input."""
     found = _tolerances(fusion, flatten(args))
     return [found[out] for out in fusion.outputs if fusion.alias_of(out) is None]
 
@@ -97,7 +98,8 @@ def get_val_tolerances(fusion: Fusion, args: Sequence[object]) -> list[Tolerance
 def references(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
     """Returns torch's results for the visible outputs, in the fusion's own dtypes.
 
-    Raises `UnsupportedError` for sharded programs, and for random ops without a seed.
+    Raises:
+        UnsupportedError: the program is sharded, or has random ops without a seed.
     """
     sharded = next((tv for tv in fusion.tensors() if tv.mesh is not None), None)
     if sharded is not None:
@@ -121,8 +123,13 @@ def compare(
     wanted: Sequence[torch.Tensor],
     args: Sequence[Argument],
 ) -> None:
-    """Raises `ValidationError`, which names the first visible output that differs from its
-    reference."""
+    """Compares the visible outputs of a call with the references `wanted`. `args` are the inputs of
+    the call.
+
+    Raises:
+        ValidationError: an output differs from its reference; the message names the first such
+            output.
+    """
     shown = [out for out in fusion.outputs if not fusion.is_hidden(out)]
     if not len(outputs) == len(wanted) == len(shown):
         raise ValidationError(
@@ -149,12 +156,13 @@ def compare(
 
 
 def _legal_changes(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Returns how far each element of each output may move because kernels omit roundings.
+    """Returns the amount by which each element of each output may change because kernels omit
+    roundings.
 
-    A kernel may omit the rounding of a product that is then added (fused multiply-add), and that of
-    a half-precision intermediate. The program is computed in float64 several times. Each time such
-    values are moved by one rounding, up or down. The list is empty if torch cannot compute the
-    program (see `references`).
+    A kernel may omit the rounding of a product that is then added (fused multiply-add), and the
+    rounding of a half-precision intermediate. The program is computed in float64 several times.
+    Each time, such values are changed by one rounding, up or down. If torch cannot compute the
+    program (see `references`), the list is empty.
     """
     if any(tv.mesh is not None for tv in fusion.tensors()) or Draws.of(fusion) is not None:
         return []
@@ -208,7 +216,11 @@ def _difference(
     rtol: float,
     legal: torch.Tensor | None = None,
 ) -> str:
-    """Returns a text on how a result differs from its reference; "" if it does not."""
+    """Returns a text that describes how an output differs from its reference. Returns "" if both
+    agree within the tolerances.
+
+    `legal` is an additional allowed difference for each element.
+    """
     if not (out.is_floating_point() or out.is_complex()):
         if torch.equal(out, wanted.to(out.dtype)):
             return ""
@@ -232,11 +244,11 @@ def _difference(
 def validate_with_auto_inferred_outputs(
     fusion: Fusion, fusion_outputs: Sequence[torch.Tensor], args: Sequence[object]
 ) -> None:
-    """Compares outputs with torch's results for the same inputs. The inputs must still have the
-    values from before the call.
+    """Compares the outputs of a call with torch's results for the inputs `args`, which must have
+    their values from before the call.
 
     Raises:
-        ValidationError: an output differs; the message names the first.
+        ValidationError: an output differs; the message names the first such output.
         UnsupportedError: torch cannot compute the references (see `references`).
     """
     given = flatten(args)
@@ -244,7 +256,8 @@ def validate_with_auto_inferred_outputs(
 
 
 def as_before(fusion: Fusion, args: Sequence[Argument]) -> list[Argument]:
-    """Returns the arguments of a call, with copies of those that it updates."""
+    """Returns the arguments of a call, with tensors that the call updates in place replaced by
+    copies."""
     updated = {i for i, v in enumerate(fusion.inputs) if any(a.into is v for a in fusion.aliases)}
     return [
         v.clone() if i in updated and isinstance(v, torch.Tensor) else v for i, v in enumerate(args)
@@ -257,8 +270,10 @@ def validate_run(
     inputs: Sequence[object],
     given: Sequence[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
-    """Runs a program, compares its outputs with `given` or torch's results, and returns the
-    outputs."""
+    """Runs a program on `inputs`, compares the outputs with references, and returns the outputs.
+
+    The references are `given`. If `given` is None, they are torch's results.
+    """
     args = flatten(inputs)
     before = as_before(fusion, args)
     outputs = run(args)

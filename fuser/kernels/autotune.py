@@ -1,13 +1,14 @@
-"""The option `tune`: times parameters near the heuristic's choice, and keeps the best on disk.
+"""The option `tune`: times kernel parameters near the heuristic's choice, and stores the fastest on
+disk.
 
-The times are measured on the first inputs of each class:
+The times are measured on the first inputs of each class of inputs (`InputsClass`):
 
     class of inputs -> memory -> disk cache -> timed in turns: choice, neighbours, neighbours of the
     best -> the best, where it is faster beyond noise, else the choice
 
-A class consists of the facts that the heuristic distinguishes (layouts, the parameters that it
-chooses) and the order of magnitude of each size. The results of all candidates must agree with
-those of the choice.
+Inputs belong to the same class if the heuristic does not distinguish them. They have equal layouts,
+equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results of all
+candidates must agree with the results of the heuristic's choice.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ FINALISTS = 3
 # rounds.
 MARGIN = 0.03
 WON_SHARE = 0.75
-# Cached classes of inputs per kernel.
+# The maximum number of classes of inputs whose parameters are cached, per kernel.
 MAX_CLASSES = 256
 
 Params = Any
@@ -77,11 +78,14 @@ Params = Any
 
 @record
 class InputsClass:
-    """The facts, besides the fusion, that determine the parameters of one kernel.
+    """The facts, besides the fusion, that determine the tuned parameters of one kernel.
 
-    `sizes` has the number of bits of each size, so sizes of one order of magnitude are equal.
-    `device` is the description that the heuristic uses, `runs_on` the kind of device that runs the
-    kernel.
+    - `layouts`: the memory layouts of the inputs, then the outputs.
+    - `chosen`: the parameters that the heuristic chose.
+    - `index`: the integer type of the kernel's indices.
+    - `sizes`: the number of bits of each size, by name. Sizes of one order of magnitude are equal.
+    - `device`: the device description that the heuristic uses.
+    - `runs_on`: the kind of device that runs the kernel.
     """
 
     layouts: tuple[Layout, ...]
@@ -93,16 +97,18 @@ class InputsClass:
 
     @property
     def sizes_text(self) -> dict[str, str]:
-        """The range of each size as text, by name."""
+        """The smallest and largest value of each size in this class, as text, by the size's
+        name."""
         return {name: f"{(1 << bits) >> 1} to {(1 << bits) - 1}" for name, bits in self.sizes}
 
 
 @dataclass
 class Trial:
-    """The input of a search: the heuristic's choice, compiled, with the caller's tensors and scalar
-    inputs.
+    """The input of a search: the kernel of the heuristic's choice, compiled, with the caller's
+    tensors and scalar inputs (`numbers`).
 
-    `lower` returns the kernel and launch for other parameters, None if these cannot be used.
+    `lower` returns the kernel and the launch for other parameters. `lower` returns None if these
+    parameters cannot be used. `compile` compiles lowered kernels.
     """
 
     variant: Variant
@@ -116,8 +122,11 @@ class Trial:
 
 @record
 class Report:
-    """The result of tuning one class of inputs: parameters and seconds of the heuristic's choice,
-    of the best, and of all that were timed."""
+    """The result of tuning one class of inputs: pairs of parameters and their measured seconds.
+
+    `choice` is the heuristic's choice, `best` the fastest, and `timed` holds all neighbours that
+    were timed. `refused` is the number of neighbours that could not be used.
+    """
 
     choice: tuple[Params, float]
     best: tuple[Params, float]
@@ -140,7 +149,8 @@ class Report:
 
 
 class Tuning:
-    """Finds and caches the parameters of one kernel, for its classes of inputs."""
+    """Finds and caches the fastest parameters of one kernel, for each class of inputs
+    (`InputsClass`)."""
 
     def __init__(
         self,
@@ -170,14 +180,22 @@ class Tuning:
     def sizes_of(
         self, symbols: Iterable[Symbol], values: Mapping[Symbol, Number]
     ) -> tuple[tuple[str, int], ...]:
-        """Returns the number of bits of each size, by the names in the kernel's canonical form.
-        Fusions that differ only in names get equal results."""
+        """Returns (name, number of bits) of each size among `symbols` that has a value.
+
+        The names are those of the kernel's canonical form, so fusions that differ only in names get
+        equal results.
+        """
         sized = {s for s in symbols if s in values}
         named = ((f"{s.name[0]}{k}", s) for k, s in enumerate(self._form.symbols) if s in sized)
         return tuple((name, int(values[s]).bit_length()) for name, s in named)
 
     def known(self, asked: InputsClass) -> Params | None:
-        """Returns the parameters for a class if they are in memory or on disk, else None."""
+        """Returns the tuned parameters for a class of inputs if they are cached in memory or on
+        disk, else None.
+
+        If the heuristic's choice has no neighbours, there is nothing to time, and that choice is
+        returned.
+        """
         found = self._decided.recall(asked)
         if found is None and not neighbours(asked.chosen):
             found = self._decided[asked] = asked.chosen
@@ -187,8 +205,12 @@ class Tuning:
         return found
 
     def find(self, asked: InputsClass, given: Trial) -> Params:
-        """Returns the parameters for a class. They are timed on the tensors of a call, unless
-        another process has done so in the meantime."""
+        """Returns the tuned parameters for a class of inputs. The parameters are timed on the
+        tensors of the call `given`.
+
+        If another process has stored parameters on disk in the meantime, these are returned without
+        timing.
+        """
         key, cache = self._key(asked), KernelCache()
         with cache.lock(key):
             found = self._kept(asked, cache, key)
@@ -206,7 +228,8 @@ class Tuning:
         return found
 
     def refuse(self, asked: InputsClass) -> None:
-        """Discards the parameters of a class, because they cannot be lowered."""
+        """Discards the stored parameters for a class of inputs, because these parameters cannot be
+        lowered."""
         self._decided[asked] = None
         self._leave_out(self._key(asked))
 
@@ -270,8 +293,8 @@ class Tuning:
 
     # ------------------------------------------------------------ timing
     def _timed(self, given: Trial) -> Report | None:
-        """Returns the result of a search. Returns None, after a warning, if there is not enough
-        memory."""
+        """Runs a search and returns the report. Returns None, after a warning, if there is not
+        enough memory for the search."""
         device = given.outputs[0].device
         wanted, free = scratch_nbytes(given.outputs), free_nbytes(device)
         try:
@@ -288,7 +311,7 @@ class Tuning:
 
 
 class _Search:
-    """A search among the neighbours of one choice."""
+    """A search for the fastest parameters among the neighbours of the heuristic's choice."""
 
     def __init__(self, given: Trial, name: str, tolerance: float) -> None:
         self._given, self._name, self._tolerance = given, name, tolerance
@@ -304,8 +327,11 @@ class _Search:
         return TuningCandidate(variant.params, variant, launch, tensors, self._given.numbers)
 
     def run(self) -> Report:
-        """Times the neighbours of the choice, then those of the best, then the best ones against
-        the choice."""
+        """Times the neighbours of the heuristic's choice, then the neighbours of the fastest
+        candidate so far, and returns the report.
+
+        At the end, the fastest candidates are timed once more against the heuristic's choice.
+        """
         self._choice.run()
         self._expected.take(self._scratch)
         found: list[TuningCandidate] = []
@@ -321,7 +347,12 @@ class _Search:
         return self._report(found)
 
     def _report(self, found: list[TuningCandidate]) -> Report:
-        """Times the fastest candidates once more, and returns the result."""
+        """Times the fastest candidates once more against the heuristic's choice, and returns the
+        result.
+
+        The choice is replaced only by a candidate that is faster by more than the noise (`MARGIN`,
+        `WON_SHARE`).
+        """
         choice = self._choice
         faster = sorted((c for c in found if c.median < choice.median), key=lambda c: c.median)
         finalists = faster[:FINALISTS]
@@ -337,8 +368,8 @@ class _Search:
         return Report(*ends, tuple(timed), self._refused)
 
     def _around(self, center: TuningCandidate, most: int) -> list[TuningCandidate]:
-        """Returns the nearest new neighbours of a candidate that compile and compute the same
-        results."""
+        """Returns at most `most` new neighbours of the candidate `center`, nearest first, that
+        compile and compute the same results."""
         found: list[TuningCandidate] = []
         for params in neighbours(center.params):
             if len(found) >= most or len(self._seen) > MAX_LOWERED:
@@ -359,8 +390,10 @@ class _Search:
         return [c for c in self._compiled(found) if self._is_right(c)]
 
     def _compiled(self, found: list[TuningCandidate]) -> list[TuningCandidate]:
-        """Compiles all candidates together. If the compiler rejects one, compiles them
-        one by one."""
+        """Compiles all candidates together, and returns those that the compiler accepts.
+
+        If the compiler rejects one, the candidates are compiled one by one.
+        """
         try:
             self._given.compile([c.variant for c in found])
         except CompileError:
@@ -372,7 +405,8 @@ class _Search:
         return [c for c in found if c.variant.compiled is not None]
 
     def _is_right(self, candidate: TuningCandidate) -> bool:
-        """Whether a candidate can be launched, and its results agree with those of the choice."""
+        """Whether a candidate can be launched, and its results agree with those of the heuristic's
+        choice."""
         self._scratch.clear()
         try:
             candidate.run()
@@ -396,15 +430,15 @@ class _Search:
 
 
 def _form_of(variant: Variant, launch: BoundLaunch) -> Hashable:
-    """Returns the identity of a launch. Different parameters may give equal launches for these
-    inputs."""
+    """Returns a value that identifies a launch: the kernel text, launch shape and arguments.
+    Different parameters may lead to equal launches for these inputs."""
     shape = launch.grid, launch.block, launch.smem_bytes
     return variant.kernel.source.text, shape, tuple(launch.args)
 
 
 @functools.cache
 def warn_of_capture() -> None:
-    """Warns once that nothing can be timed during a CUDA graph capture."""
+    """Warns once per process that nothing can be timed while a CUDA graph is being captured."""
     warn(
         "tune: the first run of a kernel is captured in a CUDA graph, so nothing is timed: the "
         "graph has the heuristic's choice. Run once before capturing",
@@ -416,7 +450,7 @@ def warn_of_capture() -> None:
 # One kernel with several parameters on the same inputs: their results and their times.
 #
 # Results are written to memory of the trial, never to the caller's tensors. A kernel that updates
-# an input in place reads the caller's tensor and writes here.
+# an input in place reads the caller's tensor and writes to the trial's memory.
 
 # Elements that are compared at a time.
 _CHUNK = 1 << 22
@@ -435,9 +469,10 @@ _COARSEST = 2.0**-1
 
 @dataclass
 class TuningCandidate:
-    """A kernel with some parameters, and its launch on the caller's inputs and memory of the trial.
+    """A kernel lowered with some parameters, and its launch on the caller's inputs.
 
-    `seconds` are the times of its runs.
+    The results are written to memory of the search, not to the caller's outputs. `tensors` are the
+    inputs, then that memory. `seconds` are the times of the measured runs.
     """
 
     params: Any
@@ -448,7 +483,7 @@ class TuningCandidate:
     seconds: list[float] = field(default_factory=list)
 
     def run(self) -> None:
-        """Launches on the current stream.
+        """Launches the candidate's kernel on the current CUDA stream.
 
         Raises:
             KernelError: the device rejects the launch, or checked mode reported an error.
@@ -463,8 +498,8 @@ class TuningCandidate:
 
 
 def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
-    """Whether a device accepts the numbers of blocks and threads, and the shared memory of a
-    launch."""
+    """Whether the device accepts a launch: its numbers of blocks and threads, and its bytes of
+    shared memory."""
     shapes = ((launch.grid, device.max_grid), (launch.block, device.max_block))
     if any(n > most for shape, limits in shapes for n, most in zip(shape, limits, strict=True)):
         return False
@@ -476,13 +511,14 @@ def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
 
 # ------------------------------------------------------------------ memory
 class Scratch:
-    """Memory for the results of a kernel, with the layouts of the caller's outputs."""
+    """Buffers for the results of a kernel, with the same layouts and alignments as the caller's
+    outputs."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._flat: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         for out in outputs:
-            # It has the same alignment as the caller's output, on which a kernel may rely.
+            # The buffer has the same alignment as the caller's output. A kernel may rely on it.
             skipped = address(out) % VECTOR_BYTES // out.element_size()
             length = skipped + span(out)
             flat = torch.zeros(length, dtype=out.dtype, device=out.device)
@@ -490,21 +526,21 @@ class Scratch:
             self.tensors.append(flat.as_strided(out.shape, out.stride(), skipped))
 
     def take(self, other: Scratch) -> None:
-        """Copies the results from another instance of the same layout."""
+        """Copies the results from another `Scratch` that has the same layouts."""
         for mine, others in zip(self._flat, other._flat, strict=True):
             mine.copy_(others)
 
     def clear(self) -> None:
-        """Fills the memory with zeros, so that elements that no kernel writes are equal for all
+        """Fills the buffers with zeros. Elements that no kernel writes are then equal for all
         candidates."""
         for flat in self._flat:
             flat.zero_()
 
     def difference(self, other: Scratch, tolerance: float) -> float | None:
-        """Returns the largest difference of floating-point results, divided by `tolerance`, if it
-        exceeds 1.
+        """Compares two sets of results. Returns None if they agree within `tolerance`.
 
-        Returns inf for other differing values, and None if the results agree.
+        Otherwise, returns the largest difference of floating-point results as a multiple of the
+        allowed difference. Returns inf if values that are not finite floating-point numbers differ.
         """
         worst = 0.0
         for mine, others in zip(self._flat, other._flat, strict=True):
@@ -513,14 +549,15 @@ class Scratch:
 
 
 def scratch_nbytes(outputs: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes that a trial allocates: two sets of results, and temporaries for comparing
-    them."""
+    """Returns the bytes that a search allocates: two sets of results, and temporary tensors for the
+    comparison of results."""
     compared = min(max((span(t) for t in outputs), default=0), _CHUNK)
     return 2 * sum(span(t) * t.element_size() for t in outputs) + 8 * 8 * compared
 
 
 def free_nbytes(device: torch.device) -> int | None:
-    """Returns the bytes that torch can still allocate on a device, None if unknown."""
+    """Returns the bytes that torch can still allocate on a device. Returns None if the number is
+    unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -534,7 +571,8 @@ def free_nbytes(device: torch.device) -> int | None:
 
 # ------------------------------------------------------------------ agreement
 def tolerance_of(fusion: Fusion) -> float:
-    """Returns the rounding tolerance for the results of a fusion; see `Scratch.difference`."""
+    """Returns the rounding tolerance for the results of a fusion, by the coarsest dtype of the
+    fusion's tensors; see `Scratch.difference`."""
     dtypes = {to_torch(tv.dtype()) for tv in fusion.tensors()}
     floats = [d for d in dtypes if d.is_floating_point]
     return max((_TOLERANCE.get(d, _COARSEST) for d in floats), default=_TOLERANCE[torch.float32])
@@ -560,7 +598,7 @@ def _worst(mine: torch.Tensor, others: torch.Tensor, tolerance: float) -> float:
 
 
 def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields parts of a flat tensor in double precision."""
+    """Yields consecutive pieces of a 1-d tensor, converted to double precision."""
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     for part in flat.split(_CHUNK):
         yield (part if part.dtype == torch.float64 else part.float()).double()
@@ -572,8 +610,8 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 def make_timer(device: torch.device) -> Timer:
-    """Returns a function that times a kernel on a device. On a GPU, its operands are evicted from
-    the cache before."""
+    """Returns a function that measures the run time of a kernel on a device. On a GPU, the L2 cache
+    is overwritten before each run, so that operands come from memory."""
     return _CudaTimer(device) if device.type == "cuda" else _time_on_host
 
 
@@ -584,10 +622,10 @@ def _time_on_host(run: Callable[[], object]) -> float:
 
 
 class _CudaTimer:
-    """Measures time by CUDA events.
+    """Measures the run time of a kernel by CUDA events.
 
-    Before each run, the cache is overwritten. Meanwhile, the host has time to enqueue all work, so
-    that the events measure the kernel alone.
+    Before each run, the L2 cache is overwritten. Meanwhile, the host enqueues the kernel and the
+    two events, so that the events measure only the kernel.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -605,8 +643,11 @@ class _CudaTimer:
 
 
 def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budget_s: float) -> None:
-    """Times candidates in turns, for a number of rounds or until the budget is used, but at least
-    three rounds. Earlier measurements are discarded."""
+    """Times all candidates in turns, one run of each per round.
+
+    Stops after `rounds` rounds, or when `budget_s` seconds have passed, but not before three
+    rounds. Earlier measurements of the candidates are discarded.
+    """
     for candidate in candidates:
         candidate.seconds.clear()
     began = time.monotonic()
@@ -618,7 +659,7 @@ def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budge
 
 
 # ----------------------------------------------------------------------
-# The executor of the option `tune`: parameters by time instead of by the heuristic alone.
+# The executor of the option `tune`: parameters by measured time, not only by the heuristic.
 
 _Bind = Callable[[Variant], "Record | None"]
 
@@ -626,8 +667,9 @@ _Bind = Callable[[Variant], "Record | None"]
 class TunedExecutor(FusedKernelExecutor):
     """Runs a fusion with the parameters that `Tuning` finds.
 
-    They are timed at the first run of a class of inputs outside of a graph capture. Before that,
-    and if they cannot be used, the heuristic's parameters are used.
+    The parameters are timed at the first run of each class of inputs (`InputsClass`), unless that
+    run is captured in a CUDA graph. Until then, the heuristic's parameters are used. They are also
+    used if the tuned parameters cannot be.
     """
 
     def __init__(self, fusion: Fusion, **given: Any) -> None:
@@ -644,7 +686,8 @@ class TunedExecutor(FusedKernelExecutor):
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Always returns None, because layouts without contents cannot be timed."""
+        """Always returns None, because a tuned kernel must be timed on tensors, and layouts have no
+        contents."""
         del tensors, sizes, device, numbers, are_sized
         return None
 
@@ -656,8 +699,12 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Does the same as `FusedKernelExecutor.launch_for`. Returns None in a capture, because a
-        later run may time others."""
+        """Does the same as `FusedKernelExecutor.launch_for`, but returns None during a CUDA graph
+        capture.
+
+        Nothing can be timed in a capture, and the returned launch would be reused by later runs,
+        which may find faster parameters.
+        """
         if device is None and _is_captured(outputs):
             return None
         return super().launch_for(inputs, outputs, sizes=sizes, device=device)
@@ -671,8 +718,11 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Does the same as `FusedKernelExecutor._record`. Launches that were bound without timing
-        are not cached."""
+        """Does the same as `FusedKernelExecutor._record`, but does not cache launches that were
+        bound without timing.
+
+        Nothing is timed if `device` is passed, or during a CUDA graph capture.
+        """
         if device is None and not _is_captured(outputs):
             return super()._record(inputs, outputs, tensors, numbers, sizes)
         return self.bind(inputs, outputs, sizes=sizes, device=device)
@@ -687,8 +737,9 @@ class TunedExecutor(FusedKernelExecutor):
     ) -> Record | None:
         """Returns the fastest variant and its launch.
 
-        Unknown parameters are timed now, except with `device` or in a capture. If the parameters
-        found do not serve these tensors, the heuristic's choice is returned.
+        If the parameters for these inputs are not known yet, this call times parameters. Nothing is
+        timed if `device` is passed, or in a CUDA graph capture. If the tuned variant does not
+        accept these tensors, the heuristic's choice is returned.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
@@ -724,13 +775,14 @@ class TunedExecutor(FusedKernelExecutor):
         return serve(self._variants[key]) or self._by_heuristic(*given)
 
     def _can_lower(self, key: VariantKey, asked: InputsClass) -> bool:
-        """Lowers the parameters found. Returns whether that succeeded."""
+        """Lowers the tuned parameters, and stores the variant. Returns whether the lowering
+        succeeded."""
         try:
             self._variants[key] = self._lower(key, asked.device)
         except (UnsupportedError, DefinitionError):
             self._tuning.refuse(asked)
             return False
-        # It replaces the heuristic's choice among the limited number of variants.
+        # The tuned variant replaces the heuristic's variant, because their number is limited.
         self._variants.pop((asked.layouts, asked.chosen, asked.index), None)
         return True
 
@@ -742,10 +794,11 @@ class TunedExecutor(FusedKernelExecutor):
         numbers: Sequence[Number],
         serve: _Bind,
     ) -> Any:
-        """Returns the fastest parameters, timed now."""
+        """Times parameters for these tensors now, and returns the fastest."""
 
         def lower(params: Any) -> Record | None:
-            """Lowers and binds parameters for a trial alone; None if they cannot be used."""
+            """Lowers the parameters `params` for the search only, without storing the variant, and
+            binds the launch. Returns None if these parameters cannot be used."""
             try:
                 key = (asked.layouts, params, asked.index)
                 return serve(self._scheduled(key, asked.device)[0])
@@ -776,11 +829,15 @@ class TunedExecutor(FusedKernelExecutor):
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns None while variants can be added, so that a size of another order of magnitude is
-        timed by itself."""
+        """Returns None while variants can be added: a size of another order of magnitude is then
+        timed separately.
+
+        When the executor has all its variants, does the same as `FusedKernelExecutor._nearby`.
+        """
         return super()._nearby(key, alignments, values, tensors) if self._is_full else None
 
 
 def _is_captured(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether launches on these tensors are recorded into a CUDA graph of the caller."""
+    """Whether launches on these tensors' device are being recorded into a CUDA graph of the
+    caller."""
     return tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()

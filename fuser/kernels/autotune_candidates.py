@@ -2,8 +2,8 @@
 
     pointwise(threads 128x1, vector 8, unroll 1)  ->  threads 64, 256; vector 4; unroll 2; both; ..
 
-A neighbour changes some parameters by factors of two. It may be impossible to lower or launch.
-Callers skip such candidates, as they do for the heuristic's own choice.
+A neighbour of parameters differs from them in some values, each by a factor that is a power of two.
+Lowering or launching a neighbour may be impossible. The search skips such neighbours.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _Found = Iterable[tuple[float, Any]]
 
 
 def neighbours(params: Any) -> list[Any]:
-    """Returns parameters near the chosen ones, nearest first, without these. Plain loops and manual
-    schedules have none."""
+    """Returns parameters near `params`, nearest first, without `params`. Plain loops without
+    threads and manual schedules have no neighbours."""
     make = _BY_CLASS.get(type(params))
     found = () if make is None else make(params)
     nearest = sorted(found, key=lambda pair: pair[0])
@@ -46,13 +46,17 @@ def neighbours(params: Any) -> list[Any]:
 
 
 def to_fields(params: Any) -> dict[str, Any]:
-    """Returns parameters as a dict that JSON can store."""
+    """Returns parameters as a dict that JSON can store: the class name as "kind", and each field by
+    name."""
     return {"kind": type(params).__name__} | {f.name: getattr(params, f.name) for f in _of(params)}
 
 
 def from_fields(found: object, like: Any) -> Any:
-    """Returns the parameters that `to_fields` stored, for a kernel whose heuristic chose `like`.
-    None for any other value."""
+    """Returns the parameters that `to_fields` stored as `found`, for a kernel whose heuristic chose
+    `like`.
+
+    Returns None if `found` is not a valid description of parameters for that kernel.
+    """
     if not isinstance(found, dict):
         return None
     kinds = {type(like), PointwiseParams} if isinstance(like, TransposeParams) else {type(like)}
@@ -73,8 +77,11 @@ def _of(params: Any) -> Sequence[Any]:
 
 # ------------------------------------------------------------------ distances
 def _scaled(value: int, down: int, up: int, *, least: int = 1, most: int = MAX_THREADS) -> Choices:
-    """Returns value -> distance for a number, its halves (`down` times) and its doubles (`up`
-    times), within bounds."""
+    """Returns the candidates for a number, each with its distance in factors of two.
+
+    The candidates are `value`, up to `down` halvings that are at least `least`, and up to `up`
+    doublings that are at most `most`.
+    """
     found: dict[Any, float] = {value: 0}
     for k in range(1, down + 1):
         if value >> k >= least and value % (1 << k) == 0:
@@ -84,7 +91,11 @@ def _scaled(value: int, down: int, up: int, *, least: int = 1, most: int = MAX_T
 
 
 def _combined(params: Any, **choices: Choices) -> _Found:
-    """Yields every combination of these values, with its distance."""
+    """Yields `params` with every combination of the given values, with the sum of the values'
+    distances.
+
+    `choices` maps a field's name to its values and their distances.
+    """
     for pairs in itertools.product(*(c.items() for c in choices.values())):
         values = {name: value for name, (value, _) in zip(choices, pairs, strict=True)}
         yield sum(distance for _, distance in pairs), replace(params, **values)
@@ -140,8 +151,10 @@ def _persistent(params: InnerPersistentParams) -> _Found:
 
 
 def _clusters(params: InnerPersistentParams) -> _Found:
-    """Yields clusters of twice and half the number of blocks; each thread keeps half or twice as
-    much."""
+    """Yields parameters with twice and with half the number of CUDA blocks per cluster.
+
+    Each thread then holds half or twice as many elements in registers (`kept`).
+    """
     if params.cluster == 1:
         return
     if params.cluster < MAX_CLUSTER and params.kept % (2 * params.vector) == 0:
@@ -151,8 +164,13 @@ def _clusters(params: InnerPersistentParams) -> _Found:
 
 
 def _kept(params: InnerPersistentParams) -> _Found:
-    """Yields neighbours of kept rows: twice and half the threads per row, other numbers of rows per
-    block and of registers, and the looped form."""
+    """Yields neighbours of parameters whose kernel holds each reduced row of the input in
+    registers.
+
+    The neighbours have twice or half the threads per row, other numbers of rows per block, or
+    another number of resident threads. Parameters whose kernel reads each row again in a loop
+    (`_looped`) are neighbours, too.
+    """
     resident = {n: float(n != params.resident) for n in (0, RESIDENT, RESIDENT_ONE, 1536)}
     costly = {c: float(c != params.keeps_costly) for c in (False, True)}
     for shift in (-1, 0, 1):
@@ -181,8 +199,8 @@ def _looped(params: InnerPersistentParams) -> _Found:
 
 
 def _strips(params: OuterPersistentParams) -> _Found:
-    """Returns neighbours of outer persistent parameters: other strip widths, vectors, and rows per
-    thread."""
+    """Returns neighbours of the outer persistent parameters: other strip widths, vector sizes, and
+    numbers of rows per thread."""
     if not params.threads_x:
         return []
     resident = {n: float(n != params.resident) for n in (params.resident, RESIDENT_ONE, 1536)}
@@ -198,7 +216,8 @@ def _strips(params: OuterPersistentParams) -> _Found:
 
 
 def _transpose(params: TransposeParams) -> _Found:
-    """Returns neighbours of a tile: half and twice each extent, with other numbers of threads."""
+    """Returns neighbours of the transpose tile: half and twice each of its two sizes, with other
+    numbers of threads."""
     widest = max(params.vector, params.staged_vector)
     found = _combined(
         params,

@@ -3,8 +3,8 @@
     run -> key of the tensors (shape, strides, alignment) -> launch record: only pointers change
         -> facts -> layout classes, parameters of the scheduler -> variant: text and compiled kernel
 
-A fusion has at most `MAX_VARIANTS` variants. When all exist, a new class of tensors is served by a
-similar variant, or by the generic one, which makes no assumptions.
+A fusion has at most `MAX_VARIANTS` variants. When that many exist, tensors with new layouts or
+sizes use a similar variant, or the generic variant, which makes no assumptions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from fuser.support.options import Settings
 MAX_VARIANTS = 8
 # The number of layouts (of all tensors together) for which a chooser is cached.
 MAX_LAYOUTS = 16
-# The number of tensor classes whose launches are cached.
+# The number of combinations of shapes, strides and alignments whose launches are cached.
 MAX_RECORDS = 256
 # If inputs and outputs have at most SMALL_BYTES together, the kernel of a nearby size is used. Such
 # tensors stay in the cache, and a compilation costs more than better parameters would save.
@@ -82,7 +82,7 @@ _DUMPS = ("scheduler_params", "scheduled_ir", "fusion_ir", "kernel_ir", "cuda_ke
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel and its launch for one class of tensors."""
+    """A variant of a kernel and its launch, for tensors of one shape, strides and alignment."""
 
     variant: Variant
     launch: BoundLaunch
@@ -90,26 +90,28 @@ class KernelLaunch(NamedTuple):
 
     @property
     def kernel(self) -> CompiledKernel:
-        """The compiled kernel."""
+        """The compiled kernel of the variant, which must have been compiled before."""
         assert self.variant.compiled is not None, "a kernel is launched before it is compiled"
         return self.variant.compiled
 
     def explain(self, error: KernelError) -> KernelError:
-        """Returns an error of the launch with the op and the user's line added."""
+        """Returns the error of this launch with the op and the user's source line added."""
         return self.executor.explained(self.variant, error)
 
 
 class FusedKernelExecutor:
     """Runs a local fusion (no device axes) with one scheduler.
 
-    A fusion with a stream axis has one more input, the number of the step. A run then writes only
-    the block of that step.
+    A fusion with a stream axis has an additional last input: the number of the iteration of the
+    stream loop. A run then writes only the shard of that iteration.
 
+    - `scheduler`: the name of the scheduler.
+    - `name`: the name of the kernel.
     - `settings`: the features of the program that uses the kernel.
     - `device`: replaces the device description for the heuristics, so that a GPU's schedules can
       run on CPU tensors.
     - `checked`: compiles CPU kernels with all run-time checks.
-    - `of`: the executor's name in dumps, which `dump` receives.
+    - `of`: the executor's name in dumps; `dump` receives the dumps.
     - `lowered`: executors with the same `lowered` share kernels that differ only in names.
     """
 
@@ -130,14 +132,15 @@ class FusedKernelExecutor:
         settings = options.settings() if settings is None else settings
         described = settings.argument("schedules_for")
         self.fusion = fusion
-        # The number of steps of the stream axis, None without one. A launch computes one step.
+        # The number of iterations of the stream loop, None if the fusion has no stream axis. A
+        # launch computes one iteration.
         self._steps = steps_of(fusion)
         self.name = name
         self._of, self._dump = of or name, dump
         self.scheduler = registry.scheduler(scheduler)
         self.checked = checked or settings.enabled("checked")
-        # The reports of checked kernels contain names of tensors, so each fusion needs its own
-        # kernels.
+        # The error reports of checked kernels contain names of tensors, so each fusion needs its
+        # own kernels.
         self._lowered = None if self.checked else lowered
         self._reuses_nearby = not settings.disabled("kernel_reuse")
         self._device = device or (DESCRIPTIONS[described] if described else None)
@@ -163,7 +166,8 @@ class FusedKernelExecutor:
         self._latest_chooser: tuple[object, object, _Choose] = None, None, _chooses_nothing
         self._records: Recent[object, Record | None] = Recent(MAX_RECORDS)
         self._variants: dict[VariantKey, Variant] = {}
-        # Folded variants, for launches with more blocks than the device accepts along an axis.
+        # Variants with a folded grid, for launches with more CUDA blocks than the device accepts
+        # along an axis.
         self._folded: dict[VariantKey, Variant] = {}
         self._generic: Variant | None = None
         self._lock = make_reentrant_lock()
@@ -177,10 +181,15 @@ class FusedKernelExecutor:
         sizes: Sizes,
         stream: int | None = None,
     ) -> None:
-        """Computes `outputs`. The caller has allocated all outputs of the fusion, in order.
+        """Computes the outputs of the fusion into `outputs`, which the caller has allocated in the
+        fusion's order.
+
+        `sizes` are the values of the symbols. `stream` is the handle of a CUDA stream; None means
+        the current stream.
 
         Raises:
-            InputError: a wrong number of tensors, or a wrong rank.
+            InputError: the number of tensors is wrong, or a tensor has a wrong number of
+                dimensions.
             KernelError: a launch failed, or checked mode reported an error.
         """
         if self._steps is not None:
@@ -208,11 +217,11 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch that `run` would execute for tensors of this shape, strides and
-        alignment. Returns None if `run` launches nothing, and in checked mode.
+        """Returns the launch that `run` would execute for tensors of these shapes, strides and
+        alignments. Returns None if `run` launches nothing, and in checked mode.
 
-        Meta tensors are accepted if the `device` of the launch is passed. The kernel may then still
-        have to be compiled (`compile_many`).
+        If `device` is passed, the tensors may be meta tensors. The returned kernel may then still
+        have to be compiled, with `compile_many`.
         """
         if self.checked:
             return None
@@ -229,8 +238,8 @@ class FusedKernelExecutor:
         return KernelLaunch(variant, launch, self)
 
     def sizes_fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
-        """Whether the fusion accepts inputs and outputs of these shapes for all values of their
-        symbols."""
+        """Whether the fusion accepts inputs and outputs of these symbolic shapes, for all values of
+        the symbols."""
         return self._extents.fit(shapes)
 
     def launch_laid(
@@ -242,11 +251,11 @@ class FusedKernelExecutor:
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Returns the same as `launch_for`, for inputs and outputs given by their layouts, and
-        scalar inputs.
+        """Returns the same as `launch_for`, for tensors that are given by their layouts, and scalar
+        inputs `numbers`.
 
-        Returns None if more checks are needed, or if the kernel is not compiled. `are_sized`:
-        `sizes_fit` has accepted the shapes.
+        Returns None if more checks are needed, or if the kernel is not compiled. `are_sized` says
+        that `sizes_fit` has accepted the shapes. The shapes are then not checked again.
         """
         if self.checked or self._steps is not None:
             return None
@@ -276,8 +285,8 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the variant and launch for this class of tensors, cached. None if an
-        extent is 0."""
+        """Returns the variant and the launch for tensors of these shapes, strides and alignments.
+        The result is cached. Returns None if an extent is 0."""
         places = [(t.shape, t.stride(), address(t) & 15) for t in tensors]
         key: object = (
             *places,
@@ -300,14 +309,15 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo,
     ) -> Record | None:
-        """Returns the same as `bind`, and caches it for `run` on tensors of this class."""
+        """Returns the same as `bind`, and caches the result for later calls of `run` with tensors
+        of these shapes, strides and alignments."""
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
             return self._record(inputs, outputs, tensors, numbers, sizes, device)
 
     def explained(self, variant: Variant, error: KernelError) -> KernelError:
-        """Returns an error of a launch of a variant with the op and the user's line added."""
+        """Returns the error of a variant's launch with the op and the user's source line added."""
         return KernelError(f"{error}\n{variant.blame(self.fusion, self._tensors, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
@@ -321,8 +331,8 @@ class FusedKernelExecutor:
     def _run_empty(
         self, inputs: Sequence[Value], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> None:
-        """Computes a class with an extent of 0 by torch, because kernels need extents of at least
-        1."""
+        """Computes the outputs by torch ops, because an extent is 0 and kernels need extents of at
+        least 1."""
         if all(out.numel() == 0 for out in outputs):
             return
         from fuser.ops.reference.meaning import evaluate_fusion
@@ -341,10 +351,10 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the variant and the launch for a class of inputs, None if an extent is 0.
+        """Returns the variant and the launch for these tensors. Returns None if an extent is 0.
 
-        A new variant is lowered if needed, but not compiled. Meta tensors are accepted if `device`
-        is passed.
+        If no variant fits, a new one is lowered, but not compiled. Meta tensors are accepted if
+        `device` is passed.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
@@ -361,14 +371,20 @@ class FusedKernelExecutor:
         *,
         are_plain: bool,
     ) -> Record:
-        """Returns the variant and the launch for tensors whose sizes are bound."""
+        """Returns the variant and the launch for tensors whose sizes are already bound to values.
+
+        `are_plain` says that all tensors are contiguous and aligned to a vector.
+        """
         layouts, alignments = self._laid(tensors, are_plain=are_plain)
         return self._by_heuristic(layouts, alignments, bound, tensors, device)
 
     def _laid(
         self, tensors: Sequence[torch.Tensor | StridedLayout], *, are_plain: bool
     ) -> tuple[tuple[Layout, ...], Mapping[int, int]]:
-        """Returns the layouts of tensors, and their alignments by tensor number."""
+        """Returns the memory layout of each tensor, and the alignments in bytes by tensor number.
+
+        `are_plain` says that all tensors are contiguous and aligned to a vector.
+        """
         if self._dense is not None and are_plain:
             return self._dense, self._aligned
         layouts = tuple([c.layout_of(t) for c, t in zip(self._classes, tensors, strict=True)])
@@ -386,7 +402,11 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> Record:
-        """Returns the variant that the heuristic chooses, or one with fewer assumptions."""
+        """Returns the variant with the parameters that the heuristic chooses, and its launch.
+
+        If these tensors violate an assumption of that variant, a variant with fewer assumptions is
+        returned.
+        """
         # A kernel may assume more than its parameters say. The next tries are without vectors, then
         # the generic variant.
         for known in (alignments, self._unaligned, None):
@@ -429,9 +449,11 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
-        """Returns the variant for these layouts, and its launch if the choice needed it.
+        """Returns the variant for these layouts. Also returns the variant's launch if the choice
+        needed the launch, else None.
 
-        The variant may rely on the alignments `known`; with None, the generic variant is returned.
+        The variant may rely on the alignments `known`. If `known` is None, the generic variant is
+        returned. `alignments` are the actual alignments of the tensors.
         """
         if known is None:
             return self._generic_for(bound, device), None
@@ -455,7 +477,10 @@ class FusedKernelExecutor:
     def _within_limits(
         self, variant: Variant, key: VariantKey, bound: KernelSizes, device: DeviceInfo
     ) -> Variant:
-        """Returns the variant, or its folded form if it has too many blocks for the device.
+        """Returns the variant if the device accepts the variant's number of CUDA blocks.
+
+        Otherwise, returns the same kernel with a folded grid (`folded`): each launched block does
+        the work of several blocks.
 
         Raises:
             DefinitionError: a manual schedule has too many blocks.
@@ -471,7 +496,8 @@ class FusedKernelExecutor:
         return self._folded[key]
 
     def _generic_for(self, bound: KernelSizes, device: DeviceInfo) -> Variant:
-        """Returns the generic variant, folded if it has too many blocks."""
+        """Returns the generic variant, which makes no assumptions. If that variant has too many
+        CUDA blocks for the device, its grid is folded (`_within_limits`)."""
         variant = self._generic_variant(device)
         return self._within_limits(variant, self._generic_key(device), bound, device)
 
@@ -482,7 +508,8 @@ class FusedKernelExecutor:
         bound: KernelSizes,
         device: DeviceInfo,
     ) -> Any:
-        """Returns the parameters that the heuristic chooses."""
+        """Returns the scheduler parameters that the heuristic chooses for these layouts, alignments
+        (`known`) and sizes."""
         latest, its_device, choose = self._latest_chooser
         if latest is not layouts or its_device is not device:
             choose = self._chooser(layouts, device)
@@ -503,10 +530,11 @@ class FusedKernelExecutor:
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns a variant made for a size that is not much smaller, and its launch; for small
-        inputs only.
+        """Returns a variant that was made for other sizes, and its launch. Returns None if there is
+        no such variant.
 
-        When all variants exist, any variant with similar parameters is accepted.
+        Normally, the tensors must be small, and not much larger than those for which the variant
+        was made. When all variants exist, any variant with similar parameters is accepted.
         """
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
@@ -540,8 +568,10 @@ class FusedKernelExecutor:
         return layouts, self.scheduler.generic(device), DataType.Int
 
     def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
-        """Returns a copy of the fusion whose inputs and outputs have these layouts, and the copy's
-        tensors by the original tensor numbers."""
+        """Returns a copy of the fusion whose inputs and outputs have these layouts.
+
+        Also returns the copy's input and output tensors, by the numbers of the original tensors.
+        """
         fusion, twins = self.fusion.copy()
         for tv, c, layout in zip(self._tensors, self._classes, layouts, strict=True):
             if c.order is not None:
@@ -549,10 +579,12 @@ class FusedKernelExecutor:
         return fusion, {tv.number: twins[tv] for tv in self._tensors}
 
     def _lower_first(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Lowers with the first parameters of the ladder that can be lowered.
+        """Lowers the fusion with the first parameters of the scheduler's list that can be lowered.
+
+        The list (`ladder`) begins with the chosen parameters and ends with the generic ones.
 
         Raises:
-            UnsupportedError, DefinitionError: the error for the last parameters of the ladder.
+            UnsupportedError, DefinitionError: the error for the last parameters of the list.
         """
         layouts, chosen, index = key
         refused: FuserError | None = None
@@ -565,8 +597,10 @@ class FusedKernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Returns a lowered variant, shared with executors of equal fusions. With dumps enabled,
-        each executor lowers its own."""
+        """Returns a lowered variant, shared with the executors of equal fusions.
+
+        If dumps are enabled, each executor lowers its own variant, because dumps contain names.
+        """
         if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
             return self._lower_alone(key, device, folded=folded)
         what = self.scheduler.name, key, device, folded
@@ -593,7 +627,7 @@ class FusedKernelExecutor:
     def _scheduled(
         self, key: VariantKey, device: DeviceInfo, *, folded: bool = False
     ) -> tuple[Variant, Fusion]:
-        """Returns a variant and the scheduled fusion from which it was lowered."""
+        """Returns a newly lowered variant, and the scheduled fusion from which it was lowered."""
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
@@ -610,7 +644,7 @@ class FusedKernelExecutor:
     # ------------------------------------------------------------ compiling
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All variants made so far, the generic one last."""
+        """All variants that exist so far. The generic variant is the last."""
         generic = () if self._generic is None else (self._generic,)
         return (*self._variants.values(), *self._folded.values(), *generic)
 
@@ -636,7 +670,8 @@ def compile_many(
     *,
     device: torch.device | str,
 ) -> int:
-    """Lowers and compiles the kernels of many executors. Returns how many were missing.
+    """Lowers and compiles the kernels of many executors. Returns how many kernels had to be
+    compiled.
 
     Meta tensors with the right strides are accepted. On the CPU, one compiler process compiles all
     kernels at the end. On CUDA, threads compile each kernel while the next one is lowered.
@@ -675,7 +710,8 @@ def _lower_missing(
 
 
 def _chooses_nothing(facts: Facts) -> None:
-    """Returns None; the placeholder until the first chooser is built."""
+    """Returns None. The executor uses this function as its chooser until the first real chooser is
+    built."""
 
 
 # ----------------------------------------------------------------------
@@ -683,7 +719,8 @@ def _chooses_nothing(facts: Facts) -> None:
 
 
 def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
-    """Returns the variant that serves a request, lowered if needed. None if nothing is launched."""
+    """Returns the variant that serves a request. If no variant fits, one is lowered. Returns None
+    if nothing is launched."""
     executor, inputs, outputs, sizes = request
     info = describe_device(device)
     record = executor.record(inputs, outputs, sizes=sizes, device=info)
@@ -693,12 +730,13 @@ def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
 def scheduled_fusion(
     executor: FusedKernelExecutor, variant: Variant, device: torch.device
 ) -> Fusion:
-    """Returns the scheduled fusion from which a variant was lowered, by scheduling it again.
+    """Returns the scheduled fusion from which a variant was lowered, by scheduling the fusion
+    again.
 
     Raises:
         UnsupportedError: the executor does not hold the variant.
     """
-    # An executor keeps only the kernels, because scheduled fusions are large.
+    # An executor stores only the kernels, because scheduled fusions are large.
     info = executor._device or describe_device(device)  # pyright: ignore[reportPrivateUsage]
     held = (executor._variants, executor._folded)  # pyright: ignore[reportPrivateUsage]
     keys = [k for variants in held for k, v in variants.items() if v is variant]

@@ -47,10 +47,11 @@ _INT64_END = 1 << 63
 
 @dataclass
 class Variant:
-    """One kernel of a fusion: lowered, and compiled on first use.
+    """One kernel of a fusion, lowered for some layouts and parameters, and compiled on first use.
 
-    Two mappings have the numbers of the fusion's inputs and outputs as keys: `twins` has the
-    kernel's tensors, `places` their positions among the tensors of a launch.
+    Two mappings have the numbers of the fusion's input and output tensors as keys. `twins` maps to
+    the kernel's tensors. `places` maps to the tensors' positions among the inputs and outputs of a
+    launch.
     """
 
     kernel: Kernel
@@ -71,12 +72,13 @@ class Variant:
         return Needs.of(self)
 
     def fits_grid(self, values: Mapping[Symbol, Number]) -> bool:
-        """Whether the device accepts the numbers of blocks and threads for these values of the
-        fusion's symbols."""
+        """Whether the device accepts the numbers of CUDA blocks and threads. `values` are the
+        values of the fusion's symbols."""
         return not self.kernel.limits or self._limits.hold(self.own(values))
 
     def shape(self, values: Mapping[Symbol, Number]) -> tuple[list[int], list[int]]:
-        """Returns the blocks of a launch and the threads of a block, each along x, y and z."""
+        """Returns the number of CUDA blocks of a launch, and the number of threads per block, each
+        along x, y and z."""
         known, kernel = self.own(values), self.kernel
         grid, block = ([int(sc.evaluate(n, known)) for n in s] for s in (kernel.grid, kernel.block))
         return grid, block
@@ -86,14 +88,19 @@ class Variant:
         return Computed(self.kernel.limits)
 
     def own(self, values: Mapping[Symbol, Number]) -> Mapping[Symbol, Number]:
-        """Returns the values by the kernel's symbols."""
+        """Converts a mapping from the fusion's symbols to values into one from the kernel's symbols
+        to these values."""
         if self.symbols is None:
             return values
         return {mine: values[its] for mine, its in self.symbols.items() if its in values}
 
     def blame(self, fusion: Fusion, tensors: Sequence[TensorView], error: KernelError) -> str:
-        """Returns the text of the op whose tensor an error names, with the user's line. If the
-        error names no tensor, returns all ops. `tensors` are the fusion's inputs and outputs."""
+        """Returns the text of the op that computes the tensor named in an error, with the user's
+        source line.
+
+        If no op computes the tensor, returns the ops that read it. If the error names no tensor,
+        returns all ops. `tensors` are the fusion's inputs and outputs.
+        """
         named = re.search(r"\bT(\d+)\b", str(error))
         number = int(named[1]) if named else None
         tv = next((t for t in tensors if self.twins[t.number].number == number), None)
@@ -106,8 +113,11 @@ class Variant:
         return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
 
     def blame_number(self, fusion: Fusion, scalar: Scalar, problem: str) -> str:
-        """Returns the message for a scalar of the kernel that has a problem: the op that reads it,
-        and the user's line."""
+        """Returns the error message for a scalar of the kernel whose value cannot be used because
+        of `problem`.
+
+        The message names the op that reads the scalar, and the user's source line.
+        """
         if self.symbols is not None:
             scalar = sc.substitute(scalar, {mine: its for mine, its in self.symbols.items()})  # noqa: C416
         names = {*sc.symbols(scalar)}
@@ -128,8 +138,12 @@ class Variant:
         symbols: Mapping[Symbol, Symbol],
         places: Mapping[int, int],
     ) -> Variant:
-        """Returns the variant for a fusion that differs only in the names of tensors and
-        symbols."""
+        """Returns the same kernel as a variant of another fusion that differs only in the names of
+        tensors and symbols.
+
+        `numbers` and `symbols` map the tensor numbers and symbols of this variant's fusion to those
+        of the other fusion. `places` belongs to the other fusion; see `Variant`.
+        """
         twins = {numbers[number]: twin for number, twin in self.twins.items()}
         made = Variant(self.kernel, self.params, twins, places, symbols=symbols)
         aligned = tuple([(numbers[number], nbytes) for number, nbytes in self.needs.alignments])
@@ -140,7 +154,11 @@ class Variant:
 def take_compiled(
     variants: Sequence[Variant], compiled: Sequence[CompiledKernel], began: float
 ) -> None:
-    """Assigns the compiled kernels to variants. They were all made since `began` (`now`)."""
+    """Assigns the compiled kernels to variants. Also assigns each variant an equal share of the
+    compile time.
+
+    The compilation of all kernels started at the time `began`, as returned by `now`.
+    """
     for variant, kernel in zip(variants, compiled, strict=True):
         variant.compiled = kernel
         variant.made_s = (now() - began) / len(variants)
@@ -148,9 +166,9 @@ def take_compiled(
 
 @dataclass(frozen=True)
 class Needs:
-    """The scalars that a launch of a variant evaluates, all in one call.
+    """The scalars that a launch of a variant evaluates. All are evaluated in one call.
 
-    Tensors are identified by their positions among the inputs, then the outputs.
+    A tensor's place is its position among the inputs, then the outputs, of the fusion.
     """
 
     guards: Computed
@@ -175,7 +193,7 @@ class Needs:
 
     @staticmethod
     def of(variant: Variant) -> Needs:
-        """Collects the arguments of a kernel by their kinds."""
+        """Collects the arguments of a variant's kernel by their kinds."""
         kernel = variant.kernel
         twins = variant.twins.items()
         number_of = {twin.number: number for number, twin in twins}
@@ -235,11 +253,12 @@ def launch_of(
     *,
     checked: bool = False,
 ) -> BoundLaunch | None:
-    """Evaluates the arguments and the shape of a launch. Returns None if a guard or an alignment
-    fails.
+    """Evaluates the arguments, grid and block of a launch. Returns None if a guard or an alignment
+    of the variant is not satisfied.
 
     - `tensors` are the inputs, then the outputs.
-    - `alignments` are keyed by tensor numbers of the fusion.
+    - `values` are the values of the fusion's symbols.
+    - `alignments` are the tensors' alignments in bytes, by tensor number of the fusion.
     - `scalars` are the scalar inputs, whose values may change in each call.
     - `refuse` creates the error for a number that its dtype cannot hold, from the scalar and the
       reason.
@@ -291,7 +310,8 @@ def launch_of(
 
 
 class _ScalarArgument(NamedTuple):
-    """An argument that depends on scalar inputs. A call computes its value from theirs."""
+    """A kernel argument that depends on the scalar inputs. Calling it computes the argument from
+    the values of the scalar inputs."""
 
     scalar: Scalar
     known: Mapping[Symbol, Number]
@@ -308,10 +328,11 @@ class _ScalarArgument(NamedTuple):
         return value
 
     def check(self, value: Number) -> None:
-        """Checks that an integer fits in 64 bits. Narrower integers wrap in the kernel.
+        """Checks that the value of a 64-bit integer argument fits in 64 bits. Narrower integers
+        wrap in the kernel.
 
         Raises:
-            KernelError: it does not fit.
+            KernelError: the value does not fit.
         """
         dtype = self.scalar.dtype
         if isinstance(value, int) and category(dtype) == "int" and nbytes_of(dtype) == 8:
@@ -328,24 +349,30 @@ Sizes = Mapping[Symbol, int]
 
 
 class KernelSizes(NamedTuple):
-    """The values of all symbols, the sizes among them, and the iterations of the largest iteration
-    space."""
+    """The values of a kernel's symbols.
+
+    - `values`: the values of all symbols.
+    - `sizes`: the integer values only.
+    - `iterations`: the number of iterations of the kernel's largest iteration space.
+    """
 
     values: Mapping[Symbol, Number]
     sizes: Sizes
     iterations: int
 
     def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> KernelSizes:
-        """Returns a copy with the values of scalar inputs added."""
+        """Returns a copy to which the values of scalar inputs are added, given as (symbol,
+        value)."""
         values = {**self.values, **{s: Const(x, s.dtype).value for s, x in numbers}}
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         return KernelSizes(values, sizes, self.iterations)
 
 
 class KernelExtents:
-    """Binds the sizes of one fusion. `tensors` are its tensor inputs, then its outputs.
+    """Checks tensors against one fusion, and binds the fusion's symbols to the tensors' sizes.
 
-    `symbols` are those of all extents.
+    `tensors` are the fusion's tensor inputs, then its outputs. `symbols` are the symbols that occur
+    in the extents of all tensors of the fusion.
     """
 
     def __init__(self, fusion: Fusion, tensors: Sequence[TensorView], name: str) -> None:
@@ -357,7 +384,7 @@ class KernelExtents:
             for axis in expanded_positions(tv)
             if k >= len(tensors) - len(fusion.outputs)
         ]
-        # Such as the number of rows of an empty block, which occurs in no input or output.
+        # For example the number of rows of an empty block, which occurs in no input or output.
         everything = fusion.tensors()
         axes = [a for tv in everything for a in tv.domain.logical]
         self._is_empty = any(sc.int_value(a.extent) == 0 for a in axes)
@@ -391,7 +418,10 @@ class KernelExtents:
         tensors: Sequence[torch.Tensor],
         sizes: Sizes,
     ) -> KernelSizes | None:
-        """Returns the values for these tensors, None if an extent is 0.
+        """Returns the values of the symbols for these tensors. Returns None if an extent is 0.
+
+        `tensors` are the tensors among `inputs`, then `outputs`. `sizes` are values that the caller
+        already knows.
 
         Raises:
             InputError: the kernel does not accept the tensors, or their sizes contradict `sizes` or
@@ -417,18 +447,23 @@ class KernelExtents:
     def values(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> Mapping[Symbol, Number]:
-        """Returns the values of all symbols, bound from inputs and outputs; see `Binder.bind`."""
+        """Returns the values of all symbols, determined from inputs and outputs; see
+        `Binder.bind`."""
         return self._binder.bind([*inputs, *outputs], sizes)
 
     def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
-        """Whether tensors of these symbolic shapes are accepted, for all sizes and strides."""
+        """Whether tensors of these symbolic shapes are accepted, for all values of the symbols and
+        for all strides."""
         canonical = self._fusion.canonical
         fits = self._extents == [[canonical(x) for x in shape] for shape in shapes]
         return fits and not self._expanded and not self._is_empty
 
     def iterations(self, sizes: Sizes) -> int | None:
-        """Returns the iterations that `at_once` would compute, for tensors that `fit` and have
-        elements. Returns None where `at_once` does."""
+        """Returns the number of iterations that `at_once` would compute, for tensors that `fit`
+        accepts and that have elements.
+
+        Returns None in the cases in which `at_once` returns None.
+        """
         run = self._count
         if run is None:
             run = self._count = self._compiled_count()
@@ -450,8 +485,8 @@ class KernelExtents:
     def at_once(
         self, tensors: Sequence[torch.Tensor | StridedLayout], sizes: Sizes
     ) -> KernelSizes | None:
-        """Does the same as `bind` on a fast path. Returns None if `sizes` lacks a symbol or a check
-        fails. It does not handle scalar inputs."""
+        """Does the same as `bind`, but faster, and only for fusions without scalar inputs. Returns
+        None if `sizes` lacks a symbol or a check fails; `bind` must then be called."""
         if len(tensors) != len(self._shapes):
             return None
         extents, pairs = self._parts
@@ -494,7 +529,8 @@ class KernelExtents:
 
 
 def free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
-    """Returns the symbols that neither an input's axes nor a scalar input determine."""
+    """Returns the symbols of a fusion whose values follow neither from the sizes of its inputs nor
+    from its scalar inputs (`scalars`)."""
     bound = {
         a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
     }
@@ -519,7 +555,11 @@ _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 
 def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | StridedLayout]) -> DataType:
-    """Returns Int32 if every offset and iteration count fits, also past the end; else Int."""
+    """Returns the integer type for a kernel's indices: Int32 if all fit in 32 bits, else Int (64
+    bits).
+
+    All offsets and iteration counts must fit, including indices past the end of a tensor.
+    """
     largest = max(
         iterations, *[t.span if isinstance(t, StridedLayout) else span(t) for t in tensors]
     )
@@ -527,20 +567,24 @@ def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | StridedLayout]
 
 
 def total_nbytes(tensors: Sequence[torch.Tensor | StridedLayout]) -> int:
-    """Returns the bytes of the elements of all tensors together."""
+    """Returns the sum of the sizes of all tensors in bytes, without gaps between elements."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def span(t: torch.Tensor) -> int:
-    """Returns the number of elements from the first to the last in memory, gaps included."""
+    """Returns the number of element positions from the first to the last element in memory, gaps
+    included."""
     if t.is_contiguous():
         return t.numel()
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def alignment(t: torch.Tensor | StridedLayout, layout: Layout) -> int:
-    """Returns the largest power of two, at most 16, that divides the address and the stride in
-    bytes of every non-contiguous axis."""
+    """Returns the largest power of two, at most 16, that divides the tensor's address and certain
+    strides in bytes.
+
+    These are the strides of all axes that are not contiguous.
+    """
     found = gcd(address(t), VECTOR_BYTES)
     order, flags = layout
     if all(flags):
@@ -552,20 +596,24 @@ def alignment(t: torch.Tensor | StridedLayout, layout: Layout) -> int:
 
 
 def is_plain(t: torch.Tensor | StridedLayout) -> bool:
-    """Whether a tensor is contiguous, and its address is aligned to a vector."""
+    """Whether a tensor is contiguous, and its address is a multiple of the vector size (16
+    bytes)."""
     return t.is_contiguous() and not address(t) % VECTOR_BYTES
 
 
 def address(t: torch.Tensor | StridedLayout) -> int:
-    """Returns the address of a tensor. For a tensor without memory, returns its offset in bytes;
-    its memory will be aligned."""
+    """Returns the address of a tensor's first element.
+
+    For a layout or a meta tensor, which has no memory yet, returns the offset in bytes. Its buffer
+    will be aligned.
+    """
     if isinstance(t, StridedLayout) or t.is_meta:
         return int(t.storage_offset()) * t.element_size()
     return t.data_ptr()
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
-    """Returns the description of the tensors' device.
+    """Returns the description of the device on which the tensors are.
 
     Raises:
         InputError: there are no tensors.
@@ -576,7 +624,7 @@ def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
 
 
 # ----------------------------------------------------------------------
-# Kernels of one program that differ only in names. One of them is lowered for all.
+# Kernels of one program that differ only in names. Only the first of these kernels is lowered.
 #
 #     kernel 0: T4[i0, i2] = tanh(T3)        kernel 1: T9[i5, i7] = tanh(T8)
 #
@@ -585,7 +633,8 @@ def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
 
 
 class Lowered:
-    """The kernels that the executors of one program have lowered, for sharing."""
+    """The kernels that the executors of one program have lowered. Executors of equal fusions share
+    these kernels."""
 
     def __init__(self) -> None:
         # Keyed by the types of a fusion's ops, and by everything else that determines a kernel.
@@ -600,10 +649,11 @@ class Lowered:
         places: Mapping[int, int],
         lower: Callable[[], Variant],
     ) -> Variant:
-        """Returns the result of `lower` for a fusion, or a renamed earlier result for an equal
-        fusion.
+        """Returns the variant that `lower` creates. If an equal fusion was lowered before, returns
+        its variant with renamed tensors and symbols instead.
 
-        `what` is everything else that determines the kernel. For `places` see `Variant`.
+        `what` is everything besides the fusion that determines the kernel. For `places` see
+        `Variant`.
         """
         kinds = tuple([type(op) for op in fusion.exprs])
         similar = self._variants.setdefault((kinds, what), [])
@@ -631,8 +681,8 @@ class Lowered:
 
 @record
 class Kernel:
-    """The text of a kernel, its arguments in order, its launch shape and launch conditions; see
-    `LoweredKernel`."""
+    """The text of a kernel, its arguments in order, the grid and block of a launch, and the
+    conditions of a launch; see `LoweredKernel`."""
 
     source: KernelSource
     args: tuple[Arg, ...]
@@ -654,7 +704,8 @@ def make_kernel(
     device: DeviceInfo,
     folded: bool = False,
 ) -> Kernel:
-    """Lowers and prints a scheduled fusion. For the arguments and errors see `lower_kernel`."""
+    """Lowers a scheduled fusion and prints the kernel's text. For the arguments and errors see
+    `lower_kernel`."""
     lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device, folded=folded)
     source, ir_text = print_kernel(lowered)
     return Kernel(

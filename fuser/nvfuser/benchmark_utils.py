@@ -21,17 +21,19 @@ __all__ = ["CuptiProfiler", "CuptiTimer", "FusionProfileTimer", "Timer"]
 
 
 class Timer:
-    """The host's clock. Each call first waits until the current GPU is idle."""
+    """A clock that returns the host's time in seconds, after waiting until the current GPU is
+    idle."""
 
     def __call__(self) -> float:
-        """Returns the time in seconds."""
+        """Returns the host's time in seconds."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
 
 
 class CuptiProfiler:
-    """Records the work of the GPU between `start` and `stop`. torch.profiler obtains it from CUPTI.
+    """Records the work of the GPU between `start` and `stop`, through torch.profiler, which uses
+    CUPTI.
 
     Raises:
         UnsupportedError: torch has no GPU.
@@ -47,7 +49,7 @@ class CuptiProfiler:
         self._profile: Any = None
 
     def start(self) -> None:
-        """Starts recording."""
+        """Starts the recording of GPU work."""
         from torch.profiler import ProfilerActivity, profile
 
         if self._profile is not None:
@@ -61,7 +63,8 @@ class CuptiProfiler:
         self._profile = made
 
     def stop(self) -> list[Activity]:
-        """Returns the kernels, copies and fills since `start`, in the order in which they began."""
+        """Ends the recording, and returns the kernels, copies and fills since `start`, in the order
+        in which they began."""
         made, self._profile = self._profile, None
         if made is None:
             raise ExecutionError("CuptiProfiler.stop: it has not been started")
@@ -74,7 +77,8 @@ class CuptiProfiler:
 
 
 class CuptiTimer:
-    """A clock that advances by the total time of the GPU's kernels, copies and fills."""
+    """A clock that advances by the run time of the GPU's kernels, copies and fills between two
+    calls."""
 
     def __init__(self) -> None:
         self._profiler = CuptiProfiler()
@@ -82,7 +86,8 @@ class CuptiTimer:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Returns the seconds of GPU work between each pair of calls so far."""
+        """Starts or ends a recording, in turns, and returns the total seconds of GPU work in all
+        recordings so far."""
         if self._is_on:
             self._now += sum(a.end - a.begin for a in self._profiler.stop())
         else:
@@ -92,10 +97,12 @@ class CuptiTimer:
 
 
 class FusionProfileTimer:
-    """A clock that advances by the `host_time_ms` of the run that was profiled between two calls.
+    """A clock that advances by the `host_time_ms` of the profiled run between two calls.
 
-    Runs are profiled with `FUSER_PROF` or within a `PythonProfiler`. Raises `NotCompiledError` if
-    none was.
+    Runs are profiled if `FUSER_PROF` is set, or within a `PythonProfiler`.
+
+    Raises:
+        NotCompiledError: no run was profiled between the two calls.
     """
 
     def __init__(self) -> None:
@@ -103,7 +110,8 @@ class FusionProfileTimer:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Returns the seconds of the host between each pair of calls so far."""
+        """Begins or ends the measurement of a run, in turns, and returns the host's seconds of all
+        measured runs so far."""
         if self._is_on:
             self._now += get_fusion_profile().host_time_ms * 1e-3
         else:

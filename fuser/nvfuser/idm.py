@@ -1,13 +1,15 @@
-"""`IdModel`, under nvFuser's names: which axes of a fusion correspond to one another.
+"""`IdModel`, under nvFuser's names: the relation that says which axes of a fusion correspond to one
+another.
 
     model = idm.IdModel(fd.fusion)
     graph = model.maybe_build_graph(IdMappingMode.exact)
     graph.disjoint_val_sets().strict_are_mapped(x.axis(0), y.axis(0))
 
-Each mode maps the axes of the mode before it, and more:
+Corresponding axes are called mapped. Each mode maps the axes that the mode before it maps, and
+more:
 
-- `exact`: two axes that an op maps onto each other, both concrete or both broadcast; and the
-  results of equal splits and merges of mapped axes.
+- `exact`: two axes that an op maps onto each other, if both are concrete or both broadcast. The
+  results of equal splits and merges of mapped axes are mapped, too.
 - `almost_exact`: also an axis and the result of its split by 1, or of its merge with an axis of
   extent 1.
 - `broadcast`: also a broadcast axis and the concrete axis with which a consumer iterates it.
@@ -31,12 +33,13 @@ __all__ = ["DisjointValSets", "IdModel", "ValGraph"]
 
 
 class IdModel:
-    """The graphs of a fusion, one per mode. A graph describes the fusion at the time of its first
-    request.
+    """The graphs of mapped axes of a fusion, one graph per mode.
 
-    - `build_graphs` builds all of them at once.
-    - Without `allow_self_mapping`, no tensor may have two mapped axes.
-    - `validate` checks that mapped axes have one extent.
+    A graph describes the fusion at the time when the graph is first requested.
+
+    - `build_graphs`: builds the graphs of all modes at once.
+    - `allow_self_mapping`: if False, no tensor may have two axes that are mapped to each other.
+    - `validate`: checks that mapped axes have equal extents.
 
     Raises:
         DefinitionError: a tensor has two mapped axes although `allow_self_mapping` is False.
@@ -65,7 +68,7 @@ class IdModel:
 
     @checked
     def maybe_build_graph(self, mode: IdMappingMode) -> ValGraph:
-        """Returns the graph of a mode, which the first call builds.
+        """Returns the graph of a mode. The first call for a mode builds its graph.
 
         Raises:
             UnsupportedError: the mode is `loop`.
@@ -85,7 +88,8 @@ class IdModel:
 
 
 class ValGraph:
-    """The sets of mapped axes of a fusion in one mode. `IdModel.maybe_build_graph` creates it."""
+    """The sets of mapped axes of a fusion in one mode. `IdModel.maybe_build_graph` creates
+    instances."""
 
     def __init__(self, fusion: Fusion, mode: IdMappingMode) -> None:
         self._fusion, self.mode = fusion, mode
@@ -100,12 +104,12 @@ class ValGraph:
         }
 
     def disjoint_val_sets(self) -> DisjointValSets:
-        """Returns the sets of mapped axes. Later calls of `map_vals` change them."""
+        """Returns the sets of mapped axes. Later calls of `map_vals` change these sets."""
         return DisjointValSets(self)
 
     @checked
     def map_vals(self, val0: Axis, val1: Axis) -> None:
-        """Maps two axes, and the results of equal splits and merges of them.
+        """Maps two axes to each other, and also the results of equal splits and merges of both.
 
         Raises:
             DefinitionError: an axis is not in the graph.
@@ -119,12 +123,16 @@ class ValGraph:
         return self._graph.mapped(a, b)
 
     def sets(self) -> list[tuple[str, ...]]:
-        """Returns the names of the axes of each set, in the order of their numbers."""
+        """Returns, for each set of mapped axes, the names of its axes in the order of their
+        numbers."""
         return [tuple(self._names[n] for n in numbers) for numbers in self._graph.classes()]
 
     def require(self, call: str, axis: Axis) -> None:
-        """Raises `DefinitionError` for an axis of another fusion, or one that is newer than the
-        graph."""
+        """Checks that an axis is in the graph. `call` is the method that error messages name.
+
+        Raises:
+            DefinitionError: the axis belongs to another fusion, or was created after the graph.
+        """
         if axis.tensor.fusion is not self._fusion:
             raise DefinitionError(f"{call}: {axis!r} belongs to another fusion")
         if not self._graph.has(axis):
@@ -137,14 +145,14 @@ class ValGraph:
 
 
 class DisjointValSets:
-    """The sets of mapped axes of a graph."""
+    """The sets of mapped axes of one graph."""
 
     def __init__(self, graph: ValGraph) -> None:
         self._graph = graph
 
     @checked
     def strict_are_mapped(self, a: Axis, b: Axis) -> bool:
-        """Returns whether two axes are in one set.
+        """Returns whether two axes are in the same set.
 
         Raises:
             DefinitionError: an axis is not in the graph.
@@ -163,7 +171,8 @@ Pairs = Iterator[tuple[int, int]]
 
 
 def _trivial(domain: TensorDomain) -> Pairs:
-    """Yields pairs of an axis and the result of a transform with an axis of extent 1."""
+    """Yields pairs of axis numbers: an axis before and an axis after a split or merge whose third
+    axis has extent 1."""
     for t in domain.transforms:
         match t:
             case SplitTransform():
@@ -181,7 +190,8 @@ def _is_one(domain: TensorDomain, number: int) -> bool:
 
 
 def _forwarded(domain: TensorDomain) -> Pairs:
-    """Yields pairs of a merge of a broadcast and a concrete axis, and the concrete axis."""
+    """Yields pairs of axis numbers: the merge of a broadcast axis with a concrete axis, and that
+    concrete axis."""
     for t in domain.transforms:
         if isinstance(t, MergeTransform):
             outer, inner = domain.axes[t.outer], domain.axes[t.inner]

@@ -1,8 +1,8 @@
 """Aliases of modules: an import of the alias returns the real module.
 
-For example, `multidevice` builds on the single-device compiler in `fuser`, but users expect it to
-be `fuser.multidevice`. Submodules of an alias are the same module objects under both names.
-Otherwise classes would exist twice, and two `Communicator` classes would be two singletons.
+For example, `multidevice` builds on the single-device compiler in `fuser`, but users expect to
+import it as `fuser.multidevice`. Submodules of an alias are the same module objects under both
+names. Otherwise, classes would exist twice, and two `Communicator` classes would be two singletons.
 
     import fuser.idm, fuser.nvfuser.idm
     assert fuser.idm is fuser.nvfuser.idm
@@ -29,9 +29,10 @@ ALIASES: Mapping[str, str] = {
 
 
 def real_name(name: str) -> str | None:
-    """Returns the real name of an alias or of a submodule of one; None for other names.
+    """Returns the real name of an alias, or of a submodule of an alias. Returns None for all other
+    names.
 
-    Example: `fuser.multidevice.job` is `multidevice.job`.
+    Example: the real name of `fuser.multidevice.job` is `multidevice.job`.
     """
     for alias, real in ALIASES.items():
         if name == alias or name.startswith(f"{alias}."):
@@ -40,17 +41,17 @@ def real_name(name: str) -> str | None:
 
 
 class _AliasLoader(Loader):
-    """Replaces the module of an alias by the real module at the end of its import."""
+    """Replaces the module that an alias import creates by the real module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Imports the real module, and registers it under the alias."""
+        """Imports the real module, and registers it in `sys.modules` under the alias."""
         real = real_name(module.__name__)
         assert real is not None, f"{module.__name__} is no alias"
         sys.modules[module.__name__] = import_module(real)
 
 
 class _AliasFinder(MetaPathFinder):
-    """Finds the modules that have an alias."""
+    """Finds alias modules for Python's import system."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,5 +60,5 @@ class _AliasFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Adds the aliases to Python's import system."""
+    """Registers the aliases in Python's import system."""
     sys.meta_path.insert(0, _AliasFinder())

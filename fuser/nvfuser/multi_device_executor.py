@@ -1,6 +1,7 @@
 """MultiDeviceExecutor: runs a fusion in which the user has sharded every tensor.
 
-It uses the same lowering as a definition, in nvFuser's older form:
+The executor uses the same lowering as a definition, with the restrictions of nvFuser's older
+interface:
 
 - Shardings are not propagated.
 - Ops that torch can compute are ops of the host program.
@@ -37,10 +38,12 @@ class CommunicatorBackend(IrEnum):
     """The transport between GPUs.
 
     - `nccl`: NCCL.
-    - `cuda`: peer copies, for ranks of one host: each rank copies out of the other's memory.
+    - `cuda`: peer copies, for ranks of one host. Each rank copies data out of the other rank's
+      memory.
     - `ucc`: not supported.
 
-    On CPU ranks, `nccl` is the transport of their launcher, and `cuda` is shared memory.
+    On CPU ranks, `nccl` selects the transport of the launcher that started the ranks, and `cuda`
+    selects shared memory.
     """
 
     nccl = 0
@@ -52,8 +55,11 @@ class CommunicatorBackend(IrEnum):
 class MultiDeviceExecutorParams:
     """Options of a `MultiDeviceExecutor`, with nvFuser's names and defaults.
 
-    `use_allocation_cache` has no effect. Buffers inside a program are always reused from run to
-    run, and outputs are never overwritten.
+    - `backend_type`: the transport between ranks.
+    - `number_of_streams`: the number of streams over which stream loops distribute their
+      iterations.
+    - `use_allocation_cache`: has no effect. Buffers inside a program are always reused by the next
+      run, and outputs are never overwritten.
 
     Raises:
         ArgumentError: a parameter does not exist, or has the wrong type.
@@ -67,7 +73,7 @@ class MultiDeviceExecutorParams:
     inter_stream_synchronization: bool = False
 
     def __new__(cls, *given: object, **named: object) -> MultiDeviceExecutorParams:
-        """Checks the names and types of the parameters."""
+        """Creates the options, after checking that all parameters exist."""
         if len(given) > len(_KINDS):
             raise ArgumentError(
                 f"{cls.__name__}: {len(given)} values for the {len(_KINDS)} parameters "
@@ -84,7 +90,7 @@ class MultiDeviceExecutorParams:
         super().__setattr__(name, require(_PARAMS, name, value, _KINDS[name]))
 
     def lower_params(self) -> LowerParams:
-        """Returns these options as parameters of lowering."""
+        """Returns these options as parameters of the lowering."""
         return replace(
             STANDALONE,
             backend=_LIBRARIES[self.backend_type],
@@ -109,8 +115,8 @@ def _check_name(name: str) -> None:
 class MultiDeviceExecutor:
     """Runs a fusion on the ranks of its meshes.
 
-    Every tensor has the mesh and the parallel types that the user has set. Device and stream types
-    are on logical axes. `str(executor)` is the text of the host program.
+    Every tensor has the mesh and the parallel types that the user has set. Device and stream
+    parallel types are on logical axes. `str(executor)` is the text of the host program.
 
     Raises:
         UnsupportedError: a stream axis is the result of a split or merge; or the backend is not
@@ -134,19 +140,19 @@ class MultiDeviceExecutor:
         )
 
     def run(self, args: Iterable[object]) -> list[torch.Tensor]:
-        """Runs the program on this rank's shards of the inputs, and returns the outputs.
+        """Runs the program on this rank's shards of the inputs `args`, and returns the outputs.
 
         The inputs are passed as to `FusionDefinition.execute`.
         """
         return self._cache.execute(args)
 
     def host_program(self) -> HostIrContainer:
-        """Returns the program of the most recent run; before the first run, a program for sample
-        sizes."""
+        """Returns the program of the most recent run. Before the first run, returns a program for
+        sample sizes."""
         return self._cache.program_for(self._samples())
 
     def _samples(self) -> list[Argument]:
-        """Returns sample inputs, with sizes that are multiples of all mesh dimensions."""
+        """Returns sample inputs, whose sizes are multiples of all mesh dimensions."""
         fusion = self._cache.fusion()
         parts = {n for tv in fusion.tensors() if tv.mesh is not None for n in tv.mesh.shape}
         size = 8

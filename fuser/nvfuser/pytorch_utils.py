@@ -1,4 +1,5 @@
-"""Helpers for torch, under nvFuser's names: dtypes, device properties, a retry of tests."""
+"""Helpers for torch, under nvFuser's names: conversion of dtypes, device properties, and a retry of
+tests."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def torch_dtype_to_nvfuser_dtype(dtype: torch.dtype | type) -> DataType:
     """Returns the `DataType` of a torch dtype, or of a Python type of numbers.
 
     Raises:
-        UnknownDtypeError: it has none, as uint8 and int16. The error is a KeyError.
+        UnknownDtypeError: there is no such `DataType` (for example for uint8 and int16). The error
+            is also a KeyError.
     """
     try:
         return _DTYPES[dtype]
@@ -60,9 +62,10 @@ def torch_dtype_to_nvfuser_dtype(dtype: torch.dtype | type) -> DataType:
 
 
 def python_scalar_to_nvfuser_dtype(a: object) -> DataType:
-    """Returns the `DataType` of a Python number in a fusion.
+    """Returns the `DataType` that the Python number `a` has in a fusion.
 
-    Raises `UnknownDtypeError` for a value of any other type.
+    Raises:
+        UnknownDtypeError: `a` is not a number.
     """
     return torch_dtype_to_nvfuser_dtype(type(a))
 
@@ -127,8 +130,11 @@ DEVICE_PROPERTIES: dict[str, Any] | None = (
 
 
 def retry_on_oom_or_skip_test(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a test: after an out-of-memory error of the GPU, memory is freed and the test runs
-    again, once. If that fails, too, the test is skipped."""
+    """Decorates a test so that an out-of-memory error of the GPU does not make the test fail.
+
+    After such an error, memory is freed and the test runs again, once. If the second run has such
+    an error too, the test is skipped.
+    """
 
     @functools.wraps(func)
     def retried(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,10 +1,10 @@
-"""Captures the work of streams as a graph, which one call launches again.
+"""Captures the work of CUDA streams as a graph, which a single driver call launches again.
 
 Between launches, the arguments of a captured kernel can be replaced. Everything else is fixed at
 the capture, including all other addresses.
 
 Nothing is captured while another thread may run programs. If that thread synchronised the device,
-the driver would report an error to it and end the capture.
+the driver would report an error to the thread, and end the capture.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Slots = list[Any]
 
 
 class Graph(Protocol):
-    """A captured graph. Launches must not overlap, because they share its memory."""
+    """A captured graph. Its launches must not overlap, because they use the same memory."""
 
     def launch(self, stream: int) -> None:
-        """Enqueues the whole graph on a stream.
+        """Enqueues the whole graph on a stream, given by its raw handle.
 
         Raises:
             KernelError: the driver rejects the launch.
@@ -41,12 +41,15 @@ class Graph(Protocol):
         ...
 
     def update(self, node: object, call: LaunchCall) -> None:
-        """Copies the current arguments of a call to a captured kernel, from the next launch on."""
+        """Copies the current arguments of `call` to the captured kernel `node`. Later launches of
+        the graph use these arguments."""
         ...
 
     def twin(self) -> Graph:
-        """Returns another instance of the graph as it was captured. Updates of one do not change
-        the other, but their launches share memory."""
+        """Returns another instance of the graph, as it was captured.
+
+        Updates of one instance do not change the other, but their launches use the same memory.
+        """
         ...
 
 
@@ -57,32 +60,37 @@ class GraphMaker(Protocol):
     stream: int
 
     def stand_in(self, stream: int) -> int:
-        """Returns the stream that is captured in place of another one. Libraries keep state per
-        stream, which a graph must not share with unordered work."""
+        """Returns the stream on which the work of `stream` is captured.
+
+        Another stream is used because libraries have data per stream. Replays of the graph must not
+        share that data with other work on `stream`, which may run at the same time.
+        """
         ...
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> Graph:
-        """Returns a graph of the work that the actions enqueue. None of it is executed.
+        """Returns a graph of the work that the actions enqueue. The captured work is not executed.
+
+        Each action is called with `slots`.
 
         Raises:
-            RuntimeError: something an action did cannot be captured; errors of the actions pass
-                through.
+            RuntimeError: the work of an action cannot be captured. Errors of the actions are passed
+                on.
         """
         ...
 
     def kernel(self, call: LaunchCall, stream: int) -> object:
-        """Launches a kernel inside a capture, and returns its node."""
+        """Launches a kernel inside a capture, and returns the graph's node for that kernel."""
         ...
 
 
 class _ThreadUser(threading.local):
-    """Whether this thread is registered as a user of graphs."""
+    """A flag of each thread: whether the thread is registered as one that runs programs."""
 
     is_known = False
 
 
 class Users:
-    """The threads that run programs."""
+    """The threads of this process that run programs."""
 
     def __init__(self) -> None:
         # Threads are stored, not their ids, because the id of an ended thread is reused.
@@ -91,10 +99,10 @@ class Users:
         self.here = _ThreadUser()
 
     def enter(self) -> None:
-        """Registers this thread, as soon as no capture is active. `here.is_known` is then True.
+        """Registers this thread, as soon as no capture is active, and sets `here.is_known` to True.
 
-        A thread that Python did not start cannot be registered, such as torch's threads that
-        compute gradients.
+        A thread that Python did not start cannot be registered, for example a thread in which torch
+        computes gradients.
         """
         with self._lock:
             mine = threading.get_ident()
@@ -103,12 +111,13 @@ class Users:
 
     @contextmanager
     def alone(self) -> Generator[list[str]]:
-        """A context in which no other thread can start to run programs. Its value is `others()`."""
+        """A context in which no other thread can begin to run programs. The context's value is
+        `others()`."""
         with self._lock:
             yield self.others()
 
     def others(self) -> list[str]:
-        """Returns the names of the other threads that have started to run programs."""
+        """Returns the names of the other threads that have begun to run programs."""
         mine = {threading.get_ident()}
         if is_backward():
             # This thread is torch's, and computes gradients for a thread that waits for it.
@@ -171,25 +180,27 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
 
 
 def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: Any) -> None:
-    """Destroys a graph. This runs in a garbage collection, which may happen while the user
-    captures."""
+    """Destroys a graph or an executable graph.
+
+    The garbage collector calls this function, possibly while the user captures a CUDA graph.
+    """
     with relaxed(library):
         destroy(handle)
 
 
 class _Template:
-    """A graph as it was captured, from which executable graphs are instantiated."""
+    """A graph as captured. Executable graphs are instantiated from it."""
 
     def __init__(self, graph: Any, library: Any, maker: CudaGraphs) -> None:
         self.graph, self.library = graph, library
-        # Keeps the memory that was allocated during the capture.
+        # This reference keeps the memory alive that was allocated during the capture.
         self._maker = maker
         handle = ctypes.c_void_p(int(graph))
         weakref.finalize(self, _destroy, library, library.cuGraphDestroy, handle)
 
 
 class CudaGraph:
-    """An executable graph; implements `Graph`."""
+    """An executable CUDA graph; implements `Graph`."""
 
     def __init__(self, template: _Template) -> None:
         self._template, library = template, template.library
@@ -204,18 +215,18 @@ class CudaGraph:
         self.raw = address_of(self._launch), address_of(self._set_params), handle
 
     def raw_node(self, node: object, call: LaunchCall) -> tuple[int, int]:
-        """Returns the addresses of a kernel node and of its parameters, which point to the
-        arguments of a call."""
+        """Sets a kernel node's parameters to the arguments of a call. Returns the addresses of the
+        node and of the parameters, for callers in C."""
         assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         return node.handle.value or 0, ctypes.addressof(node.params)
 
     def twin(self) -> CudaGraph:
-        """Instantiates the captured graph once more."""
+        """Returns another executable graph, instantiated from the same captured graph."""
         return CudaGraph(self._template)
 
     def launch(self, stream: int) -> None:
-        """Enqueues the graph; binds the CUDA context first if this thread has none."""
+        """Enqueues the graph on a stream. If this thread has no CUDA context, binds one first."""
         status = self._launch(self._handle, ctypes.c_void_p(stream))
         if status == _INVALID_CONTEXT:
             bind_primary_context()
@@ -224,7 +235,8 @@ class CudaGraph:
             raise KernelError(f"CUDA graphs: the driver rejected the launch (status {status})")
 
     def update(self, node: object, call: LaunchCall) -> None:
-        """Copies the current arguments of a call to a kernel node."""
+        """Copies the current arguments of `call` to the kernel node `node` of this executable
+        graph."""
         assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         status = self._set_params(self._handle, node.handle, ctypes.byref(node.params))
@@ -235,8 +247,8 @@ class CudaGraph:
 class _CaptureDevice:
     """The streams and the memory pool for captures on one device.
 
-    It is reused, and never freed. Torch ends the process if a pool is freed during a capture, and a
-    garbage collection or another thread could free it at any time.
+    An instance is used again later, and never freed. Torch ends the process if a pool is freed
+    during a capture. A garbage collection or another thread could free the pool at any time.
     """
 
     def __init__(self) -> None:
@@ -252,14 +264,14 @@ _places: dict[int, list[_CaptureDevice]] = {}
 
 
 def _new_stream() -> int:
-    """Returns a new stream that nothing else uses. Torch's own streams are shared."""
+    """Creates a stream and returns its handle. Torch's own streams are not used, because other code
+    may use them, too."""
     made = load_driver().cuStreamCreate(_NON_BLOCKING)
     return int(_checked("cuStreamCreate", made))
 
 
 def _take_place() -> _CaptureDevice:
-    """Returns streams and memory on the current device for the exclusive use of one
-    `CudaGraphs`."""
+    """Returns streams and a memory pool on the current device that no other `CudaGraphs` uses."""
     import torch
 
     spare = _places.setdefault(torch.cuda.current_device(), [])
@@ -277,13 +289,14 @@ def _take_place() -> _CaptureDevice:
 
 
 class CudaGraphs:
-    """Captures with streams and memory of its own; implements `GraphMaker`."""
+    """Captures CUDA graphs with streams and a memory pool that no other instance uses; implements
+    `GraphMaker`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Finds the driver's library, and takes streams and memory.
+        """Loads the driver's library, and reserves streams and a memory pool.
 
         Raises:
-            KernelError: this machine cannot capture graphs.
+            KernelError: this version of torch, or the driver, cannot capture graphs.
         """
         import torch
 
@@ -302,7 +315,8 @@ class CudaGraphs:
         weakref.finalize(self, _places[torch.cuda.current_device()].append, place)
 
     def stand_in(self, stream: int) -> int:
-        """Returns the stream captured in place of `stream`, always the same one."""
+        """Returns the stream on which the work of `stream` is captured. The result is always the
+        same for one stream."""
         if stream == self.stream or stream in self._stand_ins.values():
             return stream
         found = self._stand_ins.get(stream)
@@ -314,7 +328,8 @@ class CudaGraphs:
         return found
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> CudaGraph:
-        """Captures the work of the actions in this thread."""
+        """Captures the work that the actions enqueue in this thread, and returns it as an
+        executable graph."""
         import torch
 
         driver, entry = load_driver(), torch.cuda.ExternalStream(self.stream, device=self._device)
@@ -334,8 +349,8 @@ class CudaGraphs:
         return CudaGraph(_Template(graph, self._library, self))
 
     def kernel(self, call: LaunchCall, stream: int) -> _KernelNode:
-        """Launches a kernel inside the capture, and returns its node with the parameters for
-        updates."""
+        """Launches a kernel inside the capture. Returns its node, with the parameters that later
+        updates change."""
         status = call.function(*call.arguments)
         if status:
             call.fail(status)

@@ -1,4 +1,4 @@
-"""Compiles kernels for both devices, or takes them from memory or the disk cache."""
+"""Compiles kernels for CPUs and GPUs, or takes them from memory or the disk cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _memory_lock = make_lock()
 
 
 def clear_memory_cache() -> None:
-    """Removes the compiled kernels of this process from memory. Later requests use the
+    """Removes the compiled kernels of this process from the memory cache. Later requests use the
     disk cache."""
     with _memory_lock:
         _memory.clear()
@@ -33,7 +33,8 @@ def clear_memory_cache() -> None:
 def compile_kernels(
     sources: Iterable[KernelSource], device: torch.device | str, *, checked: bool = False
 ) -> list[CompiledKernel]:
-    """Compiles kernels for a device, or takes them from the memory or disk cache, in order.
+    """Returns the compiled kernels for a device, in the order of `sources`. Kernels in the memory
+    or disk cache are not compiled again.
 
     On the CPU, the missing kernels are compiled in one translation unit. On CUDA, a thread compiles
     each kernel as soon as `sources` yields it. `checked` (CPU only) adds checks of bounds,
@@ -41,7 +42,7 @@ def compile_kernels(
 
     Raises:
         CompileError: the compiler is missing or rejects a kernel.
-        KernelError: the device has no kernels, or `checked` is used on CUDA.
+        KernelError: the device is neither a CPU nor a CUDA device, or `checked` is used on CUDA.
     """
     kind, index = device_parts(device)
     compile_missing: Callable[[Iterable[KernelSource]], list[CompiledKernel]]
@@ -79,8 +80,8 @@ def compile_kernels(
                 missing[key] = source
                 yield source
 
-    # No lock is held here: yielding a source takes other locks, whose holders may be about to
-    # compile.
+    # No lock is held during this call: `sources` takes other locks, and a thread that holds one of
+    # them may be about to compile.
     compiled = compile_missing(yield_missing())
     with _memory_lock:
         for key, kernel in zip(missing, compiled, strict=True):
@@ -91,7 +92,7 @@ def compile_kernels(
 
 def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
     """Returns a digest of everything besides a kernel's text that determines its machine code:
-    compiler, flags, headers, architecture."""
+    compiler, flags, headers and architecture."""
     kind, index = device_parts(device)
     if kind == "cpu":
         return cpu_kernel.compiler_key(checked)
@@ -99,7 +100,8 @@ def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
 
 
 def compile_cubin(sources: Sequence[KernelSource]) -> list[bytes]:
-    """Compiles kernels for sm_90a with NVRTC; needs no GPU and no driver.
+    """Compiles kernels for sm_90a with NVRTC, and returns their machine code. No GPU and no driver
+    are needed.
 
     Raises:
         CompileError: NVRTC is not installed, or rejects a kernel.

@@ -1,4 +1,5 @@
-"""Compiled kernels: their types, and counts of requests and compilations."""
+"""The interfaces of compiled kernels and their launches, and counts of requests and
+compilations."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ Dim3: TypeAlias = tuple[int, int, int]
 
 
 class TensorLike(Protocol):
-    """The interface of a tensor in a launch; `torch.Tensor` implements it."""
+    """The methods of a tensor that a launch calls. `torch.Tensor` has these methods."""
 
     def data_ptr(self) -> int:
-        """Returns the address of the first element."""
+        """Returns the address of the tensor's first element."""
         ...
 
 
@@ -27,9 +28,11 @@ Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
 
 
 class LaunchCall(NamedTuple):
-    """A launch as one foreign call: `function(*arguments)` returns 0, or a status for `fail`.
+    """A launch as one call of a C function: `function(*arguments)` returns 0, or a status for
+    `fail`.
 
-    `words[i]` is parameter i in the 8 bytes that the kernel reads. Addresses are replaced there.
+    `words[i]` are the 8 bytes from which the kernel reads parameter i. Callers write new addresses
+    into `words`.
     """
 
     words: Any
@@ -44,25 +47,28 @@ class LaunchCall(NamedTuple):
 
 
 class PreparedLaunch(ABC):
-    """A launch with packed arguments that can be repeated.
+    """A launch that can be repeated, with arguments that are already packed.
 
-    Only pointers can be replaced; scalars and the launch shape are fixed. It must not be shared
-    between threads. The caller keeps the tensors alive.
+    Only pointers can be replaced; scalars, grid and block are fixed. An instance must not be used
+    by several threads. The caller must keep the tensors alive.
     """
 
     @abstractmethod
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces the address of pointer parameter number `param`."""
+        """Replaces the address of the pointer parameter with index `param`."""
 
     @abstractmethod
     def run(self, stream: int | None = None) -> None:
-        """Launches the kernel. `stream` is a raw CUDA handle (None: torch's current stream), unused
-        on the CPU."""
+        """Launches the kernel.
+
+        `stream` is a raw CUDA handle. If `stream` is None, torch's current stream is used. On the
+        CPU, `stream` has no effect.
+        """
 
     @abstractmethod
     def bind(self, stream: int) -> LaunchCall:
-        """Returns the launch on a stream as a call. The call is valid as long as this
-        object lives."""
+        """Returns the launch on a stream as a `LaunchCall`, which is valid as long as this object
+        exists."""
 
 
 class CompiledKernel(ABC):
@@ -82,21 +88,22 @@ class CompiledKernel(ABC):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
-        """Runs the kernel (on CUDA: enqueues it) with one argument for each parameter.
+        """Runs the kernel, with one argument for each parameter. On CUDA, enqueues the kernel on
+        `stream`.
 
         Raises:
-            KernelError: wrong arguments, an impossible shape, a device error, or an error found by
-                checked mode.
+            KernelError: the arguments, grid, block or shared memory are invalid, the device reports
+                an error, or checked mode finds one.
         """
 
     @abstractmethod
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Packs the arguments once, for repeated launches."""
+        """Returns a launch whose arguments are packed once, for repeated use."""
 
     def _argument_error(self, args: Sequence[Argument], cause: Exception) -> KernelError:
-        """Returns the error for arguments that could not be packed."""
+        """Returns the error for arguments that could not be packed because of `cause`."""
         expected = len(self.source.params)
         if len(args) != expected:
             return KernelError(f"kernel {self.name} takes {expected} arguments, got {len(args)}")
@@ -118,24 +125,27 @@ _statistics = _Statistics()
 
 
 def compilations() -> int:
-    """Returns the number of kernels that were compiled in this process, without cache hits."""
+    """Returns the number of kernels compiled in this process. Kernels that were found in a cache
+    are not counted."""
     return _statistics.compilations
 
 
 def kernel_requests() -> int:
-    """Returns the number of kernels that `compile_kernels` and `compile_cubin` were asked for in
-    this process."""
+    """Returns how many kernels `compile_kernels` and `compile_cubin` were asked for in this
+    process."""
     return _statistics.requests
 
 
 def count_compilations(kernels: int) -> None:
-    """Adds to `compilations()`. Called by the modules that run a compiler."""
+    """Adds `kernels` to the number of compiled kernels. Modules that run a compiler call this
+    function."""
     with _statistics.lock:
         _statistics.compilations += kernels
 
 
 def count_requests(kernels: int) -> None:
-    """Adds to `kernel_requests()`. Called by the public functions that compile."""
+    """Adds `kernels` to the number of requested kernels. The public functions that compile call
+    this function."""
     with _statistics.lock:
         _statistics.requests += kernels
 
@@ -160,7 +170,7 @@ NUMBERS = frozenset((int, float, bool))
 
 
 def slot_code(param: KernelParam) -> str:
-    """Returns the `struct` code of a parameter's slot.
+    """Returns the `struct` format code for the 8 bytes of a parameter.
 
     Raises:
         KernelError: the parameter is a scalar of a type that kernels do not accept.

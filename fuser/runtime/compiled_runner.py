@@ -1,11 +1,11 @@
 """The compiled runner: a C extension module that repeats recorded calls.
 
-It is compiled in the background, by the C++ compiler that CPU kernels also use, when a process
-repeats calls often. No call waits for it. The kernel cache keeps it, keyed by its text and Python's
-ABI.
+When a process repeats calls often, the runner is compiled in the background, with the C++ compiler
+for CPU kernels. No call waits for the compilation. The compiled runner is stored in the kernel
+cache. Its key contains its source text and Python's ABI.
 
-Without a compiler, Python's headers or the needed parts of torch, programs run without it, and
-`why_not` returns the reason.
+If the compiler, Python's headers or the needed parts of torch are missing, programs run without the
+runner, and `why_not` returns the reason.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _POLL_S = 0.01
 
 
 class _Absent(Exception):
-    """Raised with the reason for which there is no compiled runner."""
+    """Raised if there can be no compiled runner. The message is the reason."""
 
 
 class _Build:
-    """A running compiler process. Dropping the last reference to this object ends the process."""
+    """A running compiler process. The process ends when the last reference to this object is
+    dropped."""
 
     def __init__(self, key: str, cache: KernelCache) -> None:
         self._key, self._cache = key, cache
@@ -72,8 +73,8 @@ class _Build:
             raise _Absent(str(error)) from error
 
     def poll(self) -> Binary | None:
-        """Returns the library once the compiler has ended, even if the cache could not store it;
-        else None."""
+        """Returns the library if the compiler has ended, else None. The library is returned even if
+        the cache could not store it."""
         if self.process is None or self.process.poll() is None:
             return None
         try:
@@ -87,8 +88,10 @@ class _Build:
             self.end()
 
     def end(self) -> None:
-        """Ends the compiler if it still runs, and removes its files. Does nothing in a forked
-        child, because both belong to the parent."""
+        """Ends the compiler process if it still runs, and removes its files.
+
+        Does nothing in a forked child, because process and files belong to the parent.
+        """
         if self._owner != os.getpid():
             return
         if self.process is not None and self.process.poll() is None:
@@ -103,7 +106,7 @@ COMPILING = "it is being compiled"
 
 
 class _State:
-    """The runner of this process, or the reason for which there is none."""
+    """The compiled runner of this process, or the reason why there is none."""
 
     def __init__(self) -> None:
         self.lock = make_lock()
@@ -119,7 +122,8 @@ _state = _State()
 
 
 def find() -> ModuleType | None:
-    """Returns the runner, None if it is still being compiled or cannot be made. Never waits."""
+    """Returns the compiled runner. Returns None if the runner is still being compiled or cannot be
+    compiled. Never waits."""
     if _state.module is not None or _state.is_absent:
         return _state.module
     with _state.lock:
@@ -133,12 +137,13 @@ def find() -> ModuleType | None:
 
 
 def why_not() -> str:
-    """Returns the reason for which there is no runner yet, or at all; "" if there is one."""
+    """Returns the reason why there is no compiled runner (yet). Returns "" if there is one."""
     return _state.why
 
 
 def waits_for() -> str:
-    """Returns the status of the compilation for calls that found no runner; searches again."""
+    """Searches for the compiled runner again, and returns a text on the status of its
+    compilation."""
     if find() is not None:
         return "it is compiled now"
     if _state.is_absent:
@@ -148,7 +153,8 @@ def waits_for() -> str:
 
 
 def wait(timeout_s: float) -> ModuleType | None:
-    """Waits for the runner and returns it. Returns None if it cannot be made, or not in time."""
+    """Waits for the compiled runner and returns the runner. Returns None if it cannot be compiled,
+    or not within `timeout_s` seconds."""
     expiry = time.monotonic() + timeout_s
     while find() is None and not _state.is_absent and time.monotonic() < expiry:
         time.sleep(_POLL_S)
@@ -156,7 +162,8 @@ def wait(timeout_s: float) -> ModuleType | None:
 
 
 def _look() -> ModuleType | None:
-    """Loads the runner from the cache, else polls or starts the compiler."""
+    """Loads the compiled runner from the cache. If the cache does not have it, starts the compiler,
+    or checks whether the compiler has ended."""
     if _state.build is not None:
         made = _state.build.poll()
         if made is None:
@@ -214,8 +221,8 @@ def _loaded(binary: Binary) -> ModuleType:
 
 
 def _tables() -> tuple[Any, ...]:
-    """Returns the arguments of the runner's `setup`: torch's exchange table, attributes and C
-    functions."""
+    """Returns the arguments of the runner's `setup`: torch's exchange table, its attributes, and
+    the addresses of C functions."""
     import torch
 
     table: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
@@ -234,8 +241,8 @@ def _tables() -> tuple[Any, ...]:
     return table, base.requires_grad, base._cdata, base.is_neg, tells_modes, *addresses
 
 
-# Builds inherited from the parent. They are kept, because dropping one would wait for a process
-# that is no child of this one.
+# Builds of the parent process, in a forked child. They are stored, because dropping one would wait
+# for a process that is not a child of this process.
 _inherited: list[_Build] = []
 
 

@@ -1,6 +1,7 @@
 """Kernels for the CPU: g++ compiles CUDA text with the header `simt.h`, many kernels at once.
 
-A library exports one C function per kernel, which takes a launch record (see below).
+A compiled library exports one C function per kernel. The function's argument is a launch record,
+which the comment before `LaunchFunction` describes.
 """
 
 from __future__ import annotations
@@ -82,10 +83,10 @@ _REMEDY = (
 
 # ---- the compiler -------------------------------------------------------------------------------
 def cxx_compiler() -> str:
-    """Returns the path of the C++ compiler: `$CXX`, else g++.
+    """Returns the path of the C++ compiler: `$CXX` if set, else g++.
 
     Raises:
-        CompileError: it is not installed.
+        CompileError: the compiler is not installed.
     """
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
@@ -99,7 +100,7 @@ def cxx_compiler() -> str:
 
 @functools.cache
 def _compiler_identity(compiler: str) -> str:
-    """Returns the compiler's version, and the options that `-march=native` means on this
+    """Returns the compiler's version, and the options that `-march=native` selects on this
     machine."""
     try:
         answer = subprocess.run(
@@ -114,7 +115,7 @@ def _compiler_identity(compiler: str) -> str:
         raise _not_started(compiler, error) from error
     lines = answer.stderr.splitlines()
     version = next((line for line in lines if " version " in line), "unknown version")
-    # Only options for code generation are kept; paths and temporary names would differ between
+    # Only options for code generation are used, because paths and temporary names differ between
     # runs.
     features = sorted(
         {
@@ -128,10 +129,10 @@ def _compiler_identity(compiler: str) -> str:
 
 
 def try_compiler(timeout_s: float) -> str:
-    """Compiles one line of C++ like a kernel. Returns the compiler's path and version.
+    """Compiles one line of C++ with the flags of kernels. Returns the compiler's path and version.
 
     Raises:
-        CompileError: there is no compiler, it fails, or it does not end in time.
+        CompileError: there is no compiler, it fails, or it does not end within `timeout_s` seconds.
     """
     _run_compiler((), _TRIVIAL, {}, timeout_s=timeout_s)
     compiler = cxx_compiler()
@@ -140,8 +141,8 @@ def try_compiler(timeout_s: float) -> str:
 
 @contextlib.contextmanager
 def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
-    """Yields the paths of a temporary source file with `text`, and of the library to create next to
-    it."""
+    """Yields two paths in a temporary folder: that of a source file with `text`, and that of the
+    library to create."""
     try:
         with tempfile.TemporaryDirectory(prefix="fuser-") as folder:
             source = Path(folder, "unit.cpp")
@@ -157,7 +158,10 @@ def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
 def _run_compiler(
     flags: Sequence[str], text: str, texts: dict[str, str], *, timeout_s: float | None = None
 ) -> bytes:
-    """Compiles one translation unit to a shared library, and returns its bytes.
+    """Compiles the translation unit `text` to a shared library, and returns the bytes of the
+    library.
+
+    `texts` has the source texts by file name, for excerpts in error messages.
 
     Raises:
         CompileError: compilation failed; has the log and the source lines around the first error.
@@ -195,7 +199,8 @@ def _not_started(compiler: str, error: OSError) -> NoCompilerError:
 
 
 def _said(answer: subprocess.CompletedProcess[str]) -> str:
-    """Returns the compiler's output, as the end of a sentence."""
+    """Returns the compiler's output as the end of a sentence: after a colon, or ", and wrote
+    nothing"."""
     text = answer.stderr.strip() or answer.stdout.strip()
     return f":\n{text}" if text else ", and wrote nothing"
 
@@ -227,8 +232,8 @@ def _argument(param: KernelParam, slot: int, slots: int) -> str:
 
 
 def _unit(source: KernelSource, symbol: str, *, checked: bool) -> str:
-    """Returns the text of one kernel in its own namespace, with the function that unpacks a launch
-    record."""
+    """Returns the text of one kernel in its own namespace, with the exported function `symbol` that
+    unpacks a launch record."""
     count = len(source.params)
     arguments = ",\n      ".join(
         _argument(param, slot, count) for slot, param in enumerate(source.params)
@@ -276,12 +281,12 @@ def _kernel_key(source: KernelSource, *, checked: bool) -> str:
 
 
 def kernel_key_unchecked(source: KernelSource) -> str:
-    """Returns the cache key of a kernel for the CPU."""
+    """Returns the cache key of a kernel for the CPU, without run-time checks."""
     return _kernel_key(source, checked=False)
 
 
 def kernel_key_checked(source: KernelSource) -> str:
-    """Returns the cache key of a kernel for the CPU in checked mode."""
+    """Returns the cache key of a kernel for the CPU, with run-time checks."""
     return _kernel_key(source, checked=True)
 
 
@@ -297,7 +302,7 @@ def _fast_flags(sources: Iterable[KernelSource]) -> tuple[str, ...]:
 def _compile_missing(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> Binary:
-    """Compiles kernels together, in one compiler process, and stores them in the cache."""
+    """Compiles kernels together, in one compiler process, and stores the library in the cache."""
     symbols = {key: _symbol(key) for key in sources}
     units = [_unit(source, symbols[key], checked=checked) for key, source in sources.items()]
     text = preamble(SIMT_FILES + RT_FILES) + "".join(units)
@@ -312,10 +317,11 @@ def _compile_missing(
 def _load_or_compile(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> dict[str, LaunchFunction]:
-    """Returns the function of each kernel.
+    """Returns the C function of each kernel, by cache key.
 
-    Kernels that are not on disk, or cannot be loaded, are compiled together. Kernels that another
-    process has compiled while this one waited for the lock are loaded.
+    Kernels that are not on disk, or that cannot be loaded, are compiled together. While this
+    process waits for the lock, another process may compile some kernels. These are then loaded from
+    disk.
     """
     functions: dict[str, LaunchFunction] = {}
 
@@ -354,18 +360,19 @@ def _compile(requested: Iterable[KernelSource], *, checked: bool) -> list[Compil
 
 
 def compile_unchecked(sources: Iterable[KernelSource]) -> list[CompiledKernel]:
-    """Compiles kernels for the CPU."""
+    """Compiles kernels for the CPU, without run-time checks."""
     return _compile(sources, checked=False)
 
 
 def compile_checked(sources: Iterable[KernelSource]) -> list[CompiledKernel]:
-    """Compiles kernels for the CPU in checked mode."""
+    """Compiles kernels for the CPU, with run-time checks."""
     return _compile(sources, checked=True)
 
 
 # ---- loading ------------------------------------------------------------------------------------
 class _Library(ctypes.CDLL):
-    """A loaded library. It is unloaded when the last function taken from it is dropped."""
+    """A loaded library. It is unloaded when the last reference to it or to one of its functions is
+    dropped."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -378,7 +385,7 @@ _loads = itertools.count(1)
 
 @contextlib.contextmanager
 def in_memory(binary: Binary) -> Iterator[str]:
-    """Yields a path from which the loader can read an object that is in memory."""
+    """Yields a path from which the dynamic loader can read a library that is only in memory."""
     handle = os.memfd_create(binary.name, os.MFD_CLOEXEC)
     try:
         with os.fdopen(handle, "wb", closefd=False) as file:
@@ -392,7 +399,8 @@ def in_memory(binary: Binary) -> Iterator[str]:
 
 
 def _library(binary: Binary) -> _Library:
-    """Loads a library from memory, which no other process can change, or returns the loaded one."""
+    """Returns the loaded library of a binary. If the library is not loaded yet, loads it from
+    memory, because no other process can change memory."""
     loaded = _libraries.get(binary.name)
     if loaded is None:
         with in_memory(binary) as path:
@@ -401,10 +409,10 @@ def _library(binary: Binary) -> _Library:
 
 
 def _function(binary: Binary, symbol: str) -> LaunchFunction:
-    """Returns a kernel's function.
+    """Returns the C function of a kernel, by its symbol.
 
     Raises:
-        OSError, AttributeError: the object is no library, or lacks the symbol.
+        OSError, AttributeError: the binary is not a library, or does not have the symbol.
     """
     # Access by index, because ctypes caches a function accessed by attribute, and never frees it.
     function = _library(binary)[symbol]
@@ -418,8 +426,10 @@ _ENGINE_SYMBOL = "fuser_simt_engine"
 
 @functools.cache
 def _engine() -> Callable[[], int]:
-    """Returns the function of the SIMT engine that returns its function table. The engine is
-    compiled on first use, and stays loaded."""
+    """Returns the C function that returns the address of the SIMT engine's function table.
+
+    The engine is compiled on first use, and remains loaded.
+    """
     text = preamble((SIMT_FILES[0],)) + preamble((ENGINE_FILE,)).replace(
         '#include "simt_abi.h"', ""
     )
@@ -478,8 +488,11 @@ class _Report(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of the last launch: accesses by width in bytes (1, 2, 4, 8, 16), and events, of all
-    blocks."""
+    """Counts of a kernel's last launch, summed over all CUDA blocks.
+
+    Loads and stores are counted by their width in bytes (1, 2, 4, 8, 16). The other counts are
+    numbers of events.
+    """
 
     global_loads: dict[int, int]
     global_stores: dict[int, int]
@@ -501,7 +514,8 @@ class Counters:
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes from a tensor's first element to the end of its last one in memory."""
+    """Returns the number of bytes from a tensor's first element to the end of its last element in
+    memory."""
     if tensor.numel() == 0:
         return 0
     last = sum(
@@ -511,7 +525,7 @@ def span_nbytes(tensor: torch.Tensor) -> int:
 
 
 class CpuKernel(CompiledKernel):
-    """A kernel compiled for the CPU, without checks."""
+    """A kernel compiled for the CPU, without run-time checks."""
 
     def __init__(self, source: KernelSource, function: LaunchFunction, engine: int) -> None:
         super().__init__(source)
@@ -538,7 +552,8 @@ class CpuKernel(CompiledKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
-        """Runs the kernel; see `CompiledKernel.launch`. `stream` is not used."""
+        """Runs the kernel and waits for its end; see `CompiledKernel.launch`. `stream` has no
+        effect."""
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -551,7 +566,8 @@ class CpuKernel(CompiledKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Packs the arguments into a launch record; see `CompiledKernel.prepare`."""
+        """Packs the arguments into a launch record, and returns the launch; see
+        `CompiledKernel.prepare`."""
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -572,7 +588,8 @@ class CpuKernel(CompiledKernel):
 
 
 class PreparedCpuLaunch(PreparedLaunch):
-    """A packed launch record. Runners written in C use its `address` and `entry`."""
+    """A launch of a CPU kernel with a packed launch record. The compiled runner uses its `address`
+    and `entry`."""
 
     def __init__(self, kernel: CpuKernel, record: bytes, grid: Dim3, block: Dim3) -> None:
         self._kernel = kernel
@@ -585,21 +602,22 @@ class PreparedCpuLaunch(PreparedLaunch):
 
     @property
     def entry(self) -> int:
-        """The address of the C function `int (*)(const simt::Launch*)` that runs the record at
-        `address`."""
+        """The address of the C function `int (*)(const simt::Launch*)` that runs the launch record
+        at `address`."""
         return ctypes.cast(cast("Any", self._function), ctypes.c_void_p).value or 0
 
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces the address of pointer parameter number `param`."""
+        """Replaces the address of the pointer parameter with index `param`."""
         self._words[self._first + param] = address
 
     def run(self, stream: int | None = None) -> None:
-        """Runs the kernel. `stream` is not used."""
+        """Runs the kernel. `stream` has no effect."""
         if self._function(self.address):
             self._fail(0)
 
     def bind(self, stream: int) -> LaunchCall:
-        """Returns the launch as a call on its record."""
+        """Returns the launch as a call of the kernel's C function on the launch record. `stream`
+        has no effect."""
         params = len(self._words) - self._first
         words = (ctypes.c_uint64 * params).from_buffer(self._words, 8 * self._first)
         raw = self.entry, self.address
@@ -611,10 +629,11 @@ class PreparedCpuLaunch(PreparedLaunch):
 
 
 class CheckedCpuKernel(CpuKernel):
-    """A kernel compiled for the CPU with all checks. `counters` has the counts of its last launch.
+    """A kernel compiled for the CPU with all run-time checks. `counters` has the counts of its last
+    launch.
 
-    `order_seed` selects the order in which blocks and threads run: 0 in order, 1 reversed, other
-    numbers shuffled with that seed.
+    `order_seed` selects the order in which CUDA blocks and threads run: 0 in order, 1 reversed. Any
+    other number shuffles the order with that number as seed.
     """
 
     def __init__(self, source: KernelSource, function: LaunchFunction, engine: int) -> None:
@@ -625,7 +644,7 @@ class CheckedCpuKernel(CpuKernel):
 
     @property
     def counters(self) -> Counters:
-        """The counters of the last launch."""
+        """The counts of accesses and events of the last launch."""
         return Counters._from(self._report)
 
     def _checked_record(
@@ -660,7 +679,7 @@ class CheckedCpuKernel(CpuKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
-        """Runs the kernel with checks, one launch at a time."""
+        """Runs the kernel with run-time checks. Only one launch of the kernel runs at a time."""
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -675,13 +694,14 @@ class CheckedCpuKernel(CpuKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Returns a launch that repeats the checked launch. Arguments are packed again
-        each time."""
+        """Returns a launch that repeats this checked launch. Each repetition packs the arguments
+        again."""
         return _CheckedPreparedLaunch(self, args, grid=grid, block=block, smem_bytes=smem_bytes)
 
 
 class _CheckedPreparedLaunch(PreparedLaunch):
-    """Repeats a checked launch. A replaced pointer keeps the extent of the previous one."""
+    """Repeats a checked launch. If a pointer is replaced, the checks use the size in bytes of the
+    previous buffer."""
 
     def __init__(
         self,
@@ -697,18 +717,19 @@ class _CheckedPreparedLaunch(PreparedLaunch):
         self._shape = grid, block, smem_bytes
 
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces an address, and keeps its extent in bytes."""
+        """Replaces the address of the pointer parameter with index `param`. The size in bytes of
+        its buffer does not change."""
         old = self._args[param]
         extent = old[1] if isinstance(old, tuple) else span_nbytes(cast("torch.Tensor", old))
         self._args[param] = (address, extent)
 
     def run(self, stream: int | None = None) -> None:
-        """Launches with the current addresses."""
+        """Launches the kernel with the current addresses. `stream` has no effect."""
         grid, block, smem_bytes = self._shape
         self._kernel.launch(self._args, grid=grid, block=block, smem_bytes=smem_bytes)
 
     def bind(self, stream: int) -> LaunchCall:
-        """Always raises `KernelError`: each checked launch packs its arguments again."""
+        """Always raises `KernelError`, because each checked launch packs its arguments again."""
         raise KernelError(
             f"kernel {self._kernel.name}: a checked launch cannot be bound as one call, because "
             "each launch packs its arguments again"

@@ -1,7 +1,7 @@
 """Kernels on CUDA devices: compiles them with NVRTC, and launches them through the driver.
 
-Launches go to a raw stream handle, by default torch's current stream. They are thus ordered with
-torch's own work, and can be captured into CUDA graphs.
+A launch is enqueued on a stream that is given by its raw handle, by default torch's current stream.
+Launches are thus ordered with torch's own work, and can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INVALID_CONTEXT = 201
 
 @functools.cache
 def load_driver() -> Any:
-    """Imports and returns the binding of the CUDA driver.
+    """Imports the Python binding of the CUDA driver, and returns it.
 
     Raises:
         KernelError: cuda-bindings is not installed.
@@ -74,8 +74,11 @@ class LaunchConfig(ctypes.Structure):
 
 @functools.cache
 def _launch_directly() -> Callable[..., int] | None:
-    """Returns the driver's own `cuLaunchKernelEx`, None if it cannot be loaded. Repeated launches
-    call it without the conversions of the Python binding."""
+    """Returns the driver's C function `cuLaunchKernelEx`, or None if the driver's library cannot be
+    loaded.
+
+    Repeated launches call the C function, to avoid the conversions of the Python binding.
+    """
     try:
         return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     except (OSError, AttributeError):
@@ -83,13 +86,13 @@ def _launch_directly() -> Callable[..., int] | None:
 
 
 def address_of(function: Callable[..., int]) -> int:
-    """Returns the address of a foreign function."""
+    """Returns the address of a C function that ctypes has loaded."""
     return ctypes.cast(cast("Any", function), ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def _current_raw_stream() -> Callable[[], int]:
-    """Returns a function that returns the handle of torch's current stream."""
+    """Returns a function that returns the raw handle of torch's current stream."""
     import torch
 
     return raw_stream_on(torch.device("cuda"))
@@ -104,8 +107,9 @@ def _architecture(index: int) -> str:
 
 
 def architecture(index: int | None) -> str:
-    """Returns the architecture to compile for, such as `sm_90a`. `index` None is torch's current
-    device.
+    """Returns the GPU architecture to compile for, such as `sm_90a`.
+
+    `index` is the number of the CUDA device. If it is None, torch's current device is used.
 
     Raises:
         InputError: there is no CUDA device.
@@ -118,16 +122,16 @@ def architecture(index: int | None) -> str:
 
 
 def compile_for_device(sources: Iterable[KernelSource], arch: str) -> list[CompiledKernel]:
-    """Compiles kernels or finds them in the cache, each as soon as `sources` yields it, and loads
-    them."""
+    """Compiles kernels, or finds them in the disk cache, and loads them. Each kernel is compiled as
+    soon as `sources` yields it."""
     sources, compiled = tee(sources)
     codes = cubins(compiled, arch)
     return [CudaKernel(source, code) for source, code in zip(sources, codes, strict=True)]
 
 
 class _Arguments:
-    """The packed arguments of a launch, 8 bytes each, and the array of their addresses for the
-    driver."""
+    """The packed arguments of a launch, 8 bytes each, and the array of their addresses, which the
+    driver reads."""
 
     def __init__(self, params: int) -> None:
         self.slots = (ctypes.c_uint64 * max(params, 1))()
@@ -164,8 +168,8 @@ class CudaKernel(CompiledKernel):
         return found
 
     def _allow_cluster(self) -> None:
-        """Permits clusters larger than the portable size, which every GPU with clusters
-        supports."""
+        """Permits clusters larger than the portable size on all devices. Every GPU with clusters
+        supports the portable size without permission."""
         import torch
 
         driver = load_driver()
@@ -193,7 +197,7 @@ class CudaKernel(CompiledKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
-        """Enqueues the kernel; see `CompiledKernel.launch`."""
+        """Enqueues the kernel on a stream; see `CompiledKernel.launch`."""
         # All launches share one buffer, because the driver copies the arguments before it returns.
         with self._lock:
             try:
@@ -205,7 +209,8 @@ class CudaKernel(CompiledKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Packs the arguments into a new buffer; see `CompiledKernel.prepare`."""
+        """Packs the arguments into a new buffer, and returns the launch; see
+        `CompiledKernel.prepare`."""
         arguments = _Arguments(len(self.source.params))
         try:
             self._pack(arguments, args)
@@ -214,8 +219,8 @@ class CudaKernel(CompiledKernel):
         return PreparedCudaLaunch(self, arguments, grid, block, smem_bytes)
 
     def attributes(self) -> dict[str, int]:
-        """Returns the resources that the compiler assigned: registers, local bytes (spills), static
-        shared bytes."""
+        """Returns the resources that the compiler assigned to the kernel: registers, local bytes
+        (spills) and static shared bytes."""
         import torch
 
         attribute = load_driver().CUfunction_attribute
@@ -266,7 +271,7 @@ class CudaKernel(CompiledKernel):
 
 
 class PreparedCudaLaunch(PreparedLaunch):
-    """A launch with packed arguments of its own."""
+    """A launch of a CUDA kernel with its own buffer of packed arguments."""
 
     def __init__(
         self, kernel: CudaKernel, arguments: _Arguments, grid: Dim3, block: Dim3, smem_bytes: int
@@ -276,15 +281,15 @@ class PreparedCudaLaunch(PreparedLaunch):
         self._shape = grid, block, smem_bytes
 
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces the address of pointer parameter number `param`."""
+        """Replaces the address of the pointer parameter with index `param`."""
         self._arguments.slots[param] = address
 
     def run(self, stream: int | None = None) -> None:
-        """Enqueues the launch on a stream; None is torch's current stream."""
+        """Enqueues the launch on a stream. If `stream` is None, torch's current stream is used."""
         self._kernel._enqueue(self._arguments.address, *self._shape, stream)
 
     def bind(self, stream: int) -> LaunchCall:
-        """Returns the launch on a stream as one call of the driver."""
+        """Returns the launch on a stream as one call of the driver's C function."""
         grid, block, smem_bytes = self._shape
         self._kernel._allow_smem(smem_bytes)
         launch = _launch_directly()
@@ -309,7 +314,7 @@ class PreparedCudaLaunch(PreparedLaunch):
 
 
 def bind_primary_context() -> None:
-    """Makes the primary context of torch's current device current in this thread.
+    """Makes the primary context of torch's current device the current context of this thread.
 
     Raises:
         KernelError: the driver has no context.
@@ -349,7 +354,7 @@ def _nvrtc() -> Any:
 
 
 def _call(function: str, *args: Any) -> Any:
-    """Calls a function of NVRTC, and returns its result.
+    """Calls a function of NVRTC by name, and returns its result.
 
     Raises:
         CompileError: the function reports an error.
@@ -361,7 +366,7 @@ def _call(function: str, *args: Any) -> Any:
 
 
 def _content(kind: str, program: Any) -> bytes:
-    """Returns a result of a compilation: `CUBIN` or `ProgramLog`."""
+    """Returns a result of a compilation, which `kind` selects: `CUBIN` or `ProgramLog`."""
     found = bytearray(_call(f"nvrtcGet{kind}Size", program))
     _call(f"nvrtcGet{kind}", program, found)
     return bytes(found)
@@ -369,7 +374,7 @@ def _content(kind: str, program: Any) -> bytes:
 
 @functools.cache
 def version() -> str:
-    """Returns the compiler's version.
+    """Returns the version of NVRTC.
 
     Raises:
         CompileError: NVRTC is not installed.
@@ -395,7 +400,8 @@ def compiler_key() -> str:
 
 
 def _compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) -> bytes:
-    """Compiles one kernel. Other threads run in the meantime.
+    """Compiles one kernel with NVRTC, and returns its machine code. Other Python threads can run
+    during the compilation.
 
     Raises:
         CompileError: compilation failed; has NVRTC's log and the source lines around the first
@@ -422,7 +428,7 @@ def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: s
     found = cache.find(key, source.name)
     if found is None:
         with cache.lock(key):
-            # Another process may have compiled it while this one waited.
+            # Another process may have compiled the kernel while this process waited for the lock.
             found = cache.find(key, source.name)
             if found is None:
                 code = _compile(source, arch)
@@ -432,10 +438,10 @@ def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: s
 
 
 def cubins(sources: Iterable[KernelSource], arch: str) -> list[bytes]:
-    """Returns each kernel's machine code, from the disk cache or from NVRTC.
+    """Returns the machine code of each kernel, from the disk cache or from NVRTC.
 
-    A thread compiles each kernel as soon as `sources` yields it, while the caller makes the next
-    one. NVRTC parses one program at a time, but optimises several in parallel.
+    A thread compiles each kernel as soon as `sources` yields it, while the caller lowers the next
+    kernel. NVRTC parses one program at a time, but optimises several in parallel.
     """
     cache = KernelCache()
     keys: list[str] = []

@@ -1,9 +1,10 @@
 """Zeroed memory for kernels that a caller captures into a CUDA graph.
 
-A kernel needs zeroed workspaces, and leaves them zero, so they are cleared once. A graph would have
-to clear its workspaces by an extra node before the kernel, in every replay. Instead, memory that
-was cleared before is lent to the graph. It is returned when the driver has destroyed the graph and
-all its instances. A user object of the graph reports this.
+Some kernels need workspaces that are zero at their start, and leave them zero. Workspaces are
+therefore cleared only once. In a graph, a workspace allocated during the capture would be cleared
+by an extra node in every replay. To avoid that, the graph gets memory that was cleared before. The
+memory can be used again when the driver has destroyed the graph and all its instances. A user
+object of the graph reports that by posting a semaphore.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fuser.support.torch_calls import raw_stream_on
 if TYPE_CHECKING:
     import torch
 
-# The maximum number of pieces of one size kept ready, and the maximum bytes of one size.
+# The maximum number of ready buffers of one size, and the maximum of their total bytes.
 STOCK = 16
 STOCK_BYTES = 32 << 20
 SMALLEST = 256
@@ -34,7 +35,7 @@ _SEMAPHORE_BYTES = 64
 
 @contextlib.contextmanager
 def relaxed(library: Any) -> Generator[None]:
-    """A context for driver calls that would otherwise end an active capture."""
+    """A context for driver calls that would otherwise make an active capture fail."""
     mode = ctypes.c_int(_RELAXED)
     library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -45,19 +46,19 @@ def relaxed(library: Any) -> Generator[None]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """A piece of memory, and the address of the semaphore that is posted when a graph has released
-    it."""
+    """A buffer, and the address of a semaphore. The semaphore is posted when a graph no longer uses
+    the buffer."""
 
     data: torch.Tensor
     returned: int
 
 
 class GraphMemory:
-    """The zeroed memory of one device: pieces that are ready for graphs, and pieces lent
-    to graphs."""
+    """The zeroed memory of one device for graphs: buffers that are ready, and buffers that graphs
+    use."""
 
     def __init__(self, device: torch.device, driver: Any, libc: Any) -> None:
-        """Takes the device and its C libraries, libcuda and libc."""
+        """Stores the device and the C libraries to call: libcuda (`driver`) and libc."""
         self._device, self._driver, self._libc = device, driver, libc
         self._post = ctypes.cast(libc.sem_post, ctypes.c_void_p)
         self._stream = raw_stream_on(device)
@@ -66,7 +67,8 @@ class GraphMemory:
         self._lock = make_lock()
 
     def make_ready(self, nbytes: int) -> None:
-        """Clears pieces of this size for later captures. Must not be called during a capture."""
+        """Allocates and clears buffers of at least `nbytes` bytes for later captures. Must not be
+        called during a capture."""
         import torch
 
         size = _size_of(nbytes)
@@ -85,8 +87,11 @@ class GraphMemory:
             stock += [_Memory(part, self._new_semaphore()) for part in data.split(size)]
 
     def lend(self, nbytes: int) -> torch.Tensor | None:
-        """Returns zeroed memory for the graph that the current stream is captured into, None if
-        none is ready."""
+        """Returns a zeroed buffer for the graph that is being captured on the current stream.
+        Returns None if no buffer is ready.
+
+        The driver reports when the graph no longer uses the buffer.
+        """
         with self._lock:
             self._take_back()
             stock = self._stock.get(_size_of(nbytes))
@@ -115,14 +120,15 @@ class GraphMemory:
             return None
 
     def nbytes(self) -> int:
-        """Returns the bytes that are ready and the bytes that are lent, together."""
+        """Returns the total bytes of the buffers that are ready and of those that graphs use."""
         with self._lock:
             self._take_back()
             kept = [*self._lent, *(memory for stock in self._stock.values() for memory in stock)]
         return sum(memory.data.numel() for memory in kept)
 
     def _graph(self) -> ctypes.c_void_p | None:
-        """Returns the graph that the current stream is captured into, None if there is none."""
+        """Returns the graph that is being captured on the current stream. Returns None if there is
+        no capture."""
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
         places = (ctypes.byref(x) for x in (status, number, graph, nodes, count))
@@ -130,7 +136,7 @@ class GraphMemory:
         return None if failed or not graph.value else graph
 
     def _take_back(self) -> None:
-        """Moves the pieces that graphs have released back to the stock."""
+        """Makes the buffers that graphs no longer use ready for other graphs."""
         lent: list[_Memory] = []
         for memory in self._lent:
             is_back = self._libc.sem_trywait(ctypes.c_void_p(memory.returned)) == 0
@@ -138,8 +144,8 @@ class GraphMemory:
         self._lent = lent
 
     def _new_semaphore(self) -> int:
-        """Returns the address of a new semaphore. It is never freed, because a graph may outlive
-        the interpreter."""
+        """Returns the address of a new semaphore. The semaphore is never freed, because a graph may
+        outlive the Python interpreter."""
         self._libc.calloc.restype = ctypes.c_void_p
         address = self._libc.calloc(ctypes.c_size_t(1), ctypes.c_size_t(_SEMAPHORE_BYTES))
         self._libc.sem_init(ctypes.c_void_p(address), ctypes.c_int(0), ctypes.c_uint(0))
@@ -147,13 +153,14 @@ class GraphMemory:
 
 
 def _size_of(nbytes: int) -> int:
-    """Returns the size of a piece for so many bytes: a power of two."""
+    """Returns the size of a buffer for at least `nbytes` bytes: a power of two."""
     return max(SMALLEST, 1 << (nbytes - 1).bit_length())
 
 
 @functools.cache
 def _of(index: int) -> GraphMemory | None:
-    """Returns the graph memory of a CUDA device, None if the libraries lack a needed function."""
+    """Returns the graph memory of a CUDA device. Returns None if the C libraries lack a needed
+    function."""
     import torch
 
     try:
@@ -171,15 +178,15 @@ def _of(index: int) -> GraphMemory | None:
 
 
 def graph_memory_nbytes(device: torch.device) -> int:
-    """Returns the bytes of zeroed memory on a device, ready for graphs or lent to them."""
+    """Returns the bytes of zeroed memory for graphs on a device, whether ready or in use."""
     if device.type != "cuda" or (found := graph_memory(device)) is None:
         return 0
     return found.nbytes()
 
 
 def graph_memory(device: torch.device) -> GraphMemory | None:
-    """Returns the memory for graphs on a device, None on devices without graphs, such as
-    the CPU."""
+    """Returns the zeroed memory for graphs on a device. Returns None for a device without graphs,
+    such as the CPU."""
     import torch
 
     if device.type != "cuda":

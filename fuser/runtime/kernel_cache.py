@@ -7,12 +7,12 @@ Layout, under one folder of mode 0700:
     tuned/KEY            JSON: the result of the option `tune` for one kernel and class of inputs
     locks/KEY.lock       held while a process compiles, or times, KEY
 
-- Files are written under another name and renamed, so a reader sees a whole file or none.
-- Only regular files are read, and links are not followed. Anything unexpected is compiled again and
-  replaced.
-- If the objects exceed `LIMIT_NBYTES`, the least recently used files are deleted. The folder may be
-  deleted at any time.
-- If nothing can be written, kernels are compiled for this process alone, after one warning.
+- Files are written under another name and renamed, so a reader sees a complete file or none.
+- Only regular files are read, and links are not followed. If a file is not as expected, the kernel
+  is compiled again, and the file is replaced.
+- If the objects exceed `LIMIT_NBYTES`, the least recently used files are deleted. Users may delete
+  the folder at any time.
+- If nothing can be written, the compiled kernels are used only in this process, after one warning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 from fuser.support.errors import OptionError, warn
 from fuser.support.options import cache_dir
 
-# The limit for all objects together, and the share of it that is kept when it is exceeded.
+# The limit for all objects together. When it is exceeded, this share of the limit remains.
 LIMIT_NBYTES = 1 << 30
 LIMIT_ENTRIES = 50_000
 LIMIT_TUNED = 10_000
@@ -54,16 +54,16 @@ _FOLDERS = ("entries", "objects", "tuned", "locks")
 
 @dataclass(frozen=True)
 class Binary:
-    """The verified content of an object. `name` contains its SHA-256, so equal names mean equal
-    bytes."""
+    """The verified bytes of an object file. `name` contains their SHA-256, so equal names mean
+    equal bytes."""
 
     name: str
     data: bytes
 
 
 def digest(*parts: str | bytes) -> str:
-    """Returns the SHA-256 of the parts, each preceded by its length, so that part
-    boundaries count."""
+    """Returns the SHA-256 of the parts. Each part is preceded by its length, so that ("ab", "c")
+    and ("a", "bc") differ."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -89,8 +89,8 @@ def _warn_once(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class CacheContents:
-    """The size of a cache: the numbers of kernels and of tuning results, and the bytes of all
-    objects."""
+    """The size of a cache: the number of kernels, the number of tuning results, and the total bytes
+    of all objects."""
 
     kernels: int
     tuned: int
@@ -98,11 +98,11 @@ class CacheContents:
 
 
 def contents() -> CacheContents:
-    """Counts the contents of the cache folder, without creating or changing it.
+    """Counts the contents of the cache folder, without creating or changing the folder.
 
     Raises:
         OSError: the folder exists, but cannot be read.
-        OptionError: it belongs to another user, or others can write to it.
+        OptionError: the folder belongs to another user, or other users can write to it.
     """
     if cache_folder().exists():
         _check_owner(cache_folder())
@@ -119,7 +119,7 @@ def contents() -> CacheContents:
 
 
 def _prepare(folder: Path) -> None:
-    """Creates the folders.
+    """Creates the cache folder and its subfolders.
 
     Raises:
         OptionError: another user could write code into the folder.
@@ -143,7 +143,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, link or folder, if it exists."""
+    """Deletes a file, link or folder, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path)
@@ -152,7 +152,8 @@ def _remove(path: Path) -> None:
 
 
 def _read(path: Path, limit_nbytes: int) -> bytes | None:
-    """Returns the content of a regular file of at most so many bytes, None for anything else."""
+    """Returns the content of a regular file of at most `limit_nbytes` bytes. Returns None for
+    anything else."""
     try:
         # A pipe must not block the reader, and a link must not redirect it.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -189,10 +190,10 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 
 class KernelCache:
-    """The cache in one folder.
+    """The disk cache in one folder.
 
     Raises:
-        OptionError: the folder belongs to another user, or others can write to it.
+        OptionError: the folder belongs to another user, or other users can write to it.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -205,7 +206,11 @@ class KernelCache:
             _warn_once(self.folder)
 
     def find(self, key: str, symbol: str) -> Binary | None:
-        """Returns the object of a key, None unless entry and object are complete and undamaged."""
+        """Returns the object file that has the kernel of a key. Returns None unless entry and
+        object are complete and undamaged.
+
+        `symbol` is the kernel's name in the object, which the entry must have, too.
+        """
         path = self.folder / "entries" / key
         try:
             entry = json.loads(_read(path, _MAX_ENTRY_NBYTES) or b"null")
@@ -229,14 +234,18 @@ class KernelCache:
         return found
 
     def store(self, symbols: dict[str, str], data: bytes, extension: str) -> Binary:
-        """Stores an object, and an entry for each of its kernels (key -> symbol). Failures only
-        warn."""
+        """Stores an object file, and an entry for each kernel in it. `symbols` maps each kernel's
+        key to its symbol.
+
+        If the files cannot be written, one warning is given.
+        """
         binary = Binary(f"{hashlib.sha256(data).hexdigest()}.{extension}", data)
         self._keep(lambda: self._write(binary, symbols), len(data))
         return binary
 
     def _keep(self, write: Callable[[], None], nbytes: int) -> None:
-        """Writes, and evicts if needed. Failures only warn."""
+        """Calls `write`, and then deletes old files if needed. If the files cannot be written, one
+        warning is given."""
         try:
             write()
         except FileNotFoundError:
@@ -259,8 +268,8 @@ class KernelCache:
 
     # ------------------------------------------------------------ tuning results
     def find_tuned(self, key: str) -> dict[str, Any] | None:
-        """Returns the result that `store_tuned` stored. Returns None if there is none, or, after a
-        warning, if it is damaged."""
+        """Returns the tuning result that `store_tuned` stored under a key, or None. A damaged
+        result is ignored after a warning."""
         path = self.folder / "tuned" / key
         data = _read(path, _MAX_TUNED_NBYTES)
         if data is None and not os.path.lexists(path):
@@ -280,18 +289,19 @@ class KernelCache:
         return found
 
     def store_tuned(self, key: str, found: dict[str, Any]) -> None:
-        """Stores a tuning result, as readable JSON. Failures only warn."""
+        """Stores a tuning result as readable JSON. If the file cannot be written, one warning is
+        given."""
         data = json.dumps({**found, "check": _check(key, found)}, indent=1).encode()
         self._keep(lambda: _write_atomically(self.folder / "tuned" / key, data), len(data))
 
     def is_kept(self) -> bool:
-        """Whether the folder is writable, as far as its permissions show."""
+        """Whether the cache folder is writable, as far as its permissions show."""
         return os.access(self.folder / "objects", os.W_OK)
 
     # ------------------------------------------------------------ eviction
     def _evict(self, nbytes: int) -> None:
-        """Calls `evict` at the first store of a process, and after each further sixteenth of the
-        limit that it has written."""
+        """Calls `evict` at the first store of a process, and again after the process has written a
+        sixteenth of the byte limit."""
         written = _written.get(self.folder)
         _written[self.folder] = (written or 0) + nbytes
         if written is None or _written[self.folder] > LIMIT_NBYTES // 16:
@@ -305,7 +315,7 @@ class KernelCache:
         limit_entries: int | None = None,
         limit_tuned: int | None = None,
     ) -> None:
-        """Removes the least recently used files until the cache is within its limits."""
+        """Deletes the least recently used files until the cache is within its limits."""
         limit_tuned = LIMIT_TUNED if limit_tuned is None else limit_tuned
         limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
         limit_entries = LIMIT_ENTRIES if limit_entries is None else limit_entries
@@ -333,8 +343,11 @@ class KernelCache:
                     _remove(path)
 
     def _by_age(self, part: str, now: float) -> list[tuple[Path, int, float]]:
-        """Returns the files of a folder as (path, bytes, time of last use), oldest first. Removes
-        incomplete files of processes that died while writing."""
+        """Returns the files of a subfolder as (path, bytes, time of last use), least recently used
+        first.
+
+        Also deletes incomplete files of processes that died while writing.
+        """
         found: list[tuple[Path, int, float]] = []
         with os.scandir(self.folder / part) as files:
             for file in files:
@@ -355,11 +368,12 @@ class KernelCache:
     # ------------------------------------------------------------ locks
     @contextlib.contextmanager
     def lock(self, key: str, *, deadline_s: float = _LOCK_DEADLINE_S) -> Iterator[bool]:
-        """Holds the lock of a key. Yields False if it cannot be had, or if another process holds it
-        past the deadline.
+        """A context that holds the lock of a key. Its value is False if the lock could not be
+        acquired within `deadline_s` seconds.
 
-        The lock only avoids double work. Without it, both processes compile, and either result is
-        right. It belongs to the open file, so it ends when its process dies.
+        The lock only avoids duplicate work. Without the lock, two processes compile the same
+        kernel, and either result is right. The lock belongs to the open file, so it ends when its
+        process dies.
         """
         path = self.folder / "locks" / f"{key}.lock"
         handle = _open_lock(path)
@@ -392,13 +406,14 @@ class KernelCache:
 
 
 def _check(key: str, found: object) -> str:
-    """Returns a checksum that detects damaged entries, and entries stored under another key."""
+    """Returns a checksum that detects damaged tuning results, and results stored under another
+    key."""
     return digest(key, json.dumps(found, sort_keys=True))
 
 
 def _open_lock(path: Path) -> int | None:
-    """Opens the file of a lock, after removing anything else at its path. None if it cannot be
-    opened."""
+    """Opens the file of a lock, after deleting anything at the path that is not a regular file.
+    Returns None if the file cannot be opened."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(2):
         handle = None
@@ -420,7 +435,8 @@ _open_locks: set[int] = set()
 
 
 def _close_locks() -> None:
-    """Runs in a forked child: closes the lock files that other threads of the parent hold."""
+    """Closes the lock files that other threads of the parent process hold. Runs in a forked
+    child."""
     for handle in _open_locks:
         with contextlib.suppress(OSError):
             os.close(handle)

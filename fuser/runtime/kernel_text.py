@@ -18,14 +18,14 @@ _CONTEXT_LINES = 4
 
 @functools.cache
 def codegen_text(name: str) -> str:
-    """Returns the text of a file of `fuser/codegen`."""
+    """Returns the text of a file in the folder `fuser/codegen`."""
     return resources.files("fuser.codegen").joinpath(name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def preamble(names: tuple[str, ...]) -> str:
-    """Concatenates files of `fuser/codegen`. `#line` directives keep their names and line numbers
-    in messages."""
+    """Concatenates files of `fuser/codegen`. `#line` directives make error messages show the
+    original file names and line numbers."""
     parts: list[str] = []
     for name in names:
         text = codegen_text(name).replace("#pragma once\n", "\n")
@@ -34,10 +34,10 @@ def preamble(names: tuple[str, ...]) -> str:
 
 
 def in_namespace(source: KernelSource, symbol: str, launcher: str = "") -> str:
-    """Returns a kernel's text followed by `launcher`, in a namespace, so that one program can
-    contain several.
+    """Returns a kernel's text followed by `launcher`, in a namespace, so that one translation unit
+    can contain several kernels.
 
-    The kernel is named `{symbol}_kernel` there.
+    In the namespace, the kernel is named `{symbol}_kernel`.
     """
     return f"""
 namespace {symbol}_unit {{
@@ -56,8 +56,8 @@ namespace {symbol}_unit {{
 def explain(log: str, texts: Mapping[str, str]) -> str:
     """Returns the compiler's log, followed by the numbered source lines around its first error.
 
-    `texts` maps the file names of `#line` directives to their texts. Two formats of a location are
-    recognised: `FILE:LINE:COLUMN: error` (g++) and `FILE(LINE): error` (NVRTC).
+    `texts` maps the file names of `#line` directives to the texts of these files. Two formats of a
+    location are recognised: `FILE:LINE:COLUMN: error` (g++) and `FILE(LINE): error` (NVRTC).
     """
     for match in re.finditer(r"^(\S+?)(?::(\d+)(?::\d+)?|\((\d+)\)): (?:fatal )?error", log, re.M):
         text = texts.get(match[1])

@@ -1,4 +1,5 @@
-"""A launch as data: shape, arguments and workspaces; each call supplies pointers and numbers."""
+"""A launch as data: grid, block, arguments and workspaces. Each call supplies tensor addresses and
+scalar inputs."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ WORKSPACE_ALIGNMENT = 32
 
 @dataclass
 class BoundLaunch:
-    """A kernel's launch for one class of tensors.
+    """A kernel's launch for all tensors of one shape, strides and alignment.
 
-    - `args`: all arguments that depend on the class alone, in order.
-    - `pointers`: pairs (parameter, position of its tensor).
-    - `numbers`: pairs (parameter, function from the scalar inputs of a call to its value).
-    - `workspaces`: pairs (parameter, bytes) of memory that is zero before and after each launch.
+    - `args`: the arguments by parameter. Those of `pointers`, `numbers` and `workspaces` are
+      replaced.
+    - `pointers`: pairs (parameter index, position of its tensor among the tensors of a call).
+    - `numbers`: pairs (parameter index, function from the scalar inputs of a call to the argument).
+    - `workspaces`: pairs (parameter index, bytes) of memory that is zero before and after each
+      launch.
     - `is_repeatable`: False if each launch must pack its arguments again.
     """
 
@@ -51,7 +54,8 @@ class BoundLaunch:
         numbers: Sequence[Number],
         stream: int | None,
     ) -> None:
-        """Launches on these tensors and scalar inputs. `stream` None is torch's current stream.
+        """Launches the kernel on these tensors and scalar inputs. If `stream` is None, torch's
+        current stream is used.
 
         Raises:
             KernelError: the launch failed, or checked mode found an error.
@@ -91,11 +95,11 @@ class BoundLaunch:
         numbers: Sequence[Number],
         memories: Sequence[torch.Tensor],
     ) -> tuple[PreparedLaunch, tuple[tuple[int, int], ...]]:
-        """Returns a launch with its own arguments, and the pairs (parameter, name) that each call
-        replaces.
+        """Returns a launch with its own packed arguments, and pairs (parameter index, tensor name).
 
-        `names` has the name of each tensor; tensors that are `fixed`, by name, are not replaced.
-        `memories` are the workspaces (`make_memories`), which the caller keeps alive.
+        Each call must replace the pointers of these parameters. `names` has the name (an integer)
+        of each tensor. The tensors in `fixed`, by name, are the same in all calls and are not in
+        the pairs. `memories` are the workspaces (`make_memories`). The caller must keep them alive.
         """
         args, moving = list(self.args), list[tuple[int, int]]()
         for param, position in self.pointers:
@@ -114,10 +118,10 @@ class BoundLaunch:
     def number_writers(
         self, kernel: CompiledKernel
     ) -> list[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]:
-        """Returns three things for each parameter that depends on the scalar inputs of a call:
+        """Returns a triple for each parameter that depends on the scalar inputs of a call:
 
         - a function that packs a value into the words of a `LaunchCall`;
-        - the position in bytes;
+        - the position of the parameter in the words, in bytes;
         - a function that computes the value from the scalar inputs.
         """
         params = kernel.source.params
@@ -127,8 +131,8 @@ class BoundLaunch:
         ]
 
     def make_memories(self, device: torch.device) -> list[torch.Tensor]:
-        """Returns new workspaces, as parts of one allocation. Launches that may overlap must not
-        share any."""
+        """Returns new, zeroed workspaces, all in one allocation. Launches that may overlap must not
+        share workspaces."""
         if not self.workspaces:
             return []
         import torch
@@ -175,8 +179,12 @@ class BoundLaunch:
                 args[param] = memory
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
-        """Returns the workspaces for launches on a stream. Launches on different streams may
-        overlap, and a captured launch may overlap with all others."""
+        """Returns the workspaces for launches on a stream.
+
+        Each stream has its own workspaces, because launches on different streams may overlap. A
+        captured launch gets new workspaces, because its replays may overlap with all other
+        launches.
+        """
         import torch
 
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

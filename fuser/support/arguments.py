@@ -1,8 +1,9 @@
 """Checks the arguments of public calls by the annotations of their functions.
 
-`checked` wraps every public function of a definition. It converts each argument to the annotated
-kind: numbers of numpy and torch to Python's, iterables to lists. If it cannot, it raises an error
-that names the call, the argument, what was expected, what was found and the user's line:
+`checked` wraps every public function of a definition. The wrapper converts each argument to the
+annotated kind: numbers of numpy and torch to Python's, iterables to lists. If an argument cannot be
+converted, the error names the call, the argument, the expected and the actual value, and the user's
+line:
 
     permute(): incompatible function arguments: dims: expected a list of integers, got 1 of type int
 
@@ -40,7 +41,8 @@ _SHOWN = 100
 
 
 class Mismatch(Exception):
-    """A value is not of the expected kind. `at` is its position in the argument: "" or `[2]`."""
+    """Raised if a value is not of the expected kind. `at` is the value's position in the argument:
+    "" or `[2]`."""
 
     def __init__(self, text: str, at: str = "", kind: type[FuserError] = ArgumentError) -> None:
         super().__init__(text)
@@ -51,11 +53,11 @@ class Mismatch(Exception):
 
 @record
 class Kind:
-    """A kind of argument.
+    """A kind of argument, such as integers or lists of tensors.
 
-    - `words`: its name in messages.
-    - `take`: converts a value to it, or raises `Mismatch`.
-    - `exact`: types whose values need no conversion.
+    - `words`: the name of the kind in messages.
+    - `take`: converts a value to this kind, or raises `Mismatch`.
+    - `exact`: the types of values that need no conversion.
     """
 
     words: str
@@ -65,7 +67,8 @@ class Kind:
 
 # ------------------------------------------------------------------ showing values
 def show(value: object, depth: int = 0) -> str:
-    """Returns the text of a value for a message: short, without addresses. It never raises."""
+    """Returns a short text of a value for a message, without memory addresses. Never raises an
+    error."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
     if depth > 3:
@@ -97,7 +100,7 @@ def show(value: object, depth: int = 0) -> str:
 
 
 def wrong(words: str, value: object) -> Mismatch:
-    """Returns the mismatch of a value that is not what `words` describe."""
+    """Returns the `Mismatch` for a value that is not of the kind that `words` describe."""
     # For users of torch, "a tensor" has data.
     is_data = words.startswith("a tensor") and hasattr(value, "__array__")
     hint = ": it has data; pass it to execute, and create a definition's tensors by define_tensor"
@@ -107,7 +110,8 @@ def wrong(words: str, value: object) -> Mismatch:
 
 # ------------------------------------------------------------------ numbers
 def python_number(value: object) -> bool | int | float | complex | None:
-    """Returns a number of any library as a Python number; None for any other value."""
+    """Converts a number of any library to a Python number. Returns None if the value is not a
+    number."""
     if type(value) in (bool, int, float, complex):
         return cast("bool | int | float | complex", value)
     try:
@@ -126,14 +130,17 @@ def python_number(value: object) -> bool | int | float | complex | None:
 
 
 def _is_scalar(value: object) -> bool:
-    """Returns whether a value is a scalar of a program. It is no Python number: a constant keeps
-    its dtype."""
+    """Returns whether a value is a scalar of a program. Such a scalar is not converted to a Python
+    number, because it has its own dtype."""
     return hasattr(value, "is_symbolic")
 
 
 def take_integer(value: object) -> int:
-    """Returns an integer of any library as a Python integer; raises `Mismatch` for any other
-    value."""
+    """Converts an integer of any library to a Python integer.
+
+    Raises:
+        Mismatch: the value is not an integer, or does not fit into 64 bits.
+    """
     number = value if type(value) is int else python_number(value)
     if number is None or isinstance(number, bool | float | complex):
         raise wrong("an integer", value)
@@ -208,7 +215,8 @@ Kinds = Mapping[Any, Kind]
 
 
 def kind_of(annotation: object, kinds: Kinds | None = None) -> Kind:
-    """Returns the kind of an annotation; `kinds` replaces the kinds of some annotations."""
+    """Returns the kind of argument that an annotation describes. `kinds` replaces the kinds of some
+    annotations."""
     if kinds is not None and annotation in kinds:
         return kinds[annotation]
     if annotation in _KINDS:
@@ -239,7 +247,7 @@ def _instance(cls: type) -> Kind:
 
 
 def _is_covered(part: object, parts: Sequence[object]) -> bool:
-    """Whether another class among `parts` includes the numbers of this class, as float includes
+    """Whether another type among `parts` accepts all numbers of the type `part`, as float accepts
     int."""
     wider = {bool: (float, complex), int: (float, complex), float: (complex,)}
     return any(w in parts for w in wider.get(part, ())) if isinstance(part, type) else False
@@ -266,8 +274,12 @@ def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
 
 
 def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[object]:
-    """Returns the items of a list, an array or an iterator; raises `Mismatch` for any other
-    value."""
+    """Returns the items of a list, an array or an iterator. `words` describe the expected value in
+    the message.
+
+    Raises:
+        Mismatch: the value is not iterable, or has more than `longest` items.
+    """
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     try:
         items = list(islice(cast(Iterable[object], value), longest + 1)) if is_list else None
@@ -337,15 +349,15 @@ def _at(kind: Kind, value: object, position: object) -> object:
 
 
 def _plural(words: str) -> str:
-    """Returns the plural of words: `tensors` for `a tensor`."""
+    """Returns the plural of a description: `tensors` for `a tensor`."""
     singles = (w.removeprefix("an ").removeprefix("a ") for w in words.split(" or "))
     return " or ".join(w if w in ("None", "True", "False") else f"{w}s" for w in singles)
 
 
 # ------------------------------------------------------------------ checks of a call
 class Entrance:
-    """The parameters of one function with their kinds. The first call of the function creates
-    it."""
+    """The parameters of one function with their kinds. The first call of the function creates this
+    object."""
 
     def __init__(self, function: Callable[..., object], name: str, kinds: Kinds | None) -> None:
         self._name = name
@@ -368,8 +380,12 @@ class Entrance:
     def take(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the arguments, converted to their kinds; raises the `FuserError` of the first
-        that cannot be."""
+        """Returns the arguments of a call, converted to their kinds.
+
+        Raises:
+            FuserError: an argument cannot be converted. The error is that of the first such
+                argument.
+        """
         places = self._places
         if kwargs or not self._needed <= len(args) <= len(places):
             self._check_names(args, kwargs)
@@ -407,7 +423,7 @@ def _plain(signature: inspect.Signature) -> str:
 
 
 class _Text(str):
-    """A default value that prints as a user writes it: `DataType.Null`, not `<DataType.Null:
+    """A default value that is printed as a user writes it: `DataType.Null`, not `<DataType.Null:
     23>`."""
 
     __repr__ = str.__str__
@@ -418,8 +434,8 @@ def _is_named(parameter: inspect.Parameter) -> bool:
 
 
 def _owner(value: object) -> str:
-    """Returns ` of T0[..]` for a method of an object with a name; "" for others, as a
-    definition."""
+    """Returns ` of T0[..]` for a method of a tensor, scalar or mesh. Returns "" for a method of any
+    other object."""
     has_name = hasattr(value, "is_symbolic") or type(value).__name__.endswith("DeviceMesh")
     return f" of {show(value)}" if has_name else ""
 
@@ -430,8 +446,12 @@ def _refusal(call: str, text: str, kind: type[FuserError]) -> FuserError:
 
 
 def require(call: str, name: str, value: Any, annotation: object) -> Any:
-    """Returns one argument of a call, converted to the kind of the annotation; else raises its
-    error."""
+    """Returns one argument of a call, converted to the kind of the annotation. `call` and `name`
+    are for the message.
+
+    Raises:
+        FuserError: the argument cannot be converted.
+    """
     try:
         return kind_of(annotation).take(value)
     except Mismatch as error:
@@ -441,7 +461,7 @@ def require(call: str, name: str, value: Any, annotation: object) -> Any:
 class _Scope:
     """The names that annotations may use, including modules that only type checkers import.
 
-    An unknown name stands for `Any`: such an argument is not checked.
+    An unknown name means `Any`, so an argument with that annotation is not checked.
     """
 
     def __init__(self, names: Mapping[str, object]) -> None:
@@ -457,9 +477,11 @@ class _Scope:
 def checked(
     function: Callable[P, R], *, name: str = "", kinds: Kinds | None = None
 ) -> Callable[P, R]:
-    """Returns the function with checks of its arguments.
+    """Returns a function that checks and converts its arguments, and then calls `function`.
 
-    Errors from inside the function get the name of the call and the user's line, if they lack them.
+    If an error from inside the function lacks the name of the call or the user's line, these are
+    added. `name` replaces the function's name in messages, and `kinds` the kinds of some
+    annotations.
     """
     made = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else ""
     name = name or made or function.__name__
@@ -482,7 +504,8 @@ def checked(
 
 
 def name_call(error: FuserError, call: str) -> None:
-    """Adds the name of the call and the user's line to an error's message, if it lacks them."""
+    """Adds the name of the call and the user's source line to an error's message, unless the
+    message has them."""
     if len(error.args) != 1:
         return
     text, line = str(error.args[0]), user_line()

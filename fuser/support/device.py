@@ -22,17 +22,19 @@ MAX_BLOCK: Three = (1024, 1024, 64)
 MAX_CLUSTER = 16
 # Bytes of the widest load or store of a thread.
 VECTOR_BYTES = 16
-# The maximum number of such loads that fill one vector of registers.
+# The maximum number of loads of VECTOR_BYTES that fill one vector of registers.
 LOADS_PER_VECTOR = 2
 
 
 @record
 class DeviceInfo:
-    """The properties of one device that decide about schedules.
+    """The properties of one device on which the choice of schedules depends.
 
-    - `max_cluster`: number of blocks that can run together and read each other's shared memory.
-    - `max_grid`, `max_block`: blocks of a launch and threads of a block along x, y and z.
-    - `preferred_threads_per_block`: 1 on the CPU, whose usual kernels are plain loops that the
+    - `max_cluster`: number of CUDA blocks that can run together and read each other's shared
+      memory.
+    - `max_grid`, `max_block`: largest number of CUDA blocks of a launch, and of threads of a block,
+      along x, y and z.
+    - `preferred_threads_per_block`: 1 on the CPU, where most kernels are plain loops that the
       compiler vectorises.
     - `max_smem_per_block`: bytes, including the part that a kernel must request.
     """
@@ -85,10 +87,11 @@ DESCRIPTIONS: Mapping[str, DeviceInfo] = {"h200": H200}
 
 
 def target_of(kind: str, described: str | None = None) -> DeviceInfo:
-    """Returns the device whose schedules are used on devices of a kind, cpu or cuda.
+    """Returns the description of the device whose schedules are used on a kind of device: "cpu" or
+    "cuda".
 
-    `described` is the argument of the option `schedules_for`. If torch finds no GPU, cuda is an
-    H200.
+    `described` is the argument of the option `schedules_for`, if that is set. If torch finds no
+    GPU, the description for "cuda" is that of an H200.
     """
     if described:
         return DESCRIPTIONS[described]
@@ -131,7 +134,7 @@ def device_parts(device: torch.device | str) -> tuple[str, int | None]:
 
 @functools.cache
 def describe_device(device: torch.device | str) -> DeviceInfo:
-    """Returns the properties of a device; `cuda` without an index is torch's current one.
+    """Returns the properties of a device. `cuda` without an index means torch's current device.
 
     Raises:
         InputError: there is no such device, or it is neither a CPU nor a CUDA device.
@@ -148,7 +151,7 @@ def describe_device(device: torch.device | str) -> DeviceInfo:
 def peak_bandwidth_gbs(device: torch.device) -> float | None:
     """Returns the peak bandwidth of a GPU's memory in 1e9 bytes per second.
 
-    None for a CPU, and if torch is too old to report it.
+    Returns None for a CPU, and if torch is too old to report the bandwidth.
     """
     if device.type != "cuda":
         return None
@@ -161,5 +164,6 @@ def peak_bandwidth_gbs(device: torch.device) -> float | None:
 
 
 def bandwidth_gbs(clock_khz: int, bus_bits: int) -> float:
-    """Returns the peak bandwidth of a memory in 1e9 bytes per second: two transfers per clock."""
+    """Returns the peak bandwidth in 1e9 bytes per second of a memory with two transfers per
+    clock."""
     return 2 * clock_khz * bus_bits / 8 * 1e-6

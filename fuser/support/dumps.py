@@ -35,8 +35,13 @@ _open: dict[tuple[str, str, int, Path | None], Path | None] = {}
 
 @record
 class Dump:
-    """One text of a stage. `of` is its subject (`kernel group 2 of fusion 0`), `note` its
-    variant."""
+    """One text of a compiler stage.
+
+    - `name`: the name of the dump in `FUSER_DUMP`.
+    - `of`: the subject, for example `kernel group 2 of fusion 0`.
+    - `note`: the variant of the text, for example `full form`. It is "" if there is only one
+      variant.
+    """
 
     name: str
     of: str
@@ -48,12 +53,13 @@ Write = Callable[[Dump], None]
 
 
 def next_fusion() -> str:
-    """Returns the name of the next fusion of this process in dumps: `fusion 0`, `fusion 1`, ..."""
+    """Returns the name that the next fusion of this process has in dumps: `fusion 0`, `fusion 1`,
+    ..."""
     return f"fusion {next(_fusions)}"
 
 
 def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
-    """Returns the first line of a dump."""
+    """Returns the first line of a dump. The line names the rank unless `is_only_rank` is True."""
     note = f", {dump.note}" if dump.note else ""
     who = "" if is_only_rank else f", rank {rank}"
     meaning = EFFECTS["DUMP"][dump.name].partition(";")[0]
@@ -61,8 +67,8 @@ def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
 
 
 def write(dump: Dump, *, rank: int = 0) -> None:
-    """Prints a dump, or writes it as the next file of `FUSER_DUMP_DIR`, if `rank` may write
-    dumps."""
+    """Prints a dump, or writes it as the next file of `FUSER_DUMP_DIR`. Does nothing if `rank` may
+    not write dumps."""
     ranks = options.dump_ranks()
     if ranks is not None and rank not in ranks:
         return
@@ -91,7 +97,8 @@ def _new_file(folder: Path, dump: Dump, rank: int) -> Path:
 
 
 def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
-    """Returns a function that writes a line of a dump at once; None if the dump is not requested.
+    """Returns a function that writes one line of a dump immediately. Returns None if the dump is
+    not requested.
 
     The heading is written once. With `FUSER_DUMP_DIR`, all lines of a dump are in one file.
     """
@@ -125,7 +132,8 @@ def _append(file: Path | None, line: str) -> None:
 
 
 def not_writable(where: Path) -> str:
-    """Returns why no file can be written at a path; "" if one can."""
+    """Returns the reason why no file can be written at a path. Returns "" if a file can be
+    written."""
     folder = where.absolute().parent
     try:
         if where.is_dir():
@@ -138,8 +146,10 @@ def not_writable(where: Path) -> str:
 
 
 def not_replaceable(where: Path) -> str:
-    """Returns why the file at a path cannot be replaced; "" if it can. Only regular files are
-    replaced."""
+    """Returns the reason why the file at a path cannot be replaced. Returns "" if it can.
+
+    Only regular files are replaced.
+    """
     if why := not_writable(where):
         return why
     if where.exists() and not where.is_file():

@@ -1,7 +1,7 @@
-"""The error types: every error that this project raises on purpose is a `FuserError`.
+"""The error types. Every error that this project raises on purpose is a `FuserError`.
 
-A message names the op, the tensor, the numbers (expected and found) and, if it is known, the line
-of the user's program. `assert` is kept for bugs of this project.
+A message names the op, the tensor and the numbers (expected and found). If the line of the user's
+program is known, the message has it, too. `assert` is only for bugs of this project.
 """
 
 from __future__ import annotations
@@ -16,129 +16,141 @@ _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
 
 
 class FuserError(RuntimeError):
-    """Base of all errors raised on purpose by `fuser`, `multidevice` and `hostir`.
+    """Base of all errors that `fuser`, `multidevice` and `hostir` raise on purpose.
 
-    `ranks` are the ranks that caused the error, if the ranks have compared; else it is empty.
+    `ranks` are the ranks that caused the error. The tuple is empty if the ranks have not compared
+    their runs.
     """
 
     ranks: tuple[int, ...] = ()
 
 
 class UnsupportedError(FuserError):
-    """The request is meaningful, but this version does not implement it."""
+    """Raised if a request is meaningful, but this version does not implement it."""
 
 
 class DefinitionError(FuserError, ValueError):
-    """A fusion or a schedule is ill-formed: shapes, axes, arguments of an op."""
+    """Raised if a fusion or a schedule is ill-formed: its shapes, axes, or the arguments of an
+    op."""
 
 
 class EmptyDefinitionError(DefinitionError, NotImplementedError):
-    """A definition cannot run, because it was never written or has no output."""
+    """Raised if a definition cannot run, because its `with` block is missing or it has no
+    output."""
 
 
 class OtherEntranceError(DefinitionError, AssertionError):
-    """A definition was run by `execute` and by `manual_execute`. Only one of them is allowed."""
+    """Raised if a definition has run by `execute` and is now run by `manual_execute`, or in the
+    other order.
+
+    Also raised if a profiler is used for the other kind of run.
+    """
 
 
 class NotCompiledError(FuserError):
-    """A program was requested from a definition that has not run yet."""
+    """Raised if a program is requested from a definition that has not run yet."""
 
 
 class NoReproInputsError(FuserError, AssertionError):
-    """No call was made with `save_repro_inputs=True`, so no script can be written for its
-    inputs."""
+    """Raised if a script for the last inputs is requested, but no call had
+    `save_repro_inputs=True`."""
 
 
 class ArgumentError(FuserError, TypeError):
-    """An argument of a call has a type that the call does not accept."""
+    """Raised if an argument of a call has a type that the call does not accept."""
 
 
 class NoOperandError(FuserError, IndexError):
-    """An op has no input or output with this number."""
+    """Raised if an op has no input or output with the requested index."""
 
 
 class UnsupportedNameError(UnsupportedError, AttributeError):
-    """A name of nvFuser that this project does not have; the message says what to use instead."""
+    """Raised for a name of nvFuser that this project does not have. The message names a
+    replacement."""
 
 
 class UnknownOpError(UnsupportedNameError):
-    """There is no op with this name; the message shows the name to use."""
+    """Raised if there is no op with the requested name. The message shows the name to use."""
 
 
 class IntegerRangeError(DefinitionError, TypeError):
-    """An integer does not fit into 64 bits."""
+    """Raised if an integer does not fit into 64 bits."""
 
 
 class ValidationError(FuserError, AssertionError):
-    """A result differs from torch's, or from the one that the caller expects."""
+    """Raised if a result differs from torch's result, or from the caller's reference."""
 
 
 class DtypeError(FuserError, TypeError):
-    """An operand has a dtype that the op does not accept."""
+    """Raised if an operand has a dtype that the op does not accept."""
 
 
 class UnknownDtypeError(DtypeError, KeyError):
-    """A torch dtype, or a Python type, has no counterpart in `DataType`."""
+    """Raised if a torch dtype, or a Python type, has no counterpart in `DataType`."""
 
     __str__ = Exception.__str__  # KeyError would print the message in quotes
 
 
 class InputError(FuserError, ValueError):
-    """The inputs of a run do not fit the program: number, rank, dtype, device or size."""
+    """Raised if the inputs of a run do not fit the program: their number, dimensions, dtype, device
+    or size."""
 
 
 class DivisionByZeroError(InputError, ZeroDivisionError):
-    """An integer division by 0 among the scalars of a run; the message names the scalar and its
-    symbols."""
+    """Raised if an integer is divided by 0 among the scalars of a run. The message names the scalar
+    and its symbols."""
 
 
 class ShardingError(FuserError, ValueError):
-    """A mesh, a sharding or a resharding is impossible or inconsistent."""
+    """Raised if a mesh, a sharding or a resharding is impossible or inconsistent."""
 
 
 class DTensorError(ShardingError, AssertionError):
-    """A DTensor has another mesh or sharding than the program's input, or a result cannot be a
-    DTensor."""
+    """Raised if a DTensor has another mesh or sharding than the program's input, or if a result
+    cannot be a DTensor."""
 
 
 class VerifyError(FuserError):
-    """A program in one of our IRs violates an invariant; the message marks the line."""
+    """Raised if a program in one of our IRs violates an invariant. The message shows the line."""
 
 
 class ParseError(FuserError, ValueError):
-    """A program text does not follow the grammar; the message marks line and column."""
+    """Raised if a program text does not follow the grammar. The message shows line and column."""
 
 
 class OptionError(FuserError, ValueError):
-    """An option or environment variable has an unknown name or an impossible value."""
+    """Raised if an option or environment variable has an unknown name or an invalid value."""
 
 
 class CompileError(FuserError):
-    """The kernel compiler rejected a generated kernel; the message has its log."""
+    """Raised if the kernel compiler rejects a generated kernel. The message has the compiler's
+    log."""
 
 
 class NoCompilerError(CompileError):
-    """The machine has no working compiler; the message says what to install or to set."""
+    """Raised if the machine has no working compiler. The message says what to install or to set."""
 
 
 class KernelError(FuserError):
-    """A kernel failed while it ran: a finding of the checked mode, or an error of the device."""
+    """Raised if a kernel fails while it runs: checked mode finds an error, or the device reports
+    one."""
 
 
 class ExecutionError(FuserError):
-    """An op of a host program failed while it ran; the message names the op and the cause."""
+    """Raised if an op of a host program fails while it runs. The message names the op and the
+    cause."""
 
 
 class CommunicationError(FuserError):
-    """A communication failed."""
+    """Raised if a communication fails."""
 
 
 class CommunicationTimeout(CommunicationError, TimeoutError):
-    """A communication did not complete within its deadline."""
+    """Raised if a communication does not complete within its deadline."""
 
 
 class DeadlockError(CommunicationError):
-    """No rank can continue; the message shows the position of every rank."""
+    """Raised if no rank can continue. The message shows the position of every rank."""
 
     # For each rank, the sequences of calls in which it waits: kind, team, ends of a transfer.
     keys: Mapping[int, Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(
@@ -149,29 +161,33 @@ class DeadlockError(CommunicationError):
 
 
 class PeerError(CommunicationError):
-    """Another rank failed; the message names the rank and its error."""
+    """Raised if another rank has failed. The message names that rank and its error."""
 
 
 class ProgramMismatchError(CommunicationError):
-    """The ranks were about to run different programs; the message shows the first difference."""
+    """Raised if the ranks are about to run different programs. The message shows the first
+    difference."""
 
 
 def is_users(frame: FrameType) -> bool:
-    """Returns whether a frame runs code outside our packages."""
+    """Returns whether a stack frame runs code of the user, outside our packages."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
 
 
 def is_users_comparison() -> bool:
-    """Returns whether user code called the caller, which is a method of `==` or of truth.
+    """Returns whether user code called the method that calls this function, such as `__eq__` or
+    `__bool__`.
 
-    The compiler and the containers of the standard library compare objects, not values.
+    The compiler and the containers of the standard library also call such methods, but they compare
+    objects, not values.
     """
     module = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
     return module not in _OWN_PACKAGES and module not in sys.stdlib_module_names
 
 
 def user_line() -> str:
-    """Returns the line of the innermost frame outside our packages, as `file.py:12`."""
+    """Returns the source line of the innermost stack frame outside our packages, as
+    `file.py:12`."""
     frame = sys._getframe(1)
     while frame is not None:
         if is_users(frame):
@@ -181,8 +197,8 @@ def user_line() -> str:
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
-    """Issues a warning at the user's line. Python shows this line, and its filters use its
-    module."""
+    """Issues a warning at the user's source line, which Python shows. Warning filters apply to the
+    user's module."""
     level, frame = 2, sys._getframe(1)
     while frame is not None and not is_users(frame):
         level, frame = level + 1, frame.f_back
@@ -190,9 +206,10 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
 
 
 def last_user_line(trace: TracebackType | None) -> str:
-    """Returns the line of the innermost frame of a traceback outside our packages, as `file.py:12`.
+    """Returns the source line of the innermost frame of a traceback outside our packages, as
+    `file.py:12`.
 
-    Without such a frame, it is the line of the innermost frame.
+    If all frames are in our packages, returns the line of the innermost frame.
     """
     found = ""
     is_found = False
@@ -206,5 +223,6 @@ def last_user_line(trace: TracebackType | None) -> str:
 
 
 def user_code(where: str) -> str:
-    """Returns the end of a message, which has the user's line; "" for an unknown line."""
+    """Returns the end of an error message, with the user's source line `where`. Returns "" if the
+    line is unknown."""
     return f" (user code at {where})" if where else ""

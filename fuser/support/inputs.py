@@ -1,4 +1,4 @@
-"""The inputs of a run as a flat list, and the device on which it runs."""
+"""The inputs of a run as a flat list, and the device on which the program runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ def flatten(
     first: int = 0,
     declared: Sequence[Any] = (),
 ) -> list[torch.Tensor | bool | int | float]:
-    """Returns tensors and numbers in one list: nested lists and tuples are flattened in place.
+    """Returns the tensors and numbers among `inputs` as one flat list. Nested lists and tuples are
+    replaced by their items.
 
-    Error messages number the inputs from `first` and name them after `declared`. Raises
-    `InputError` for other values.
+    `depth` is the depth of nesting so far. Error messages number the inputs from `first` and name
+    them after `declared`, the inputs of the definition.
+
+    Raises:
+        InputError: a value is neither a tensor nor a number.
     """
     if type(inputs) in (list, tuple):
         for value in inputs:
@@ -61,8 +65,11 @@ def flatten(
 
 
 def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool | int | float:
-    """Returns a number of any library as a Python number; raises `InputError` for any other
-    value."""
+    """Converts a number of any library to a Python number. `position` is the index of the input.
+
+    Raises:
+        InputError: the value is not a number.
+    """
     number = python_number(value)
     if number is None:
         hint = ": pass torch.from_numpy(it)" if type(value).__module__ == "numpy" else ""
@@ -75,9 +82,13 @@ def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool
 
 
 def torch_device(device: object) -> torch.device:
-    """Returns the device for an argument of torch, or for the index of a CUDA device.
+    """Returns the torch device for an argument that torch accepts, or for the index of a CUDA
+    device.
 
-    "cuda" is the current CUDA device. Raises `InputError` for a device that torch does not know.
+    For "cuda", returns the current CUDA device, with its index.
+
+    Raises:
+        InputError: torch does not know the device.
     """
     # Torch stores the index in 8 bits, and wraps larger ones silently.
     if isinstance(device, int) and (isinstance(device, bool) or not 0 <= device < 128):
@@ -94,8 +105,12 @@ def torch_device(device: object) -> torch.device:
 
 
 def check_count(given: int, declared: Sequence[Any]) -> None:
-    """Raises `InputError` if the number of inputs is not the declared one; names the first missing
-    input."""
+    """Checks that the number of inputs is that of the definition (`declared`). The error names the
+    first missing input.
+
+    Raises:
+        InputError: the numbers differ.
+    """
     expected = len(declared)
     if given < expected:
         raise InputError(
@@ -112,15 +127,18 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
 
 
 def _line(values: Sequence[Any]) -> str:
-    """Returns the user's line of the first of these values, if it is a tensor."""
+    """Returns the user's source line of the first of these values, if that is a tensor; else ""."""
     return user_code(values[0].user_line()) if hasattr((*values, None)[0], "user_line") else ""
 
 
 def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:
     """Returns the device on which a program runs.
 
-    It is `device` if passed, else that of the first CUDA tensor, else that of the first tensor,
-    else the CPU. Raises `InputError` for a device that torch does not know.
+    If `device` is not None, this device is returned. Otherwise, returns the device of the first
+    CUDA tensor. Without a CUDA tensor, returns the device of the first tensor, or the CPU.
+
+    Raises:
+        InputError: torch does not know the device.
     """
     if device is not None:
         return torch_device(device)

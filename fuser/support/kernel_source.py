@@ -7,7 +7,8 @@ from fuser.support.record import record
 
 @record
 class KernelParam:
-    """One parameter of a kernel. For a pointer, `ctype` is the element type (`const __bfloat`)."""
+    """One parameter of a kernel. For a pointer, `ctype` is the element type (for example `const
+    __bfloat`)."""
 
     name: str
     ctype: str
@@ -16,12 +17,12 @@ class KernelParam:
 
 @record
 class KernelSource:
-    """The text of one kernel, as the comment at the top of `fuser/codegen/rt.h` describes it.
+    """The text of one kernel. The comment at the top of `fuser/codegen/rt.h` describes its form.
 
-    - `uses_barriers`: the text uses barriers, shuffles, votes, shared memory or the reduction
-      templates.
-    - `cluster`: if above 1, so many blocks along y run at the same time and read each other's
-      shared memory.
+    - `uses_barriers`: whether the text uses barriers, shuffles, votes, shared memory or the
+      reduction templates.
+    - `cluster`: if above 1, this number of CUDA blocks along y run at the same time and read each
+      other's shared memory.
     """
 
     name: str

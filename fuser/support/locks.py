@@ -1,7 +1,7 @@
-"""Locks that a forked child can use: a lock that another thread held at the fork is free in the
-child.
+"""Locks that a forked child process can use, and a pause of Python's garbage collection.
 
-Also: a pause of Python's garbage collection that threads share.
+If another thread held a lock at the time of the fork, the lock is free in the child process. The
+pause of the garbage collection may be requested by several threads at once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def make_lock() -> threading.Lock:
-    """Returns a lock that is free in a forked child, which does not have the thread that held
-    it."""
+    """Returns a lock that is free in a forked child process, which does not have the thread that
+    held the lock."""
     lock = threading.Lock()
     _locks.add(lock)
     return lock
 
 
 def make_reentrant_lock() -> threading.RLock:
-    """Returns a lock that its owner may acquire again; it is free in a forked child."""
+    """Returns a lock that the thread which holds the lock may acquire again. The lock is free in a
+    forked child process."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -46,8 +47,8 @@ class _Uncollected:
     """A context in which Python's cyclic garbage collector does not run.
 
     There are two uses. During the capture of a CUDA graph, the collector must free no tensors.
-    During a compilation, it would repeatedly search the 200,000 objects of torch and find nothing
-    to free. The last thread that leaves the context turns the collector on again.
+    During a compilation, the collector would repeatedly search the 200,000 objects of torch and
+    find nothing to free. The last thread that leaves the context turns the collector on again.
     """
 
     def __init__(self) -> None:

@@ -12,12 +12,14 @@ V = TypeVar("V")
 
 
 class Recent(dict[K, V], Generic[K, V]):
-    """A dictionary with at most `limit` entries. The least recently used half is dropped at once.
+    """A dictionary with at most `limit` entries. When it is full, the least recently used half is
+    dropped.
 
-    Entries are in two generations. `get` is the plain method of a dictionary and looks into the
-    younger one, so a hit costs nothing extra. `recall` also looks into the older one, which is
-    dropped when the younger one is full. An entry that is used at least once per `limit // 2` new
-    entries stays. `on_drop` is called with every dropped value.
+    Entries are in two generations. `get` is the plain method of a dictionary and looks only into
+    the younger generation, so a hit costs nothing extra. `recall` also looks into the older
+    generation, which is dropped when the younger one is full. An entry that is used at least once
+    per `limit // 2` new entries is never dropped. `on_drop` is called with the value of every
+    dropped entry.
     """
 
     def __init__(self, limit: int, on_drop: Callable[[V], None] | None = None) -> None:
@@ -28,7 +30,8 @@ class Recent(dict[K, V], Generic[K, V]):
         self._lock = make_lock()
 
     def recall(self, key: K) -> V | None:
-        """Returns an entry of either generation, and marks it as used; None if there is none."""
+        """Returns the value of a key in either generation, and moves the entry to the younger one.
+        Returns None if there is no such entry."""
         found = self.get(key)
         if found is None and key in self._old:
             with self._lock:
@@ -51,7 +54,7 @@ class Recent(dict[K, V], Generic[K, V]):
                 self._on_drop(gone)
 
     def forget(self) -> None:
-        """Drops all entries."""
+        """Drops all entries, and calls `on_drop` with their values."""
         with self._lock:
             dropped = [*self.values(), *self._old.values()]
             self.clear()
@@ -61,5 +64,5 @@ class Recent(dict[K, V], Generic[K, V]):
                 self._on_drop(gone)
 
     def size(self) -> int:
-        """Returns the number of entries of both generations."""
+        """Returns the number of entries in both generations."""
         return len(self) + len(self._old)

@@ -1,7 +1,7 @@
 """The options: environment variables and options of one call, in typed tables.
 
-`FUSER_X` is the name of a variable. Some also have the alias `NVFUSER_X`; if both are set,
-`FUSER_X` is used. An unknown `FUSER_` variable, an unknown name in a list, or an impossible value
+`FUSER_X` is the name of a variable. Some variables also have the alias `NVFUSER_X`; if both are
+set, `FUSER_X` is used. An unknown `FUSER_` variable, an unknown name in a list, or an invalid value
 raises `OptionError`, whose message has the nearest known name.
 
 A definition reads `FUSER_ENABLE` and `FUSER_DISABLE` when it first runs. The options of a call are
@@ -204,7 +204,10 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its names in order of precedence, its default and its meaning."""
+    """One environment variable: its name, default and meaning.
+
+    If `name` is not set, `alias` is read. If `choices` is not empty, the value must be one of them.
+    """
 
     name: str
     default: str | None
@@ -213,7 +216,7 @@ class Variable:
     choices: tuple[str, ...] = ()
 
     def text(self) -> str | None:
-        """Returns the raw value; an empty value counts as not set.
+        """Returns the value of the variable as text. An empty value counts as not set.
 
         Raises:
             OptionError: the value is not one of the choices.
@@ -260,10 +263,10 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_environment() -> None:
-    """Checks that every `FUSER_` variable is known and that every list in them is well-formed.
+    """Checks that every `FUSER_` variable that is set is known, and that its value is well-formed.
 
     Raises:
-        OptionError: an unknown variable, name or value; the message has the nearest known one.
+        OptionError: a variable, name or value is unknown; the message has the nearest known one.
     """
     for name in sorted(os.environ):
         if name.startswith("FUSER_") and name not in VARIABLES:
@@ -306,7 +309,7 @@ def timeout_s() -> float:
 
 
 def cache_dir() -> Path:
-    """Returns the folder of compiled kernels, which need not exist yet.
+    """Returns the folder for compiled kernels, which may not exist yet.
 
     Raises:
         OptionError: the path begins with an unknown home folder.
@@ -321,12 +324,12 @@ def cache_dir() -> Path:
 
 
 def master_addr() -> str | None:
-    """Returns the host of the job's store, or None if the user has not chosen one."""
+    """Returns the host name of the job's store. Returns None if the user has not chosen one."""
     return VARIABLES["FUSER_MASTER_ADDR"].text()
 
 
 def master_port() -> int | None:
-    """Returns the port of the job's store, or None if the user has not chosen one.
+    """Returns the port of the job's store. Returns None if the user has not chosen one.
 
     Raises:
         OptionError: the value is not a port number.
@@ -340,7 +343,7 @@ def master_port() -> int | None:
 
 
 def backend() -> str:
-    """Returns the backend chosen for CPU tensors: auto, mpi or gloo."""
+    """Returns the communication backend chosen for CPU tensors: auto, mpi or gloo."""
     return VARIABLES["FUSER_BACKEND"].text() or "auto"
 
 
@@ -350,21 +353,22 @@ def nccl_binding() -> str:
 
 
 def dump_enabled(name: str) -> bool:
-    """Returns whether `FUSER_DUMP` has this name.
+    """Returns whether `FUSER_DUMP` contains the dump `name`.
 
     Raises:
-        OptionError: the variable's text, or `name` itself, is not a known dump.
+        OptionError: a name in the variable, or `name` itself, is not a known dump.
     """
     return _lookup("DUMP", name) is not None
 
 
 def dump_args(name: str) -> tuple[str, ...]:
-    """Returns the arguments of a dump, as in `host_ir(short)`; empty if it is not requested."""
+    """Returns the arguments of a dump, as in `host_ir(short)`. The tuple is empty if the dump is
+    not requested."""
     return _lookup("DUMP", name) or ()
 
 
 def profiler_modes() -> frozenset[str]:
-    """Returns the names in `FUSER_PROF`; the empty set if nothing is profiled.
+    """Returns the names in `FUSER_PROF`. The set is empty if nothing is profiled.
 
     Raises:
         OptionError: a name is unknown.
@@ -373,7 +377,7 @@ def profiler_modes() -> frozenset[str]:
 
 
 def dump_ranks() -> frozenset[int] | None:
-    """Returns the ranks that write dumps; None for all.
+    """Returns the ranks that write dumps. Returns None if all ranks do.
 
     Raises:
         OptionError: the value is neither `all` nor a list of ranks.
@@ -388,7 +392,7 @@ def dump_ranks() -> frozenset[int] | None:
 
 
 def check_dump_ranks(size: int) -> None:
-    """Warns if dumps are requested for ranks that a job of `size` ranks does not have."""
+    """Warns if `FUSER_DUMP_RANKS` has ranks that a job of `size` ranks does not have."""
     missing = sorted(rank for rank in dump_ranks() or () if rank >= size)
     if missing and _options("DUMP"):
         here = "rank 0 alone" if size == 1 else f"ranks 0 to {size - 1}"
@@ -399,7 +403,7 @@ def check_dump_ranks(size: int) -> None:
 
 
 def dump_dir() -> Path | None:
-    """Returns the folder for dumps, which need not exist yet; None for stdout.
+    """Returns the folder for dumps, which may not exist yet. Returns None if dumps go to stdout.
 
     Raises:
         OptionError: the path exists and is not a folder.
@@ -415,25 +419,26 @@ def dump_dir() -> Path | None:
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The features that are on and off for one call, by the environment and the call's own options.
+    """The features that are turned on and off for one call, by the environment and by the options
+    of the call.
 
-    Equal settings are one object, so that they compare and hash by identity.
+    Equal settings are the same object, so settings are compared and hashed by identity.
     """
 
     enable: Mapping[str, tuple[str, ...]]
     disable: Mapping[str, tuple[str, ...]]
 
     def enabled(self, name: str) -> bool:
-        """Returns whether a feature that is off by default is on."""
+        """Returns whether a feature that is off by default is turned on."""
         return _known("ENABLE", name) in self.enable
 
     def disabled(self, name: str) -> bool:
-        """Returns whether a feature that is on by default is off."""
+        """Returns whether a feature that is on by default is turned off."""
         return _known("DISABLE", name) in self.disable
 
     def argument(self, name: str) -> str | None:
-        """Returns the argument of an enabled feature, as `h200` in `schedules_for(h200)`; None if
-        it is off."""
+        """Returns the argument of an enabled feature, as `h200` in `schedules_for(h200)`. Returns
+        None if the feature is off."""
         return next(iter(self.enable.get(_known("ENABLE", name), ())), None)
 
     def __str__(self) -> str:
@@ -445,10 +450,12 @@ class Settings:
 
 
 def settings(enable: Iterable[str] = (), disable: Iterable[str] = ()) -> Settings:
-    """Returns the settings of `FUSER_ENABLE`, `FUSER_DISABLE` and the options of one call together.
+    """Returns the settings that result from `FUSER_ENABLE`, `FUSER_DISABLE` and the options of one
+    call.
 
     Raises:
-        OptionError: a name is unknown, its arguments are wrong, or a call cannot choose it.
+        OptionError: a name is unknown, its arguments are wrong, or it cannot be an option of a
+            call.
     """
     return _settings(
         VARIABLES["FUSER_ENABLE"].text() or "",
@@ -499,7 +506,8 @@ NONE: tuple[str, ...] = ()
 
 
 def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
-    """Returns the options of one call, after checking their names.
+    """Checks the names of the options of one call (`kind` is "enable" or "disable"), and returns
+    the options as a tuple.
 
     Raises:
         OptionError: the options are not a list of names, or a name is unknown.
@@ -542,7 +550,7 @@ def _options(kind: str) -> Mapping[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=64)
 def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
-    """Parses `name,name(a,b),...` into a map from name to arguments."""
+    """Parses `name,name(a,b),...`, and returns a map from each name to its arguments."""
     known = known_names(kind)
     found: dict[str, tuple[str, ...]] = {}
     rest = text
@@ -572,7 +580,12 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
-    """Requires the argument in the table. A dump without effect may have any arguments."""
+    """Checks the arguments of a name against the table `ARGUMENTS`. A dump name without effect may
+    have any arguments.
+
+    Raises:
+        OptionError: the arguments are not in the table.
+    """
     if kind == "DUMP" and (name in NO_EFFECT[kind] or not args):
         return
     choices = ARGUMENTS.get(name)

@@ -2,9 +2,9 @@
 
     compiling: segment 120 of 300, 4 s
 
-It appears after `AFTER_S` seconds, is updated while the compilation lasts, and is erased at its
-end. Rank 0 of a job draws it if its standard error is a terminal, never into a log.
-`FUSER_DISABLE=progress` turns it off.
+The line appears after `AFTER_S` seconds, is updated during the compilation, and is erased at the
+end of the compilation. Only rank 0 of a job draws the line, and only if its standard error is a
+terminal. `FUSER_DISABLE=progress` turns the line off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _ERASE = "\r\x1b[K"
 
 
 class ProgressLine:
-    """The line of one compilation, which a separate thread draws on `stream`."""
+    """The progress line of one compilation. A separate thread draws the line on `stream`.
+
+    `began` is the time at which the compilation began, as returned by `monotonic`.
+    """
 
     def __init__(self, stream: TextIO, began: float) -> None:
         self._stream, self.began = stream, began
@@ -39,11 +42,12 @@ class ProgressLine:
         self._thread.start()
 
     def stage(self, name: str, number: int, count: int) -> None:
-        """Sets the displayed stage: step `number` of `count`, or 0 and 0 if unknown."""
+        """Sets the displayed stage: item `number` of `count` items. If both are 0, only the name is
+        displayed."""
         self._stage = f"{name} {number} of {count}" if count else name
 
     def end(self) -> None:
-        """Erases the line."""
+        """Ends the drawing thread, and erases the line."""
         self._is_over.set()
         self._thread.join()
         if self._is_drawn:
@@ -74,7 +78,8 @@ def _columns(stream: TextIO) -> int:
 
 
 class _ThreadProgress(threading.local):
-    """The line of this thread's compilation, and when the previous one began and ended."""
+    """The progress line of this thread's compilation, and the times at which the previous
+    compilation began and ended."""
 
     def __init__(self) -> None:
         self.line: ProgressLine | None = None
@@ -89,7 +94,8 @@ _NOTHING = nullcontext()
 def shown(rank: int) -> AbstractContextManager[None]:
     """Returns a context that shows the progress of a compilation on the terminal of rank 0.
 
-    Within another such context it does nothing: the outermost one has the line.
+    Within another such context, the returned context does nothing, because the outermost context
+    has the line.
     """
     stream = sys.stderr if rank == 0 and _here.line is None else None
     if stream is None or not _is_terminal(stream) or options.disabled("progress"):
@@ -99,7 +105,8 @@ def shown(rank: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def _line_on(stream: TextIO) -> Generator[None]:
-    """Creates the line of this thread's compilation, and erases it at the end."""
+    """A context that draws the progress line of this thread's compilation, and erases the line at
+    its end."""
     now, (began, ended) = monotonic(), _here.before
     line = _here.line = ProgressLine(stream, began if now - ended < TOGETHER_S else now)
     try:
@@ -110,7 +117,7 @@ def _line_on(stream: TextIO) -> Generator[None]:
 
 
 def stage(name: str, number: int = 0, count: int = 0) -> None:
-    """Sets the displayed stage of this thread's compilation: `segment`, 120, 300."""
+    """Sets the displayed stage of this thread's compilation, for example `segment`, 120, 300."""
     if _here.line is not None:
         _here.line.stage(name, number, count)
 

@@ -1,4 +1,4 @@
-"""A position in a text that is being parsed. Its errors mark the line."""
+"""A position in a text that is being parsed. Error messages show the line of the position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MAX_NAME = 250
 
 
 class Cursor:
-    """A position in a text. Its methods raise `ParseError`, which marks the line."""
+    """A position in a text. Its methods raise `ParseError`, whose message shows the line.
+
+    `end` is the position at which parsing ends; None means the end of the text.
+    """
 
     def __init__(self, text: str, pos: int = 0, end: int | None = None) -> None:
         self.text = text
@@ -31,8 +34,8 @@ class Cursor:
         self._counted = (0, 0)
 
     def fail(self, message: str, pos: int | None = None) -> ParseError:
-        """Returns the error for a position, by default the current one, with the line and a
-        caret."""
+        """Returns the error for a position, with the text of the line and a caret. If `pos` is
+        None, the position is the current one."""
         at = self.pos if pos is None else pos
         start = self.text.rfind("\n", 0, at) + 1
         stop = self.text.find("\n", at)
@@ -54,31 +57,35 @@ class Cursor:
         return lines
 
     def skip(self) -> None:
-        """Skips spaces and comments."""
+        """Moves the position past spaces and comments."""
         found = _SKIPPED.match(self.text, self.pos, self.end)
         if found:
             self.pos = found.end()
 
     def at(self, word: str) -> bool:
-        """Whether `word` is next, after spaces."""
+        """Whether the text continues with `word` after spaces and comments."""
         self.skip()
         return self.text.startswith(word, self.pos) and self.pos + len(word) <= self.end
 
     def take_if(self, word: str) -> bool:
-        """Consumes `word` if it is next; returns whether it was."""
+        """Moves past `word` if the text continues with `word`. Returns whether the text does."""
         if not self.at(word):
             return False
         self.pos += len(word)
         return True
 
     def take(self, word: str) -> None:
-        """Consumes `word`; raises `ParseError` if it is not next."""
+        """Moves past `word`.
+
+        Raises:
+            ParseError: the text does not continue with `word`.
+        """
         if not self.take_if(word):
             raise self.fail(f"expected {word!r}")
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Consumes the next match of `pattern`, after spaces. Without a match, returns None and
-        stays."""
+        """Moves past spaces and past a match of `pattern`, and returns the match. Without a match,
+        returns None."""
         self.skip()
         found = pattern.match(self.text, self.pos, self.end)
         if found:
@@ -86,28 +93,41 @@ class Cursor:
         return found
 
     def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        """Consumes the next match of `pattern`; raises `ParseError`, which names `what`, if there
-        is none."""
+        """Moves past a match of `pattern`, and returns the match. `what` describes the pattern in
+        the message.
+
+        Raises:
+            ParseError: there is no match.
+        """
         found = self.match(pattern)
         if found is None:
             raise self.fail(f"expected {what}")
         return found
 
     def column(self, pos: int) -> int:
-        """Returns the number of characters before a position in its line."""
+        """Returns the number of characters between the start of the line and a position."""
         return pos - (self.text.rfind("\n", 0, pos) + 1)
 
     def done(self) -> bool:
-        """Whether only spaces and comments are left."""
+        """Whether the rest of the text has only spaces and comments."""
         self.skip()
         return self.pos >= self.end
 
     def integer(self) -> int:
-        """Consumes an integer and returns it."""
+        """Moves past an integer and returns it.
+
+        Raises:
+            ParseError: there is no integer, or it has too many digits.
+        """
         return self.number(self.expect(_INT, "an integer"))
 
     def name(self, pattern: re.Pattern[str], what: str) -> str:
-        """Consumes a name. Raises `ParseError` if there is none, or if it is too long."""
+        """Moves past a name that matches `pattern`, and returns the name. `what` describes the name
+        in messages.
+
+        Raises:
+            ParseError: there is no name, or it is too long.
+        """
         found = self.expect(pattern, what)
         if len(found[0]) > MAX_NAME:
             raise self.fail(
@@ -117,8 +137,11 @@ class Cursor:
         return found[0]
 
     def number(self, found: re.Match[str], group: int | str = 0) -> int:
-        """Returns the integer in a group of a match. Raises `ParseError` if it has too many
-        digits."""
+        """Returns the integer in a group of a match.
+
+        Raises:
+            ParseError: the integer has too many digits.
+        """
         digits = found[group].removeprefix("-")
         if len(digits) > MAX_DIGITS:
             raise self.fail(
@@ -128,7 +151,8 @@ class Cursor:
         return int(found[group])
 
     def items(self, close: str, item: Callable[[], T]) -> list[T]:
-        """Reads comma-separated items up to and including `close`."""
+        """Reads comma-separated items, each by a call of `item`, until `close`. Moves past `close`,
+        and returns the items."""
         items: list[T] = []
         if self.take_if(close):
             return items

@@ -1,7 +1,7 @@
-"""Faster ways to torch functions that every call of a program needs, by functions that are not
-public.
+"""Faster variants of torch functions that every call of a program needs.
 
-If this version of torch lacks such a function, the public one is used.
+These variants use functions of torch that are not public. If this version of torch lacks such a
+function, the public one is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ EmptyStrided = Callable[[Sequence[int], Sequence[int], "torch.dtype"], "torch.Te
 
 @cache
 def _private(path: str) -> Any:
-    """Returns the object at a path of torch's C++ module; None if there is none."""
+    """Returns the object at a dotted path in torch's C++ module. Returns None if there is no such
+    object."""
     import torch
 
     found: Any = torch._C
@@ -32,7 +33,7 @@ def _private(path: str) -> Any:
 def empty_on(device: torch.device) -> EmptyStrided:
     """Returns a function (shape, strides, dtype) -> uninitialised tensor on a device.
 
-    A CUDA device must be the current one when the function is called.
+    If `device` is a CUDA device, it must be the current device when the function is called.
     """
     import torch
 
@@ -48,9 +49,10 @@ def empty_on(device: torch.device) -> EmptyStrided:
 
 @contextmanager
 def lasting() -> Generator[None]:
-    """A context for creating tensors that later calls write into.
+    """A context for the creation of tensors that later calls write into.
 
-    Tensors that are created in inference mode could not be written outside of it.
+    The context turns inference mode off. A tensor created in inference mode could not be written
+    outside of it.
     """
     import torch
 
@@ -59,12 +61,14 @@ def lasting() -> Generator[None]:
 
 
 def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Returns a function that checks whether its arguments are tensors like these, in order.
+    """Returns a function that checks whether its arguments are tensors like `tensors`, in the same
+    order.
 
-    Tensors are alike if they have the same Python class, dtype, device, sizes, strides, laziness,
-    and need of a gradient. The function may return False for tensors that are alike, but never True
-    for others. For objects that are not tensors, it may raise anything. A nested tensor would end
-    the process. Returns None if torch has no such check.
+    Tensors are alike if they have the same Python class, dtype, device, sizes, strides, laziness
+    (of negation and conjugation) and need of a gradient. The function may return False for tensors
+    that are alike, but never returns True for others. Its arguments must be tensors: for other
+    objects, it may raise any error. A nested tensor would end the process. If torch has no such
+    check, returns None.
     """
     make = _private("_dynamo.guards.TensorGuards")
     if make is None or not tensors:
@@ -98,10 +102,10 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def current_device_beside(device: torch.device) -> Callable[[], int] | None:
-    """Returns a function that returns the index of the current CUDA device, which may not be
+    """Returns a function that returns the index of the current CUDA device, which may differ from
     `device`.
 
-    None if `device` is not a CUDA device with an index.
+    Returns None if `device` is not a CUDA device with an index.
     """
     import torch
 
@@ -113,7 +117,8 @@ def current_device_beside(device: torch.device) -> Callable[[], int] | None:
 def raw_stream_on(device: torch.device) -> Callable[[], int]:
     """Returns a function that returns the driver's handle of torch's current stream on a device.
 
-    The handle is 0 on the CPU. A CUDA device without an index is the current one of each call.
+    The handle is 0 on the CPU. For a CUDA device without an index, the function uses the device
+    that is current when it is called.
     """
     import torch
 
@@ -127,9 +132,10 @@ def raw_stream_on(device: torch.device) -> Callable[[], int]:
 
 
 def range_named(name: str) -> AbstractContextManager[object]:
-    """Returns a context that torch.profiler shows as a range on the host.
+    """Returns a context that torch.profiler shows as a named range on the host.
 
-    Unlike torch's public one, it lets CUPTI assign launches by the driver to the range.
+    CUPTI can assign launches by the driver to this range, but not to one of
+    `torch.profiler.record_function`.
     """
     import torch
 
@@ -138,7 +144,8 @@ def range_named(name: str) -> AbstractContextManager[object]:
 
 
 def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
-    """Returns a function that returns torch's switches that change the results of library calls."""
+    """Returns a function that returns torch's settings that change the results of library calls, as
+    a tuple."""
     import torch
 
     is_cast, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -168,16 +175,16 @@ def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
 
 
 def is_backward() -> bool:
-    """Returns whether this thread is computing gradients, in torch's backward."""
+    """Returns whether this thread is computing gradients in torch's backward pass."""
     current = _private("_current_graph_task_id")
     return current is not None and current() != -1
 
 
 def capturing_on(device: torch.device) -> Callable[[int], bool] | None:
     """Returns a function (raw handle of the current stream) -> whether a CUDA graph is being
-    captured on it.
+    captured on that stream.
 
-    None if the device has no CUDA graphs.
+    Returns None if the device has no CUDA graphs.
     """
     import torch
 
@@ -189,7 +196,7 @@ def capturing_on(device: torch.device) -> Callable[[int], bool] | None:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Returns torch's default generator of a device."""
+    """Returns torch's default random generator of a device."""
     import torch
 
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The version of the project. It is also part of the keys of results on disk."""
+"""The version of the project. The version is also part of the keys of results on disk."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __version__ = "0.1.0"
 
 
 class Version(str):
-    """A version that is compared by its numbers, also with plain texts.
+    """A version text that is compared by its numbers, also with plain strings.
 
-    A suffix, as in `0.2.36+git81c4b22`, is ignored.
+    A suffix is ignored, as in `0.2.36+git81c4b22`.
     """
 
     __slots__ = ()
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers, without zeros at the end."""
+        """The numbers of the version, without zeros at the end."""
         return _numbers(self)
 
     def __eq__(self, other: object) -> bool:
@@ -43,8 +43,11 @@ class Version(str):
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Returns the leading numbers, without zeros at the end; raises ValueError if there are
-    none."""
+    """Returns the numbers at the start of a version text, without zeros at the end.
+
+    Raises:
+        ValueError: the text does not begin with a number.
+    """
     found = re.match(r"\d+(\.\d+)*", text)
     if found is None:
         raise ValueError(f"{str.__repr__(text)} is not a version")
