@@ -1,5 +1,5 @@
-"""The part of a buffer that a name refers to, as a box in the axes of the tensor that owns the
-buffer."""
+"""The part of a buffer that a tensor refers to, as a box (a range along each axis) of the tensor
+that owns the buffer."""
 
 from __future__ import annotations
 
@@ -21,28 +21,35 @@ N = TypeVar("N")
 A = TypeVar("A")
 # (start, length) along each axis of the owner of a buffer.
 Box = tuple[tuple[int, int], ...]
-# The meaning of one axis of a tensor: for each of the axes that it merges, outermost first, (axis
-# of the owner, elements of it per step, steps).
+# The meaning of one axis of a tensor: for each buffer axis that the axis merges, outermost first,
+# (buffer axis, elements per index, number of indices).
 Owned = tuple[tuple[int, int, int], ...]
 # The way in which a box was cut, part by part: the meaning of the axis, and how it was divided.
 Grid = tuple[tuple[Owned, Hashable], ...]
 
 
 def whole_box(shape: Iterable[int]) -> Box:
-    """Returns the box of all elements of a buffer of this shape."""
+    """Returns the box that contains all elements of a buffer of this shape."""
     return tuple((0, n) for n in shape)
 
 
 def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
-    """Returns the axes of a name for the whole buffer: each counts the elements of one axis."""
+    """Returns the meaning of the axes of a tensor that refers to a whole buffer: each axis counts
+    the elements of one buffer axis.
+
+    The meaning of an axis is a tuple of (buffer axis, elements per index, number of indices), with
+    one entry per merged buffer axis.
+    """
     return tuple(((k, 1, n),) for k, n in enumerate(shape))
 
 
 def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | None:
-    """Returns the part of a box that is a range along an axis, and the new meaning of that axis.
+    """Restricts a box to the range `start` to `start + length` along one axis of a tensor. Returns
+    the smaller box and the new meaning of that axis.
 
-    None if the part is no box: a range over steps of an inner axis that spans several steps of an
-    outer axis.
+    `owned` is the meaning of the axis: (buffer axis, elements per index, number of indices) for
+    each buffer axis that the axis merges. Returns None if the range is no box: such a range crosses
+    from one index of an outer merged axis to the next.
     """
     kept: list[tuple[int, int, int]] = []
     inside = math.prod(count for _, _, count in owned)
@@ -67,7 +74,12 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
 def reshaped(
     shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
 ) -> list[Owned | None]:
-    """Returns the meaning of the axes of a reshape, in terms of the axes of its operand."""
+    """Returns the meaning of each axis of a reshape's result, in terms of the axes of the buffer.
+
+    `shape` and `owned` are the sizes and the meanings of the operand's axes, `out` the sizes of the
+    result. The meaning of an axis is (buffer axis, elements per index, number of indices) for each
+    merged buffer axis.
+    """
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
     while i < len(shape) and j < len(out):
@@ -96,7 +108,12 @@ def reshaped(
 
 
 def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Owned | None]:
-    """Divides the elements that all steps count over axes of these sizes."""
+    """Divides merged buffer axes over new axes with these `sizes`. Returns the meaning of each new
+    axis; None if unknown.
+
+    `steps` has (buffer axis, elements per index, number of indices) for each merged axis, outermost
+    first.
+    """
     rest = list(reversed(steps))
     found: list[Owned | None] = []
     for size in sizes:
@@ -122,7 +139,8 @@ def overlap(a: Box, b: Box) -> bool:
 
 
 def box_text(box: Box, whole: Iterable[int]) -> str:
-    """Returns the text of a box, such as `[2:4, :]`; "" for the whole buffer of shape `whole`."""
+    """Returns the text of a box, such as `[2:4, :]`. Returns "" if the box is the whole buffer of
+    shape `whole`."""
     sizes = tuple(whole)
     if all(b == (0, n) for b, n in zip(box, sizes, strict=True)):
         return ""
@@ -134,7 +152,8 @@ def box_text(box: Box, whole: Iterable[int]) -> str:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Returns the rest of a box without the covers, as boxes that do not overlap."""
+    """Returns the elements of a box that no box in `covers` contains, as boxes that do not
+    overlap."""
     left = [box]
     for cover in covers:
         left = [piece for one in left for piece in _subtract(one, cover)]
@@ -144,7 +163,7 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def _subtract(box: Box, cover: Box) -> list[Box]:
-    """Returns the rest of a box without one cover, as boxes that do not overlap."""
+    """Returns the elements of a box that are not in `cover`, as boxes that do not overlap."""
     if not overlap(box, cover) or math.prod(n for _, n in box) == 0:
         return [box]
     pieces: list[Box] = []
@@ -165,8 +184,11 @@ def _subtract(box: Box, cover: Box) -> list[Box]:
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """A read or write of a part of a buffer. `stream` and `tick` are its end; None while it is in
-    flight."""
+    """A read or write of a part of a buffer.
+
+    `began` is the stream on which the use began. `stream` and `tick` are the position at which the
+    use ended; `stream` is None while a communication is in flight.
+    """
 
     site: Site
     is_write: bool
@@ -177,13 +199,14 @@ class Use:
     communication: InFlight[Any] | None
 
     def is_before(self, clock: Clock) -> bool:
-        """Whether the use ends before everything at this clock."""
+        """Whether the use ended before everything that is ordered after `clock`."""
         return self.stream is not None and clock.get(self.stream, 0) >= self.tick
 
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """The last write of one box and the reads since. Earlier uses are ordered before these."""
+    """The last write of one box, and the reads since this write. Earlier uses are ordered before
+    the last write or were reported."""
 
     write: Use | None = None
     reads: list[Use] = field(default_factory=list[Use])
@@ -192,7 +215,8 @@ class Cell:
     parts: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
     def add(self, use: Use) -> None:
-        """Records a use. A later read of a stream replaces its earlier one."""
+        """Records a use. A write replaces all earlier uses. A read replaces the earlier read of the
+        same stream."""
         if use.is_write:
             self.write, self.reads = use, []
         else:
@@ -203,7 +227,11 @@ class Cell:
 
 @dataclass(eq=False, slots=True)
 class TrackedBuffer:
-    """A buffer: its owner, the stream that allocated it (None for the caller's), and its uses."""
+    """A buffer and its uses.
+
+    `owner` is the tensor that owns the buffer. `home` is the stream that allocated the buffer.
+    `made` is the allocation, or None if the caller passed the buffer.
+    """
 
     owner: TensorView
     shape: tuple[int, ...]
@@ -215,11 +243,11 @@ class TrackedBuffer:
 
     @property
     def is_callers(self) -> bool:
-        """Whether the caller owns it."""
+        """Whether the caller owns the buffer."""
         return self.made is None
 
     def uses(self) -> Iterator[Use]:
-        """Yields the uses that later uses are compared with."""
+        """Yields the uses with which later uses are compared."""
         for cells in self.cells.values():
             for cell in cells.values():
                 if cell.write is not None:
@@ -227,15 +255,17 @@ class TrackedBuffer:
                 yield from cell.reads
 
     def unwritten(self, box: Box) -> list[Box]:
-        """Returns the boxes within `box` that are unwritten; none if parts written at unknown
-        positions may cover them."""
+        """Returns the parts of `box` that were never written, as boxes.
+
+        Returns none if writes whose positions are unknown may cover all these parts.
+        """
         cells = [(at, cell) for cells in self.cells.values() for at, cell in cells.items()]
         left = uncovered(box, (at for at, cell in cells if cell.is_written))
         somewhere = sum(n for _, cell in cells for n in cell.parts.values())
         return left if sum(math.prod(n for _, n in at) for at in left) > somewhere else []
 
     def text(self, box: Box) -> str:
-        """Returns a box of the buffer as text: `T3[2:4, :]`."""
+        """Returns a box of the buffer as text, such as `T3[2:4, :]`."""
         return self.owner.label + box_text(box, self.shape)
 
 
@@ -244,12 +274,12 @@ class TrackedBuffer:
 
 
 class NamedRegion(Generic[N, A]):
-    """The part of a buffer that a name refers to.
+    """The part of a buffer that a tensor refers to.
 
-    `BufferRegion` is the part on one rank, `ShardRegion` (`hostir.analysis.rank_regions`) that on
-    each of all ranks. `shape` is the shape of the name, in numbers of one rank or arrays over
-    ranks. `axes` has for each axis of the name the elements of the buffer that it counts; None if
-    unknown.
+    `BufferRegion` describes the part on one rank, and `ShardRegion`
+    (`hostir.analysis.rank_regions`) the parts on all ranks. `shape` is the shape of the tensor, in
+    numbers of one rank or in arrays over ranks. `axes` has for each axis of the tensor the elements
+    of the buffer that the axis counts; None if unknown.
     """
 
     __slots__ = ()
@@ -258,16 +288,16 @@ class NamedRegion(Generic[N, A]):
     axes: tuple[A | None, ...]
 
     def having(self, shape: tuple[N, ...], axes: tuple[A | None, ...]) -> Self:
-        """Returns a name for the same elements with other axes."""
+        """Returns a region with the same elements, but with another shape and other axes."""
         raise NotImplementedError
 
     def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
-        """Returns a range along an axis. `among` identifies the way in which the axis
-        was divided."""
+        """Returns the region of the range `start` to `start + length` along an axis. `among`
+        identifies how the axis was divided, such as the number of chunks."""
         raise NotImplementedError
 
     def element(self, axis: int, index: N) -> Self:
-        """Returns element `index` along an axis. The result lacks the axis."""
+        """Returns the region of element `index` along an axis. The result lacks this axis."""
         found, one = self.chunk(axis, index, cast("N", 1), 0), slice(axis, axis + 1)
         shape, axes = [*found.shape], [*found.axes]
         del shape[one], axes[one]
@@ -276,10 +306,10 @@ class NamedRegion(Generic[N, A]):
     def part(
         self, part: Part, value: Callable[[Scalar], N], check: Callable[[Part, N, N], N]
     ) -> Self:
-        """Returns the part that an op names.
+        """Returns the region of a `Part` of the tensor.
 
-        `check(part, index, limit)` reports an index that is not below `limit`, and returns the
-        index to use.
+        `value` evaluates scalars. `check(part, index, limit)` reports an index that is not below
+        `limit`, and returns the index to use.
         """
         size: Any = self.shape[part.axis]
         chunks: Any = None if part.chunks is None else value(part.chunks)
@@ -297,8 +327,11 @@ class NamedRegion(Generic[N, A]):
         return self.chunk(part.axis, start, least(step, size - start), chunks)
 
     def viewed(self, kept: Mapping[int, int], sizes: Sequence[N]) -> Self:
-        """Returns the region of a view op's result. `kept` maps each unchanged axis of the result
-        to the operand's."""
+        """Returns the region of a view op's result.
+
+        `kept` maps each axis of the result that the view does not change to the axis of the
+        operand. `sizes` is the result's shape.
+        """
         shape = tuple(self.shape[kept[c]] if c in kept else n for c, n in enumerate(sizes))
         axes = tuple(self.axes[kept[c]] if c in kept else None for c in range(len(shape)))
         return self.having(shape, axes)
@@ -306,11 +339,12 @@ class NamedRegion(Generic[N, A]):
 
 @dataclass(frozen=True, slots=True)
 class BufferRegion(NamedRegion[int, Owned]):
-    """The part of a buffer that a tensor names on one rank.
+    """The part of a buffer that a tensor refers to, on one rank.
 
-    `shape` is the tensor's. `axes` has for each axis the elements of the buffer that it counts;
-    None if unknown. Two boxes with the same `grid` are equal or disjoint. With `parts`, the tensor
-    names only some elements of the box, and `parts` identifies them.
+    `shape` is the shape of the tensor. `axes` has for each axis the elements of the buffer that the
+    axis counts; None if unknown. Two boxes with the same `grid` are equal or disjoint. If `parts`
+    is not empty, the tensor refers to only some elements of the box, and `parts` identifies these
+    elements.
     """
 
     buffer: TrackedBuffer
@@ -327,17 +361,17 @@ class BufferRegion(NamedRegion[int, Owned]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no element."""
+        """Whether the region has no element."""
         # An axis of one element that is no axis of the buffer may be cut to zero elements.
         return 0 in self.shape or any(n == 0 for _, n in self.box)
 
     def having(self, shape: tuple[int, ...], axes: tuple[Owned | None, ...]) -> BufferRegion:
-        """Returns a name for the same elements with other axes."""
+        """Returns a region with the same elements, but with another shape and other axes."""
         return BufferRegion(self.buffer, self.box, shape, axes, self.grid, self.parts)
 
     def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:
-        """Returns a range along an axis. `among` identifies the way in which the axis
-        was divided."""
+        """Returns the region of the range `start` to `start + length` along an axis. `among`
+        identifies how the axis was divided, and is added to the grid."""
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]
         found = None if owned is None else cut(self.box, owned, start, length)

@@ -1,5 +1,5 @@
-"""Vector clocks over streams: for each stream, the position on every other stream that it is
-ordered after."""
+"""Vector clocks over streams. The clock of a stream says which ops of every other stream have ended
+before the stream's next op."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Clock = dict[Hashable, int]
 
 
 class Clocks(StreamState[Hashable]):
-    """The streams of one rank; `of` has the clock of each.
+    """The streams of one rank, with a vector clock for each stream in the dictionary `of`.
 
-    A stream's own entry counts the ops that it has received. The caller's stream has received one
-    op before the program begins: all earlier work of the caller.
+    The entry of a stream in its own clock counts the ops that the stream has received. The caller's
+    stream begins with one op, which represents all earlier work of the caller.
     """
 
     def __init__(self, number: Callable[[Scalar], Hashable], *, default: Hashable = ENTRY) -> None:
-        """`number` evaluates a scalar. `default` is the name of the device's default stream."""
+        """`number` evaluates the scalar index of a stream. `default` identifies the device's
+        default stream."""
         super().__init__(number, ENTRY, default)
         self.of: dict[Hashable, Clock] = {ENTRY: {ENTRY: 1}}
 
@@ -38,35 +39,35 @@ class Clocks(StreamState[Hashable]):
         return self.of[self.current][self.current]
 
     def advance(self) -> None:
-        """Counts an op on the current stream."""
+        """Counts one more op on the current stream."""
         current = self.current
         self.of[current][current] += 1
 
     def unnamed(self, name: str) -> Hashable:
-        """Returns the stream of a name that no op captured: a separate stream."""
+        """Returns the stream for a name that no op captured: such a name is a stream of its own."""
         return name
 
     def enter(self, stream: Stream) -> None:
-        """Makes a stream the current one."""
+        """Makes `stream` the current stream."""
         self.current = self.find(stream)
         self.of.setdefault(self.current, {self.current: 0})
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all work that another stream has received so far."""
+        """Makes the current stream wait for all work that was put on `stream` so far."""
         other = self.find(stream)
         theirs = self.of.get(other)
         if theirs is not None and self.now.get(other, 0) < theirs[other]:
             self.learn(theirs)
 
     def learn(self, theirs: Clock) -> None:
-        """Orders the current stream after everything in a clock."""
+        """Orders the current stream after everything that the clock `theirs` contains."""
         mine = self.now
         for stream, tick in theirs.items():
             if mine.get(stream, 0) < tick:
                 mine[stream] = tick
 
     def text(self, stream: Hashable) -> str:
-        """Returns a stream as the program spells it."""
+        """Returns a stream as the program's text shows the stream."""
         if stream != ENTRY:
             return f"Stream {stream}"
         return f"Stream {next((n for n, s in self.captured.items() if s == ENTRY), 'Default')}"
@@ -88,25 +89,29 @@ Moment = tuple[Hashable, int]
 
 
 class Lifetime(NamedTuple):
-    """The use of a buffer: the clock at its allocation, and the position of its own stream at its
-    deallocation."""
+    """The lifetime of a buffer.
+
+    `begin` is the clock at the allocation. `end` is the position of the buffer's stream at the
+    deallocation.
+    """
 
     begin: Clock
     end: Moment
 
 
 class StreamOrder:
-    """The progress of a run on its streams, op by op."""
+    """The clocks of a run, which are advanced op by op."""
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
-        """`number` evaluates a scalar."""
+        """`number` evaluates the scalar index of a stream."""
         # The caller's stream may differ from the device's default stream.
         self.clocks = Clocks(number, default="Default")
         self._state = EffectState[None](self.clocks)
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def follow(self, op: Op) -> None:
-        """Advances the current stream by an op, and applies the op's waits."""
+        """Counts an op on the current stream, and applies the op's effects on the order of
+        streams."""
         self.clocks.advance()
         if isinstance(op, StreamOp | StartsCommunication | StartCoalescing | Wait):
             effects = self._effects.get(id(op))
@@ -116,18 +121,20 @@ class StreamOrder:
                 self._state.apply(effect)
 
     def now(self) -> Clock:
-        """Returns the clock of the current stream."""
+        """Returns a copy of the current stream's clock."""
         return dict(self.clocks.now)
 
     def moment(self, stream: Hashable) -> Moment:
-        """Returns the current position of a stream."""
+        """Returns the current position of a stream: (stream, number of ops that the stream has
+        received)."""
         return stream, self.clocks.of[stream][stream]
 
     def is_within(self, lifetime: Lifetime) -> bool:
-        """Whether the buffer is used only during the run, as seen from the caller's stream.
+        """Whether a buffer with this lifetime is used only during the run, as seen from the
+        caller's stream.
 
-        Called at the end of the run. All uses must come after the caller's work before the run, and
-        before the caller's next work.
+        Must be called at the end of the run. All uses must be ordered after the caller's work
+        before the run, and before the caller's work after the run.
         """
         stream, tick = lifetime.end
         return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

@@ -3,14 +3,14 @@
 The program is unrolled once for all ranks. A value that differs between ranks (peer, root, slice,
 branch) is an array over ranks, so thousands of ranks cost little more than two. The findings:
 
-- members of a team that enter different collectives, or that do not enter one;
-- transfers without a partner, or with one of another size or dtype;
+- members of a team that enter different collectives, or that do not enter a collective;
+- transfers without a partner, or whose partner has another size or dtype;
 - cycles of ranks that wait for each other;
 - teams and sizes that do not fit the tensors;
-- parts of a tensor that arrive as other parts, by the declared shardings.
+- parts of a tensor that arrive as other parts, according to the declared shardings.
 
-If partners communicate in different ops, or not at the same step, ranks are followed one by one
-(`hostir.analysis.deadlocks`).
+If partners communicate in different ops, or not in the same iteration, the ranks are followed one
+by one (`hostir.analysis.deadlocks`).
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ UNDEFINED = "no value"
 def find_mismatches(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Returns the mismatches between the ranks of a program, one per group of ops.
+    """Returns the mismatches between the ranks of a program, one finding per group of ops.
 
     `values` binds the symbols of the inputs (global extents) and `numberOfStreams`. `ranks`
-    defaults to those of the program's meshes.
+    defaults to the ranks of the program's meshes.
     """
     if not has_communications(program):
         return []
@@ -89,10 +89,11 @@ def find_mismatches(
 
 
 class MatchingWalk(Walk[PerRank]):
-    """Walks the program of all ranks and matches their communications.
+    """Walks the program of all ranks and matches the ranks' communications. The findings are in
+    `found`.
 
-    `hostir.analysis.unrolled_program` derives from it and overrides `on_op`, `on_half`, `met` and
-    `paired`.
+    `hostir.analysis.unrolled_program` derives from this class and overrides `on_op`, `on_half`,
+    `met` and `paired`.
     """
 
     def __init__(
@@ -130,11 +131,12 @@ class MatchingWalk(Walk[PerRank]):
     # ------------------------------------------------------------ ops
     @property
     def mask(self) -> Array:
-        """The ranks that run the current op."""
+        """A mask of the ranks that run the current op."""
         return self.domain.mask
 
     def on_op(self, op: Op) -> None:
-        """Matches the communication of an op, and tracks the tensors that it names."""
+        """Matches the communication of an op, and tracks which parts of tensors the op's results
+        are views of."""
         effects = self.facts.get(id(op))
         if effects is None:
             every = effects_of(op, self.storage.buffered)
@@ -143,7 +145,7 @@ class MatchingWalk(Walk[PerRank]):
             self._apply(effect, op, Site(op, self.indices))
 
     def _matters(self, effect: Effect) -> bool:
-        """Whether an effect changes the meaning of a name, or synchronises ranks."""
+        """Whether an effect changes which memory a tensor refers to, or synchronises ranks."""
         if isinstance(effect, Makes):
             # The buffer has the shape of one step's block.
             return effect.step is not None and effect.tensor not in self.storage.named
@@ -183,7 +185,11 @@ class MatchingWalk(Walk[PerRank]):
             self._collective(movement, number, site)
 
     def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
-        """Returns the value of a bound or condition, and reports ranks on which it is undefined."""
+        """Returns the value of a loop bound or a condition, and reports the ranks on which the
+        value is undefined.
+
+        `what` is the word for the scalar in messages.
+        """
         return self._value(x, what, self.mask, self.site(op))
 
     # ------------------------------------------------------------ names
@@ -211,7 +217,7 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
-        """Returns the region that a tensor names at this step."""
+        """Returns the region that a tensor refers to in the current iteration."""
         shard = self.shard_regions.get(tv)
         if shard is None:
             shown = self.storage.shown_by(tv)
@@ -227,7 +233,8 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Returns the teams of a communication, and the active ranks that are in one."""
+        """Returns the teams of a communication, and a mask of the active ranks that are in a
+        team."""
         if movement not in self.entered:
             team = movement.team
             assert team is not None, f"a {movement.kind} is entered by no team"
@@ -245,7 +252,7 @@ class MatchingWalk(Walk[PerRank]):
         return teams, here
 
     def _check_meshes(self, movement: Movement, team: TeamOf, site: Site) -> None:
-        """Reports a team on another mesh than its tensors."""
+        """Reports a team whose mesh differs from the mesh of the tensors that are moved."""
         meshes = {tv.mesh for tv in movement.tensors if tv.mesh is not None}
         held = {r for mesh in meshes for r in mesh.devices}
         is_shaped = len(meshes) > 1 or all(m.shape == team.mesh.shape for m in meshes)
@@ -256,8 +263,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text, ((site, ""),)))
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
-        """Matches a collective at once if all members enter it here; else records it
-        for `follow`."""
+        """Matches a collective at once if all members enter it in this op and iteration. Otherwise
+        records the collective for `follow`."""
         self._begin()
         if self.is_uneven:
             self.events.append(event)
@@ -297,7 +304,8 @@ class MatchingWalk(Walk[PerRank]):
         self._enters(event, here)
 
     def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
-        """Matches a view of several ranks' shards like an allgather of them."""
+        """Matches a view of several ranks' shards. The view is treated as an allgather of the
+        shards."""
         gather = self.gathers.get(op)
         if gather is None:
             assert op.team is not None, f"{op.out} shows one rank's shard"
@@ -329,13 +337,21 @@ class MatchingWalk(Walk[PerRank]):
         return True
 
     def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
-        """Returns the value of a scalar, and reports active ranks on which it is undefined."""
+        """Returns the value of a scalar, and reports the active ranks on which the value is
+        undefined.
+
+        `what` is the word for the scalar in messages.
+        """
         value = self.values.of(x)
         self._check_defined(what, x, here, site)
         return value
 
     def _check_defined(self, what: str, x: Scalar, here: Array, site: Site) -> None:
-        """Reports active ranks on which the last value divided by 0."""
+        """Reports the active ranks on which scalar `x` divides by 0. `x` must be the scalar that
+        was evaluated last.
+
+        `what` is the word for the scalar in messages.
+        """
         undefined = self.values.undefined
         if undefined is not None and (wrong := undefined & here).any():
             text = f"{what} {x} divides by 0 on {self._who(wrong)}"
@@ -372,7 +388,11 @@ class MatchingWalk(Walk[PerRank]):
         return not wrong.any()
 
     def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
-        """Reports a gather or scatter along mesh dimensions that do not cut its sharded tensor."""
+        """Reports a gather or scatter along mesh dimensions that do not cut the sharded tensor.
+
+        Also reports a gather whose result is still sharded along the gathered mesh dimensions.
+        `row` describes the type of collective.
+        """
         growth = row.growth
         if not growth:
             return
@@ -391,7 +411,7 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
 
     def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
-        """Returns the number of elements of a tensor that move."""
+        """Returns the number of elements of a tensor that the communication moves."""
         return self.shard_region(tv).elements(movement.expanded[tv])
 
     def _permute(self, movement: Movement, number: int, site: Site) -> None:
@@ -436,8 +456,12 @@ class MatchingWalk(Walk[PerRank]):
             self._start(group)
 
     def _partners(self, scalar: Scalar, mask: Array, site: Site) -> Array:
-        """Returns the position of each rank's peer; -1 and a finding for a peer outside of the
-        program."""
+        """Evaluates the peers of a transfer. Returns the index of each rank's peer in the list of
+        ranks.
+
+        `scalar` is the peer's rank, and `mask` selects the ranks that take part. A peer outside of
+        the program is reported and has index -1.
+        """
         peer = self._value(scalar, "peer", mask, site)
         if not isinstance(peer, np.ndarray):
             peer = np.full(len(self.ranks), peer)
@@ -450,7 +474,7 @@ class MatchingWalk(Walk[PerRank]):
         return to
 
     def holds(self, tv: TensorView) -> Array:
-        """Returns which ranks have a shard of a tensor."""
+        """Returns a mask of the ranks that have a shard of a tensor."""
         mesh = tv.mesh
         if mesh not in self.held:
             here = np.ones(len(self.ranks), dtype=bool)
@@ -460,7 +484,7 @@ class MatchingWalk(Walk[PerRank]):
         return self.held[mesh]
 
     def on_half(self, half: Half) -> None:
-        """Is called for a send or receive before it is matched."""
+        """Handles a send or receive before it is matched. By default, does nothing."""
 
     def _close(self, effect: ClosesGroup, site: Site) -> None:
         group = self.state.apply(effect)
@@ -474,24 +498,27 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(group)
 
     def _begin(self) -> None:
-        """Records a single send that had no partner before the next communication, for `follow`."""
+        """Ends the wait for a send's partner: a single send without a partner is recorded for
+        `follow`."""
         sent, self.sent = self.sent, None
         if sent is not None:
             self.is_uneven = True
             self.events.append(sent)
 
     def _meet(self, halves: Sequence[Half]) -> bool:
-        """Pairs transfers. Returns False, without pairing any, if one has no partner among them."""
+        """Pairs sends with receives. If any transfer has no partner in `halves`, pairs nothing and
+        returns False."""
         pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
         for pair in pairs or ():
             self.paired(*pair)
         return pairs is not None
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
-        """Returns each send of a group with its receive, and the positions of their ranks.
+        """Pairs each send in `halves` with its receive. Returns (send, receive, indices of senders,
+        indices of receivers) for each pair.
 
-        None if a transfer has no partner in the group. Several transfers between two ranks match in
-        order.
+        Returns None if a transfer has no partner in `halves`. Several transfers between two ranks
+        are paired in program order.
         """
         if {h.kind for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
             a, b = halves if halves[0].kind == "send" else halves[::-1]
@@ -510,8 +537,12 @@ class MatchingWalk(Walk[PerRank]):
         return found
 
     def _ends(self, halves: Sequence[Half], kind: str) -> tuple[Array, Array]:
-        """Returns a number for the (sender, receiver) of each transfer, sorted, and the index of
-        its half."""
+        """Returns two arrays with one entry per transfer of the given kind, both sorted by sender
+        and receiver.
+
+        The first array has a number that encodes (sender, receiver). The second array has the index
+        of the transfer's `Half` in `halves`.
+        """
         ends, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for number, half in enumerate(halves):
             if half.kind == kind:
@@ -525,14 +556,14 @@ class MatchingWalk(Walk[PerRank]):
         return both[0][order], both[1][order]
 
     def finish(self) -> None:
-        """Follows the ranks one by one, if some communication was not matched at once."""
+        """Follows the ranks one by one if some communication could not be matched at once."""
         self._begin()
         if self.is_uneven and not self.is_lost:
             follow(self.events, self.ranks, self)
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Checks a matched collective; see `Judge`."""
+        """Checks a matched collective of the ranks in `here`; see `Judge.met`."""
         sites = tuple((site, "") for site in met.sites)
         if met.peers is not None:
             self._permuted(met, here)
@@ -543,7 +574,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
 
     def _permuted(self, met: PostedCollective, here: Array) -> None:
-        """Reports members whose target does not receive from them, or not as many elements."""
+        """Reports members of a permutation whose target does not receive from them, or receives
+        another number of elements."""
         teams, sites = met.teams, tuple((site, "") for site in met.sites)
         to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())
         if ((to < 0) & here).any() or ((source < 0) & here).any():
@@ -573,7 +605,7 @@ class MatchingWalk(Walk[PerRank]):
         self.check_parts(met.inp, met.out, senders, receivers, met.sites)
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """Checks a send and its receive; see `Judge`."""
+        """Checks a send and its receive; see `Judge.paired`."""
         own = senders == receivers
         if own.any():
             places: list[int] = senders[own].tolist()
@@ -606,7 +638,10 @@ class MatchingWalk(Walk[PerRank]):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Reports a part of a tensor that is received as another part."""
+        """Reports a part of a tensor that the receiver stores as another part of the tensor.
+
+        `a` is the part that `senders` send, and `b` the part that `receivers` receive.
+        """
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
             what, k = found
@@ -619,7 +654,7 @@ class MatchingWalk(Walk[PerRank]):
         return ranks_text([self.ranks[i] for i in places])
 
     def note(self, finding: Finding) -> None:
-        """Adds a finding; see `Judge`."""
+        """Adds a finding, unless there is already one of the same kind about the same ops."""
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
 
 
@@ -643,10 +678,11 @@ Wrong = tuple[str, Array | None, str]
 
 
 def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Returns (message, ranks, note) for a collective whose parts arrive as other parts; None if it
-    is right.
+    """Checks a matched collective `met`. Returns (message, mask of ranks, note) if a part of a
+    tensor arrives as another part, and None otherwise.
 
-    The ranks are None if the message names them.
+    `here` is a mask of the ranks that entered the collective, and `ranks` lists the global ranks.
+    The returned mask is None if the message already names ranks.
     """
     inp, out = met.inp, met.out
     if inp is None or out is None or inp.whole != out.whole or not here.any():
@@ -683,7 +719,11 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Returns a note if the order of memory is the reason."""
+    """Returns a note if the memory order of the tensor explains the error; otherwise "".
+
+    `left` and `right` are the parts that should be equal, and `i` is the index of a rank on which
+    they differ.
+    """
     if left is not inp:
         return f"in memory, {left.text(i)} is the piece for position {met.teams.position[i]}"
     if right is not out:
@@ -692,7 +732,7 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Reports members of a team that gather or reduce different parts of a tensor."""
+    """Reports team members that gather or reduce different parts of a tensor."""
     teams = met.teams
     for x in part.starts:
         two = first_difference(x, teams, here)
@@ -705,7 +745,8 @@ def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int
 
 
 def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> Wrong | None:
-    """Checks that piece k of member i's input arrives as piece i of member k's output."""
+    """Checks an all-to-all: piece k of member i's input must arrive as piece i of member k's
+    output."""
     teams, count = met.teams, met.teams.members.shape[1]
     for shift in range(0, count, -(-count // _MAX_PARTNERS)):
         to = (teams.position + shift) % count
@@ -722,8 +763,8 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
 
 
 def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:
-    """Returns the positions of two members of one team with different values; None if there are
-    none."""
+    """Returns the indices of two members of one team that have different values of `x`; None if all
+    teams agree."""
     if not isinstance(x, np.ndarray):
         return None
     by_team = x[teams.members]
@@ -738,11 +779,12 @@ def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] |
 def lost_on_the_way(
     shapes: Shapes, a: Region | None, b: Region | None, senders: Array, receivers: Array
 ) -> tuple[str, int] | None:
-    """Returns (message, index of a transfer) for a part that arrives as another part; None if all
-    are right.
+    """Returns (message, index of a transfer) if a part of a tensor is received as another part, and
+    None otherwise.
 
-    A buffer that no device axis cuts is not checked: it may have slots of the user's own. Ranks may
-    also exchange whole shards.
+    Each of `senders` sends part `a`, and the rank at the same position in `receivers` receives part
+    `b`. A buffer that no device axis cuts is not checked, because the user may have divided the
+    buffer in another way. Ranks may also exchange whole shards.
     """
     if a is None or b is None or a.whole != b.whole or (a.is_alike and b.is_alike):
         return None

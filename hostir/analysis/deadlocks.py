@@ -1,7 +1,7 @@
 """Finds deadlocks and communications without a partner in the unrolled program of all ranks.
 
-If all partners start a communication at the same op and step, it matches at once, and no order can
-block it. Otherwise the ranks are followed one by one (`follow`):
+If all partners start a communication at the same op and iteration, the communication matches at
+once, and no order of ranks can block it. Otherwise the ranks are followed one by one (`follow`):
 
 - A collective, or a group of transfers, blocks a rank until all partners have started it, as on a
   stream.
@@ -42,18 +42,19 @@ class Judge(Protocol):
         ...
 
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Is called when all members of some teams (`here`) have entered a collective."""
+        """Handles the collective `met`, which all members of some teams have entered. `here` is a
+        mask of these members."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """Is called for a send and its receive, with the positions of both ranks of
-        each transfer."""
+        """Handles a send `a` and its receive `b`. `senders` and `receivers` are the indices of both
+        ranks of each transfer."""
 
 
 class Teams:
-    """The teams of all ranks, by positions in the list `ranks`.
+    """The teams of all ranks. A rank is represented by its index in the list `ranks`.
 
-    `members` [teams, size] has the members; `team` and `position` [ranks] are -1 for a rank without
-    a team.
+    `members` [teams, size] has the members of each team. For each rank, `team` is the rank's team
+    and `position` the rank's position in the team; both are -1 for a rank without a team.
     """
 
     def __init__(self, of: TeamOf, ranks: Sequence[int]) -> None:
@@ -71,7 +72,7 @@ class Teams:
 
     @cached_property
     def sets(self) -> list[frozenset[int]]:
-        """The members of each team as a set."""
+        """The members of each team, as a set of indices."""
         rows: list[list[int]] = self.members.tolist()
         return [frozenset(row) for row in rows]
 
@@ -80,9 +81,10 @@ class Teams:
 class PostedCollective:
     """A communication that all members of a team enter.
 
-    - `sites`: the ops in which ranks enter it; `mask`: these ranks.
-    - `terms`: values that must be equal on all members, with their names.
-    - `inp`, `out`: the parts of tensors that it moves, None if unknown; `sizes`: their elements.
+    - `sites`: the ops in which ranks enter the communication; `mask`: these ranks.
+    - `terms`: values that must be equal on all members, with the words for them in messages.
+    - `inp`, `out`: the parts of tensors that are moved, None if unknown; `sizes`: the numbers of
+      elements of both parts.
     - `root`, `peers`: positions in the team.
     """
 
@@ -101,8 +103,12 @@ class PostedCollective:
 
 @dataclass(eq=False)
 class Half:
-    """A send or a receive. `to` has the position of each rank's peer; `note` belongs to the
-    analysis."""
+    """One end of a transfer: a send or a receive.
+
+    `mask` selects the ranks that start the transfer. `to` has the index of each rank's peer.
+    `elements` is the number of elements, and `part` the part of a tensor that is moved. Each
+    analysis may use `note` for its own data.
+    """
 
     site: Site
     movement: Movement
@@ -114,14 +120,16 @@ class Half:
 
     @property
     def kind(self) -> TransferKind:
-        """Whether it is a send or a receive."""
+        """The kind of transfer: "send" or "recv"."""
         return "recv" if self.movement.sent is None else "send"
 
 
 @dataclass(eq=False)
 class TransferGroup:
-    """Sends and receives that start together. `blocks`: the group blocks its rank until all are
-    matched."""
+    """Sends and receives that start together.
+
+    `blocks` says whether the group blocks its rank until all its transfers are matched.
+    """
 
     site: Site
     number: int
@@ -132,7 +140,7 @@ class TransferGroup:
 
 @dataclass(eq=False)
 class Await:
-    """A Wait for a communication by the ranks of `mask`."""
+    """A `Wait` for communication `number`, by the ranks in `mask`."""
 
     site: Site
     number: int
@@ -145,32 +153,34 @@ Event = PostedCollective | TransferGroup | Await
 # ------------------------------------------------------------------ rank by rank
 @dataclass(eq=False)
 class _Meeting:
-    """A collective of one team: the members that have entered it, and those that have not."""
+    """A collective of one team. `come` maps each member that has entered the collective to the op
+    in which the member entered."""
 
     members: frozenset[int]
     come: dict[int, PostedCollective] = field(default_factory=dict[int, PostedCollective])
     is_alike: bool = True
 
     def missing(self) -> set[int]:
-        """Returns the members that have not entered it."""
+        """Returns the members that have not yet entered the collective."""
         return set(self.members.difference(self.come))
 
 
 @dataclass(eq=False)
 class _Open:
-    """A group of transfers on one rank, with its transfers that have no partner yet."""
+    """A group of transfers on one rank. `lonely` has the transfers that have no partner yet, each
+    with the index of the peer."""
 
     rank: int
     group: TransferGroup
     lonely: list[tuple[int, Half]]
 
     def missing(self) -> set[int]:
-        """Returns the peers that have not started their end."""
+        """Returns the peers that have not yet started their end of a transfer."""
         return {peer for peer, _ in self.lonely}
 
 
 class _Follower:
-    """Follows every rank until it blocks."""
+    """Follows every rank through its communications until the rank blocks or ends."""
 
     def __init__(self, events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
         self.ranks, self.judge = ranks, judge
@@ -194,7 +204,8 @@ class _Follower:
         self.brought: dict[tuple[int, int], set[tuple[TensorView, TensorView]]] = {}
 
     def run(self) -> None:
-        """Follows all ranks, passes the matches to the judge, and reports blocked ranks."""
+        """Follows all ranks, passes the matched communications to the judge, and reports blocked
+        ranks."""
         while self.runnable:
             i = self.runnable.popleft()
             while self.at[i] < len(self.todo[i]):
@@ -285,7 +296,7 @@ class _Follower:
             self.judge.paired(a, b, senders, receivers)
 
     def _compare_tensors(self, meeting: _Meeting) -> None:
-        """Reports members that bring two tensors to two collectives in a different order."""
+        """Reports two members that bring two tensors to two collectives in opposite order."""
         (i, first), *others = sorted(meeting.come.items())
         for k, event in others:
             if first.inp is None or event.inp is None:
@@ -330,9 +341,10 @@ class _Follower:
                 self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
-        """Yields a finding for each transfer of a blocked rank that its peer does not answer.
+        """Yields a finding for each transfer of a blocked rank that the peer does not answer.
 
-        The first value says whether the peer answers it elsewhere in the program.
+        The first value of each pair says whether the peer answers the transfer elsewhere in the
+        program.
         """
         wait = self.blocked[i]
         for k, half in wait.lonely if isinstance(wait, _Open) else ():
@@ -355,20 +367,20 @@ class _Follower:
             yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
 
     def _count(self, i: int, k: int, kind: str) -> int:
-        """Returns the number of sends to, or receives from, rank k in the whole program
-        of rank i."""
+        """Returns how often rank `i` sends to rank `k`, or receives from rank `k`, in its whole
+        program. `kind` is "send" or "recv"."""
         groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
         halves = (h for g in groups for h in g.halves if h.kind == kind and h.mask[i])
         return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
-        """Returns the op in which a rank is blocked."""
+        """Returns the op in which rank `i` is blocked."""
         event = self.todo[i][self.at[i] - 1]
         return event.sites[0] if isinstance(event, PostedCollective) else event.site
 
     def _cycle(self, i: int) -> list[int]:
-        """Returns the chain of ranks in which each waits for the next, cut to its cycle if there is
-        one."""
+        """Returns the chain of ranks, from rank `i` on, in which each rank waits for the next. If
+        the chain ends in a cycle, returns only the cycle."""
         path: list[int] = []
         while i in self.blocked and i not in path:
             path.append(i)
@@ -383,7 +395,7 @@ class _Follower:
         return f"rank {self.ranks[i]}" if i >= 0 else "a rank outside of the job"
 
     def _sites(self, i: int) -> list[tuple[Site, str]]:
-        """Returns the unmatched communications of a blocked rank."""
+        """Returns the unmatched communications of blocked rank `i`, each with a note."""
         wait, me = self.blocked[i], f"rank {self.ranks[i]}"
         if isinstance(wait, _Open):
             return [
@@ -395,7 +407,10 @@ class _Follower:
 
 
 def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
-    """Combines the ops in which members entered one collective into one."""
+    """Combines the ops in which the members entered one collective into one `PostedCollective`.
+
+    `came` has a mask of the members for each op.
+    """
     parts = [(ranks, event) for event, ranks in came.items()]
 
     def of(get: Callable[[PostedCollective], PerRank]) -> PerRank:
@@ -418,5 +433,10 @@ def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
 
 
 def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
-    """Follows the ranks one by one. Reports ranks that disagree, block, or have no partner."""
+    """Follows the ranks one by one. Reports ranks that disagree, that block each other, or that
+    have no partner.
+
+    `events` are the communications and waits of all ranks, in order. Findings and matches are
+    passed to `judge`.
+    """
     _Follower(events, ranks, judge).run()

@@ -2,7 +2,7 @@
 ranks.
 
 `hostir.verify` checks the structure of a program after every pass. Races and mismatches depend on
-sizes, so they are checked for the sizes and numbers of the first run with them.
+sizes, so they are checked before the first run with given sizes and control scalars.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Key = tuple[int | None, frozenset[TensorView], tuple[Number, ...]]
 
 @dataclass
 class _Checks:
-    """The checks of one program that were done, and its control symbols."""
+    """The checks of one program that passed (`done`), and the program's control symbols."""
 
     control: tuple[Symbol, ...]
     done: Recent[_Key, bool]
@@ -65,12 +65,14 @@ def check_before_run(
     rank: int,
     given: Iterable[TensorView] = (),
 ) -> None:
-    """Raises `VerifyError` for a program that would race on this rank, or hang with others.
+    """Raises `VerifyError` if a program would race on this rank, or if the ranks would wait for
+    each other forever.
 
-    A program is checked once per rank, per set of results with buffers of the caller, and per
-    values of its control scalars. Findings that some callers intend are accepted (`TOLERATED`). A
-    program without any `Synchronize` leaves the order with other work to its caller: it gets a
-    `RuntimeWarning`.
+    `values` binds the symbols of the inputs. `given` are the results for which the caller passes
+    buffers. A program is checked once per rank, per set of such results, and per values of its
+    control scalars. Findings that some programs intend are accepted (`TOLERATED`). A program
+    without any `Synchronize` leaves the order with other work to its caller, so such a program
+    causes only a `RuntimeWarning`.
     """
     checks = _checked.get(program)
     if checks is None:
@@ -108,11 +110,11 @@ def check_before_run(
 def findings(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Returns the faults on any rank and between ranks, and the waits that serialise the steps of a
-    loop.
+    """Returns the faults on single ranks and between ranks. Also returns waits that needlessly
+    serialise the iterations of a loop.
 
-    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to those of the
-    program's meshes.
+    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to the ranks of
+    the program's meshes. The faults on single ranks are those of the first rank that has any.
     """
     ranks = ranks or program.devices() or (0,)
     found = find_mismatches(program, values, ranks=ranks)
@@ -125,7 +127,7 @@ def findings(
 
 
 def _once(found: Iterable[Finding]) -> list[Finding]:
-    """Leaves out an index out of range on one rank that the check of all ranks has also found."""
+    """Removes index errors on one rank that the check of all ranks has also found."""
     found = list(found)
     known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}
     return [f for f in found if f.kind != OUT_OF_RANGE or f.sites[0][0] not in known]
@@ -134,9 +136,10 @@ def _once(found: Iterable[Finding]) -> list[Finding]:
 def ranks_to_look_at(
     program: HostIrContainer, values: Mapping[Symbol, Number], ranks: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Returns the ranks whose streams `findings` checks, and the number of classes of ranks.
+    """Returns the ranks on which `findings` checks the streams, and the number of classes of ranks.
 
-    One rank of each class is checked. Of more than `MAX_RANKS` classes, only some are.
+    Ranks of one class run the same program. One rank per class is checked. If there are more than
+    `MAX_RANKS` classes, only some classes are checked.
     """
     classes = first_of_each_class(program, ranks, values)
     step = -(-len(classes) // MAX_RANKS)
@@ -155,7 +158,11 @@ def ranks_to_look_at(
 def first_of_each_class(
     program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
 ) -> list[int]:
-    """Returns the first rank of each class; `values` binds the symbols of the inputs."""
+    """Returns the first rank of each class. Ranks of one class have equal values of all scalars,
+    meshes and roots.
+
+    `values` binds the symbols of the inputs.
+    """
     walk_of_all = _RankClasses(program, ranks, dict(values))
     walk_of_all.run(program.ops)
     firsts: list[int] = np.unique(walk_of_all.classes, return_index=True)[1].tolist()
@@ -163,8 +170,8 @@ def first_of_each_class(
 
 
 class _RankClasses(Walk[PerRank]):
-    """Splits the ranks into classes by the values in the program; stops when each rank
-    has its own."""
+    """Divides the ranks into classes with equal values of all scalars in the program. Stops when
+    each rank is alone in its class."""
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
@@ -187,19 +194,20 @@ class _RankClasses(Walk[PerRank]):
         }
 
     def split(self, column: PerRank) -> None:
-        """Splits the classes of the ranks that run the current op by their values in `column`."""
+        """Divides the classes further: ranks that run the current op and differ in `column` get
+        different classes."""
         here = np.where(self.domain.mask, np.asarray(column), 0)
         both = np.unique(np.stack([self.classes, here]), axis=1, return_inverse=True)
         self.classes = both[1].reshape(-1)
         self.is_over = both[0].shape[1] == len(self.classes)
 
     def on_region(self, op: Op) -> None:
-        """Splits by the bounds of a loop, or by the condition of a branch."""
+        """Divides the classes by the bounds of a loop, or by the condition of a branch."""
         for x in self.differing[id(op)]:
             self.split(self.domain.value(x))
 
     def on_op(self, op: Op) -> None:
-        """Splits by the scalars of an op, and by its root."""
+        """Divides the classes by the scalars of an op, and by which rank is the op's root."""
         self.on_region(op)
         if isinstance(op, Communication) and op.root is not None:
             self.split(self.teams[op.team].position == self.domain.value(op.root))

@@ -2,15 +2,15 @@
 runs.
 
 The program is unrolled for one rank and one set of sizes, from the effects of its ops. An op is
-ordered after an earlier one if the clock of its stream says so (`hostir.analysis.clocks`).
-`Synchronize` and `Wait` join clocks. Making a stream current orders nothing. A communication is a
-separate timeline: it begins after all earlier work of the stream that starts it, and ends at its
-`Wait`.
+ordered after an earlier op if the clock of its stream says so (`hostir.analysis.clocks`).
+`Synchronize` and `Wait` join clocks. Making a stream current does not order any work. A
+communication is a separate timeline: it begins after all earlier work of the stream that starts the
+communication, and ends at its `Wait`.
 
 The order in which the host issues ops does not count, except for memory. A buffer is new at its
-allocation, and belongs to the stream that allocates it. After its `Deallocate`, or the loss of its
-last name, two streams may reuse its memory at once: the one that allocated it, and the one that
-frees it.
+allocation, and belongs to the stream that allocates the buffer. After the `Deallocate`, or when no
+name refers to the buffer any longer, two streams may reuse the memory at once: the stream that
+allocated the buffer, and the stream that frees it.
 """
 
 from __future__ import annotations
@@ -92,14 +92,18 @@ OUT_OF_RANGE = "index out of range"
 
 
 class Reports:
-    """The findings of a walk: the first of each kind about the same ops."""
+    """Collects the findings of a walk. Of several findings of one kind about the same ops, only the
+    first is kept."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
         self.found: dict[object, Finding] = {}
 
     def _note(self, kind: str, what: str, *sites: tuple[Site, str], fix: str = "") -> None:
-        """Adds a finding, unless there is one of the same kind about the same ops."""
+        """Adds a finding, unless there is already a finding of the same kind about the same ops.
+
+        `what` describes the fault, and `fix` the change that would repair the program.
+        """
         key = (kind, *(id(site.op) for site, _ in sites))
         if key not in self.found:
             self.found[key] = Finding(kind, what, sites, fix)
@@ -165,8 +169,8 @@ class Reports:
         return f"{who}: {verb} {buffer.text(use.box)}"
 
     def _elsewhere(self, to: Hashable) -> str:
-        """Returns the advice for a wait on a stream that is not current; "" for the
-        current stream."""
+        """Returns advice on how to wait on stream `to` if this is not the current stream. Returns
+        "" for the current stream."""
         current = self.clocks.current
         if to == current:
             return ""
@@ -177,8 +181,12 @@ class Reports:
         )
 
     def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
-        """Returns the missing wait as a sentence: the waiting stream, the other one,
-        and the place."""
+        """Returns a sentence about the missing wait: the stream that must wait, the stream or
+        communication to wait for, and where.
+
+        `use` is the use to wait for, `waiter` the stream that must wait, and `before` the place in
+        words.
+        """
         who = self.clocks.name(waiter)
         if use.stream is None and use.communication is not None:
             wait = f"Wait(Communication {use.communication.number})"
@@ -216,8 +224,10 @@ def find_races(
 
 @dataclass(slots=True)
 class _Facts:
-    """Facts about an op that do not depend on the step. `is_absent`: the op runs only on other
-    ranks."""
+    """Facts about an op that are the same in every loop iteration.
+
+    `is_absent` says that the op runs only on other ranks.
+    """
 
     effects: tuple[Effect, ...]
     # Each effect with the method that applies it.
@@ -229,8 +239,8 @@ class _Facts:
 
 
 class RaceWalk(Walk[Number], Reports):
-    """Walks the unrolled program of one rank in the order of the host, and collects findings in
-    `found`."""
+    """Walks the unrolled program of one rank in the order in which the host issues the ops.
+    Collects findings in `found`."""
 
     def __init__(
         self,
@@ -260,14 +270,14 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ ops
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Records the communications of ops that do not run, so that a later Wait for them does
-        nothing."""
+        """Records the communications of ops that do not run, because a later `Wait` for such a
+        communication does nothing."""
         if ops:
             numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
             self.absent |= numbers - self.state.in_flight.keys()
 
     def on_op(self, op: Op) -> None:
-        """Checks the shapes of an op once, and applies its effects."""
+        """Checks the shapes of an op once, and applies the op's effects in each iteration."""
         facts = self.facts.get(id(op))
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
@@ -309,7 +319,7 @@ class RaceWalk(Walk[Number], Reports):
         return tv.mesh is None or tv.mesh.has(self.rank)
 
     def _shape(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the local shape that the tensor's domain declares."""
+        """Returns the local shape of a tensor, according to the tensor's domain."""
         shape = self.shapes.get(tv)
         if shape is None:
             shape = local_sizes(tv, [self._integer(x) for x in tv.shape()])
@@ -318,7 +328,8 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ names and buffers
     def _place(self, tv: TensorView, site: Site) -> BufferRegion | None:
-        """Returns the buffer region of a tensor; None, with a finding, after its `Deallocate`."""
+        """Returns the part of a buffer that a tensor refers to. After the `Deallocate`, adds a
+        finding and returns None."""
         place = self.places.get(tv)
         if place is None:
             shown = self.storage.shown_by(tv)
@@ -358,7 +369,7 @@ class RaceWalk(Walk[Number], Reports):
         elif isinstance(site.op, TensorOp):
             source = self._view(source, site.op)
         elif effect.out in self.storage.views:
-            # Which part of it is whose does not matter: nobody writes while there is a view.
+            # It does not matter which rank owns which part: nobody writes while there is a view.
             shape = self._shape(effect.out)
             whole, unknown = whole_box(source.buffer.shape), (None,) * len(shape)
             source = BufferRegion(source.buffer, whole, shape, unknown)
@@ -366,7 +377,8 @@ class RaceWalk(Walk[Number], Reports):
         self.freed.pop(effect.out, None)
 
     def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
-        """Returns the region of a view's result. Parts of its unchanged axes stay exact."""
+        """Returns the region of a view op's result, given the region `source` of the operand. Parts
+        along axes that the view does not change stay exact."""
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
             return source.having(sizes, tuple(reshaped(source.shape, source.axes, sizes)))
@@ -412,8 +424,8 @@ class RaceWalk(Walk[Number], Reports):
             buffer.freed = site
 
     def _drop(self, buffer: TrackedBuffer, site: Site | None) -> None:
-        """Frees a buffer whose last name is lost. Its memory returns to the stream that allocated
-        it."""
+        """Frees a buffer to which no name refers any longer. The memory returns to the stream that
+        allocated the buffer."""
         if not buffer.is_callers and buffer.freed is None:
             self._given_back(buffer, site, buffer.home)
 
@@ -451,7 +463,12 @@ class RaceWalk(Walk[Number], Reports):
         return None
 
     def _use(self, planned: _Planned, communication: InFlight[_Planned] | None = None) -> None:
-        """Compares a use with all earlier uses that overlap it, and records it."""
+        """Compares a read or write with all earlier overlapping reads and writes of the buffer, and
+        records it.
+
+        `planned` has the op, the region, and whether the use is a write. If the use belongs to a
+        communication in flight, `communication` is that communication.
+        """
         site, place, is_write = planned
         buffer, box, grid = place.buffer, place.box, place.grid
         use, clock = self._new_use(site, box, is_write, communication), self.clocks.now
@@ -492,8 +509,11 @@ class RaceWalk(Walk[Number], Reports):
                     self._race(read, use, buffer)
 
     def _check_shared(self, one: Reads | Writes, other: Writes, site: Site) -> None:
-        """Reports an op that overwrites its operand, or one of its results, in a way that is not
-        allowed."""
+        """Reports an op whose result wrongly overwrites an operand or another result.
+
+        `one` is the effect on the operand or the first result, and `other` the effect on the
+        result.
+        """
         if not (self._takes_part(one) and self._takes_part(other)):
             return
         a, b = self._place(one.tensor, site), self._place(other.tensor, site)
@@ -538,8 +558,8 @@ class RaceWalk(Walk[Number], Reports):
         return self._start(starts, site, uses)
 
     def _takes_part(self, effect: Reads | Writes) -> bool:
-        """Whether the effect touches this rank's shard. Some effects touch only that of
-        the root."""
+        """Whether the effect reads or writes this rank's shard. Some effects apply only to the
+        shard of the root."""
         if not self._is_mine(effect.tensor):
             return False
         if effect.by is None:
@@ -602,12 +622,13 @@ class RaceWalk(Walk[Number], Reports):
         self.on_join(effect, site)
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Makes the current stream wait for another one."""
+        """Makes the current stream wait for another stream."""
         self.state.apply(effect)
 
     # ------------------------------------------------------------ the end
     def finish(self) -> None:
-        """Checks the end of the program: waits, the current stream, and the contents of outputs."""
+        """Checks the end of the program: missing waits, the current stream, and the contents of
+        outputs."""
         for communication in self.state.in_flight.values():
             assert communication.site is not None
             self._note(
@@ -659,7 +680,7 @@ class RaceWalk(Walk[Number], Reports):
             self._note(UNWRITTEN, f"{part}, part of an output, is never written", *writers)
 
     def _return(self, buffer: TrackedBuffer) -> None:
-        """Reports uses of a buffer that the caller's stream does not wait for at the end of the
+        """Reports uses of a buffer for which the caller's stream does not wait at the end of the
         program."""
         for use in buffer.uses():
             if (use.is_write or buffer.is_callers) and not use.is_before(self.clocks.now):
@@ -688,8 +709,8 @@ APPLY: dict[type, Callable[[RaceWalk, Any, Site], None]] = {
 
 
 def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
-    """Whether the smaller box is slot number `place` of the larger one, which has `members` equal
-    slots."""
+    """Whether the smaller of two boxes is slot number `place` of the larger box. The larger box
+    consists of `members` equal slots."""
     small, large = sorted((one, other), key=lambda box: [n for _, n in box])
     cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
     if len(cut) != 1:
@@ -717,8 +738,8 @@ MAX_WALKS = 16
 def find_chains(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, rank: int = 0
 ) -> list[Finding]:
-    """Returns the waits that needlessly serialise the steps of loops; for arguments see
-    `find_races`."""
+    """Returns the waits that needlessly serialise the iterations of loops. The arguments are those
+    of `find_races`."""
     if not has_streams(program):
         return []
     first = _ChainWalk(program, dict(values), rank, ())
@@ -742,8 +763,8 @@ def find_chains(
 
 
 class _ChainWalk(RaceWalk):
-    """Finds waits that serialise steps. Each of `hoisted` is treated as if it ran in an earlier
-    loop."""
+    """Finds waits that serialise the iterations of a loop. Waits in `hoisted` are treated as if
+    they ran in an earlier loop."""
 
     def __init__(self, *args: object, hoisted: frozenset[Op] = frozenset()) -> None:
         super().__init__(*args)  # pyright: ignore[reportArgumentType]
@@ -751,23 +772,24 @@ class _ChainWalk(RaceWalk):
         self.chains: dict[Op, Finding] = {}
         branches = (op for op in walk(self.program.ops) if isinstance(op, IfThenElse))
         self.conditional = {inner for op in branches for inner in walk((op,))}
-        # The clocks at the begin of each open loop. Their identity also identifies the walk of it.
+        # The clocks at the beginning of each open loop. Their identity also identifies this walk of
+        # the loop.
         self.at_entry: list[dict[Hashable, Clock]] = []
-        # (stream, the one that it waited for) -> the position of that one, the op that waited, and
-        # the walk of the loop around it.
+        # (waiting stream, stream that it waited for) -> the position on the latter stream, the op
+        # that waited, and the walk of the loop around this op.
         self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site, object]] = {}
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Stores the clocks at the begin of a loop."""
+        """Stores the clocks of all streams at the beginning of a loop."""
         if isinstance(op, ForLoop):
             self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
 
     def on_left(self, op: ForLoop) -> None:
-        """Drops the clocks of the loop that ended."""
+        """Discards the clocks that were stored at the beginning of the loop."""
         self.at_entry.pop()
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Records a wait that serialises steps. A hoisted wait only orders after work before the
+        """Records a wait that serialises iterations. A hoisted wait only waits for work before the
         loop."""
         me, other = self.clocks.current, self.clocks.find(effect.stream)
         if site.op in self.conditional:

@@ -1,4 +1,4 @@
-"""The elements of whole tensors that each rank has, for all ranks at once."""
+"""Describes which elements of a whole tensor each rank has, for all ranks at once."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MAX_PIECES = 4
 
 
 class Extent(NamedTuple):
-    """The elements of one axis in a part: `start` + i0 * stride0 + i1 * stride1 + ..., each i below
-    its count.
+    """The elements that a region has along one axis: `start` + i0 * stride0 + i1 * stride1 + ...,
+    each i below its count.
 
-    `levels` has (count, stride), the fastest last. If devices cut an axis inside of a stream axis,
-    a rank has a piece of every block.
+    `levels` has one (count, stride) per index; the last index changes fastest. There are several
+    levels if devices cut an axis inside of a stream axis: a rank then has a piece of every block.
     """
 
     start: PerRank
@@ -46,11 +46,12 @@ class Extent(NamedTuple):
 
     @property
     def size(self) -> PerRank:
-        """The number of elements."""
+        """The number of elements of the extent, on each rank."""
         return math.prod(n for n, _ in self.levels)
 
     def cut(self, start: PerRank, length: PerRank) -> Extent | None:
-        """Returns elements `start` to `start + length` of these; None if they are no extent."""
+        """Returns elements `start` to `start + length` of this extent; None if these elements
+        cannot be written as an `Extent`."""
         (_, stride), *rest = self.levels
         if not rest:
             return Extent(self.start + start * stride, ((length, stride),))
@@ -63,7 +64,7 @@ class Extent(NamedTuple):
         return None
 
     def is_same(self, other: Extent) -> PerRank:
-        """Returns on which ranks both extents have the same elements."""
+        """Returns a mask of the ranks on which both extents have the same elements."""
         if len(self.levels) != len(other.levels):
             return False
         same = self.start == other.start
@@ -73,12 +74,12 @@ class Extent(NamedTuple):
         return same
 
     def on(self, places: PerRank) -> Extent:
-        """Returns the extents of the ranks at these positions."""
+        """Returns the extents of the ranks at the indices `places` of the list of ranks."""
         levels = tuple((pick(n, places), step) for n, step in self.levels)
         return Extent(pick(self.start, places), levels)
 
     def text(self, i: int) -> str:
-        """Returns `8:10`, or `{2:4, 6:8}`, for the rank at this position."""
+        """Returns the extent on the rank at index `i`, such as `8:10` or `{2:4, 6:8}`."""
         starts, (count, stride) = [int(str(at(self.start, i)))], self.levels[-1]
         for outer, step in self.levels[:-1]:
             starts = [s + k * step for s in starts for k in range(int(str(at(outer, i))))]
@@ -92,8 +93,11 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a whole tensor that a name has on each rank. `order` has its axes in memory
-    order."""
+    """The elements of a whole tensor that a name refers to, on each rank.
+
+    `whole` is the global shape, and `extents` has the elements along each axis. `order` lists the
+    axes in memory order, outermost first.
+    """
 
     # The tensor of each rank, if ranks name different tensors.
     owners: tuple[tuple[Array | None, TensorView], ...]
@@ -104,21 +108,21 @@ class Region:
     by_rank: bool
 
     def label(self, i: int) -> str:
-        """Returns the name of the tensor on the rank at this position."""
+        """Returns the name of the tensor on the rank at index `i`."""
         return next(tv.label for ranks, tv in self.owners if ranks is None or ranks[i])
 
     def text(self, i: int) -> str:
-        """Returns `T1[0, 4:8]` for the rank at this position."""
+        """Returns the region on the rank at index `i`, such as `T1[0, 4:8]`."""
         return f"{self.label(i)}[{', '.join(e.text(i) for e in self.extents)}]"
 
     @property
     def starts(self) -> list[PerRank]:
-        """The first element along each axis, per rank."""
+        """The index of the first element along each axis, per rank."""
         return [e.start for e in self.extents]
 
     @property
     def is_alike(self) -> bool:
-        """Whether it has the same first element on all ranks."""
+        """Whether the region has the same first element on all ranks."""
         return not any(isinstance(x, np.ndarray) for x in self.starts)
 
     def having(self, extents: Sequence[Extent]) -> Region:
@@ -126,13 +130,18 @@ class Region:
         return replace(self, extents=tuple(extents))
 
     def on(self, places: PerRank) -> Region:
-        """Returns the regions of the ranks at these positions, with the names of these ranks."""
+        """Returns the regions of the ranks at the indices `places`, with the names of the tensors
+        on these ranks."""
         owners = tuple((ranks if ranks is None else ranks[places], tv) for ranks, tv in self.owners)
         extents = tuple(e.on(places) for e in self.extents)
         return replace(self, owners=owners, extents=extents)
 
     def piece(self, count: int, place: PerRank) -> Region | None:
-        """Returns piece `place` of `count` equal pieces of its memory; None if it is no slice."""
+        """Divides the memory of the region into `count` equal pieces, and returns the piece with
+        index `place`.
+
+        Returns None if the piece is not a range along each axis.
+        """
         extents = list(self.extents)
         for axis in self.order:
             n = extents[axis].size
@@ -148,7 +157,8 @@ class Region:
         return self.having(extents) if count == 1 else None
 
     def is_same(self, other: Region) -> PerRank:
-        """Returns on which ranks both have the same elements in the same order."""
+        """Returns a mask of the ranks on which both regions have the same elements in the same
+        order."""
         if self._filled() != other._filled():
             return False
         same: PerRank = True
@@ -157,13 +167,17 @@ class Region:
         return same
 
     def _filled(self) -> list[int]:
-        """Returns the axes of more than one element, in memory order."""
+        """Returns the axes that have more than one element, in memory order."""
         sizes = [e.size for e in self.extents]
         return [a for a in self.order if not isinstance(sizes[a], int) or sizes[a] > 1]
 
 
 def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
-    """Combines the regions of ranks that run different ops; None if they cannot be compared."""
+    """Combines the regions of ranks that run different ops into one region; None if the regions
+    cannot be compared.
+
+    `parts` pairs a mask of ranks with the region of these ranks.
+    """
     first = parts[0][1]
     every = [(ranks, r) for ranks, r in parts if r is not None]
     if first is None or len(every) < len(parts):
@@ -188,7 +202,10 @@ def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
 
 
 def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
-    """Combines the values of ranks that run different ops."""
+    """Combines the values of ranks that run different ops into one value.
+
+    `parts` pairs a mask of ranks with the value on these ranks.
+    """
     first = parts[0][1]
     if not any(isinstance(x, np.ndarray) or (x is not first and x != first) for _, x in parts):
         return first
@@ -204,11 +221,11 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion(NamedRegion[PerRank, int]):
-    """A part of the local shard of `owner`, for each rank.
+    """A part of the local shard of `owner`, on each rank.
 
-    `extents` has the elements of the whole tensor per axis of the owner (None: unknown). `axes` has
-    the owner's axis for each axis of the name (None: made by a view). `by_rank`: an index that
-    depends on the rank selected the part.
+    `extents` has the elements of the whole tensor along each axis of the owner (None: unknown).
+    `axes` has the owner's axis for each axis of the name (None: a view op made the axis). `by_rank`
+    says that an index that depends on the rank selected the part.
     """
 
     owner: TensorView
@@ -218,15 +235,16 @@ class ShardRegion(NamedRegion[PerRank, int]):
     by_rank: bool = False
 
     def elements(self, expanded: Sequence[int] = ()) -> PerRank:
-        """Returns the number of elements in memory: one along expanded axes."""
+        """Returns the number of elements in memory. Axes in `expanded` count as one element."""
         return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
 
     def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> ShardRegion:
-        """Returns a name for the same elements with other axes."""
+        """Returns a region with the same elements, but with another shape and other axes."""
         return ShardRegion(self.owner, self.extents, axes, shape, self.by_rank)
 
     def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> ShardRegion:
-        """Returns a range along an axis. `among` is not used."""
+        """Returns the region of the range `start` to `start + length` along an axis. The argument
+        `among` is ignored."""
         owner = self.axes[axis]
         extents: list[Extent | None] = list(self.extents)
         if owner is None:
@@ -239,7 +257,8 @@ class ShardRegion(NamedRegion[PerRank, int]):
 
 
 class Shapes:
-    """Local and global shapes of tensors, and the position of each rank's shard in the whole."""
+    """Evaluates the local and global shapes of tensors, and the position of each rank's shard in
+    the whole tensor."""
 
     def __init__(self, values: RankValues) -> None:
         self._values = values
@@ -256,20 +275,20 @@ class Shapes:
         return self._whole[tv]
 
     def local(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the shape of the local shard on each rank."""
+        """Returns the shape of the local shard, which is equal on all ranks."""
         if tv not in self._local:
             self._local[tv] = local_sizes(tv, self.whole(tv))
         return self._local[tv]
 
     def device_cuts(self, tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
-        """Returns the device parallel types that cut each axis of a tensor."""
+        """Returns, for each axis of a tensor, the device parallel types that cut this axis."""
         if tv not in self._cuts:
             cuts = placement(tv, DEVICE_TYPES)
             self._cuts[tv] = tuple(frozenset(c.ptype for c in mine) for mine in cuts)
         return self._cuts[tv]
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
-        """Returns the region of the whole local shard."""
+        """Returns the region of the whole local shard of a tensor."""
         if tv not in self._shard_regions:
             shape = self.local(tv)
             every = zip(placement(tv), self.whole(tv), strict=True)
@@ -278,14 +297,16 @@ class Shapes:
         return self._shard_regions[tv]
 
     def step(self, tv: TensorView, index: Scalar) -> ShardRegion:
-        """Returns the region of a tensor whose buffer has the block of one step."""
+        """Returns the region of a tensor whose buffer holds only one block: that of iteration
+        `index` of a stream loop."""
         axis, chunks = stream_cut(tv)
         return self.shard_region(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
 
     def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
-        """Returns the elements of an axis of `size` elements that each rank has.
+        """Returns the elements of one axis, of `size` elements, that each rank has. `cuts` says how
+        the axis is divided.
 
-        If devices cut inside of a stream axis, that is a piece of every block.
+        If devices cut the axis inside of a stream axis, a rank has a piece of every block.
         """
         start: PerRank = 0
         levels: list[tuple[PerRank, int]] = []
@@ -309,8 +330,11 @@ class Shapes:
         return self._values.along(mesh, ptype)
 
     def region(self, shard: ShardRegion, *, without: int | None = None) -> Region | None:
-        """Returns the elements in memory of a name, without an axis of partial sums; None if
-        unknown."""
+        """Returns the elements in memory that a shard region refers to; None if the elements are
+        unknown.
+
+        `without` is an axis that counts partial sums, and is left out.
+        """
         whole, keep, order = self._frame(shard.owner, without)
         extents = tuple(e for a in keep if (e := shard.extents[a]) is not None)
         owners = ((None, shard.owner),)
@@ -318,8 +342,11 @@ class Shapes:
         return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns global sizes, the axes in memory (expanded axes are left out), and their order in
-        memory."""
+        """Returns three tuples: the global sizes, the axes in memory, and the order of these axes
+        in memory.
+
+        Expanded axes and the axis `without` are left out.
+        """
         if (tv, without) not in self._frames:
             gone = {without, *expanded_positions(tv)}
             keep = tuple(a for a in range(tv.ndim) if a not in gone)
@@ -328,8 +355,11 @@ class Shapes:
         return self._frames[tv, without]
 
     def partial_axis(self, shard: ShardRegion, ptypes: Sequence[ParallelType]) -> int | None:
-        """Returns the axis of the owner that numbers the partial sums of a team; None
-        without one."""
+        """Returns the axis that counts the partial sums of a team, in the owner of `shard`; None if
+        there is no such axis.
+
+        `ptypes` are the mesh dimensions of the team.
+        """
         sizes, cuts = self.local(shard.owner), self.device_cuts(shard.owner)
         return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
 
@@ -341,7 +371,8 @@ class Shapes:
         op: Op,
         check: Callable[[Part, PerRank, PerRank], PerRank],
     ) -> ShardRegion:
-        """Returns the region that `effect.out` names; for `check` see `NamedRegion.part`."""
+        """Returns the region that `effect.out` refers to, a part or a view of `shard`. For `check`
+        see `NamedRegion.part`."""
         if effect.part is not None:
             return shard.part(effect.part, self._values.of, check)
         return self._view(shard, op) if isinstance(op, TensorOp) else shard
@@ -361,5 +392,5 @@ class Shapes:
 
 
 def _unchecked(part: Part, index: PerRank, limit: PerRank) -> PerRank:
-    """Returns the index: the block of an allocation is never out of range."""
+    """Returns the index unchanged, because the block of an allocation is never out of range."""
     return index

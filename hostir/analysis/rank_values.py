@@ -1,5 +1,5 @@
-"""Values of scalars on all ranks at once: one number if all ranks agree, else an array
-over ranks."""
+"""Evaluates scalars on all ranks at once. A value is one number if all ranks agree, and an array
+over ranks otherwise."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ _DIVIDES = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 class RankValues:
-    """The values of symbols on these ranks.
+    """The values of scalars on all `ranks`.
 
-    `undefined` has the ranks on which the last value divided by 0; None for no rank. Values are
-    cached until the index of a loop changes.
+    `undefined` is a mask of the ranks on which the last evaluation divided by 0; None for no rank.
+    Values are cached until the index of a loop changes.
     """
 
     def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
@@ -73,7 +73,7 @@ class RankValues:
         self._along: dict[tuple[DeviceMesh, ParallelType], Array] = {}
 
     def along(self, mesh: DeviceMesh, ptype: ParallelType) -> Array:
-        """Returns the position of each rank along a mesh dimension; 0 for a rank outside of the
+        """Returns the coordinate of each rank along a mesh dimension; 0 for a rank outside of the
         mesh."""
         if (mesh, ptype) not in self._along:
             devices = np.asarray(mesh.devices, dtype=np.int64)
@@ -85,7 +85,7 @@ class RankValues:
         return self._along[mesh, ptype]
 
     def bind(self, index: Symbol, value: Number | None) -> None:
-        """Sets the index of a loop, or removes it after the loop (None)."""
+        """Sets the value of a loop's index. The value None removes the index after the loop."""
         self._computed.clear()
         if value is None:
             self._values.pop(index, None)
@@ -93,9 +93,9 @@ class RankValues:
             self._values[index] = value
 
     def of(self, x: Scalar) -> PerRank:
-        """Returns the value of `x`.
+        """Returns the value of `x`: one number, or an array over ranks.
 
-        Raises `InputError` for a symbol that no input binds, and `DivisionByZeroError` for a
+        Raises `InputError` for a symbol that no input binds. Raises `DivisionByZeroError` for a
         division by 0 that does not depend on the rank.
         """
         known = self._computed.get(x)
@@ -117,7 +117,7 @@ class RankValues:
         return found
 
     def integer(self, x: Scalar) -> int | None:
-        """Returns the value of an integer; None if ranks have different values."""
+        """Returns the value of an integer scalar; None if ranks have different values."""
         value = self.of(x)
         if isinstance(value, np.ndarray):
             return int(value[0]) if len(value) and (value == value[0]).all() else None
@@ -163,7 +163,8 @@ class RankValues:
         return total
 
     def _chosen(self, cond: Scalar, a: Scalar, b: Scalar) -> PerRank:
-        """Returns `where(condition, a, b)`. Only a division by 0 in the selected value counts."""
+        """Returns `where(cond, a, b)`. A division by 0 counts only if it is in the value that is
+        selected."""
         holds = self._array(cond)
         before = self.undefined
         found: list[PerRank] = []
@@ -183,12 +184,12 @@ class RankValues:
 
 
 def least(a: PerRank, b: PerRank) -> PerRank:
-    """Returns the smaller value on each rank."""
+    """Returns the smaller of two values, on each rank."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
 
 
 def most(a: PerRank, b: PerRank) -> PerRank:
-    """Returns the larger value on each rank."""
+    """Returns the larger of two values, on each rank."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
 
 
@@ -198,18 +199,18 @@ def everywhere(x: PerRank) -> bool:
 
 
 def at(value: PerRank, i: int) -> object:
-    """Returns the value at position `i` of the list of ranks."""
+    """Returns the value on the rank at index `i` of the list of ranks."""
     return value[i].item() if isinstance(value, np.ndarray) else value
 
 
 def pick(x: PerRank, places: PerRank) -> PerRank:
-    """Returns the values at these positions of the list of ranks."""
+    """Returns the values on the ranks at the indices `places` of the list of ranks."""
     return x[places] if isinstance(x, np.ndarray) else x
 
 
 def outside_of(x: PerRank, limit: int, here: Array) -> Array | None:
-    """Returns which of the ranks in `here` have a value outside of 0 <= value < limit; None if none
-    has."""
+    """Returns a mask of the ranks in `here` whose value is not in 0 <= value < limit. Returns None
+    if there is no such rank."""
     wrong = (x < 0) | (x >= limit)
     if not isinstance(wrong, np.ndarray):
         return here if wrong and here.any() else None

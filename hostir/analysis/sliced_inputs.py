@@ -1,9 +1,10 @@
-"""Finds replicated inputs that are only read by local slices, so that every call slices them again.
+"""Finds replicated inputs that are only read by local slices, so that every call slices the same
+input again.
 
     T2 = linear(h [m, DIDx(k)], w [n, k]), w replicated  ->  w2 = LocalSlice(w), in each call
 
-The results are right, but each rank stores and reads the whole tensor to use a part of it. `why`,
-`cost` and the report on overlap mention each such input once.
+The results are right, but each rank stores and reads the whole tensor to use a part of the tensor.
+`why`, `cost` and the report on overlap mention each such input once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Slice = tuple[ParallelType, int]
 
 
 def sliced_inputs(program: HostIrContainer) -> tuple[str, ...]:
-    """Returns a sentence for each input that only local slices read, all along the same axes."""
+    """Returns a sentence for each input that only local slices read, if all slices cut the same
+    axis by the same mesh dimension."""
     shown: dict[TensorView, TensorView] = {}
     slices: dict[TensorView, dict[TensorView, Slice]] = {}
     others: set[TensorView] = {*program.outputs}
@@ -73,7 +75,11 @@ def _sentences(
 
 
 def _placements(tv: TensorView, ptype: ParallelType, axis: int) -> str:
-    """Returns the declared placement of an input, and the placement of its slice."""
+    """Returns the placement with which the user should annotate an input, as text.
+
+    This is the declared placement, and in addition `axis` is sharded along the mesh dimension
+    `ptype`.
+    """
     assert tv.mesh is not None, f"{tv} has no mesh"
     cuts = {c.ptype: k for k, mine in enumerate(placement(tv, DEVICE_TYPES)) for c in mine}
     cuts[ptype] = axis

@@ -1,9 +1,9 @@
-"""The unrolled program of all ranks at once: each op at each step of its loops.
+"""The unrolled program of all ranks at once: each op in each iteration of its loops.
 
-An item has the ranks that run the op, the stream on each rank, the local sizes of its tensors, and
-the ranks that it communicates with (found by `hostir.analysis.collective_matching`).
-`hostir.cost.simulator` groups ranks whose items are equal, and simulates the first rank of each
-group.
+An item has the ranks that run the op, the stream on each rank, and the local sizes of the op's
+tensors. An item also has the communication partners of each rank, which
+`hostir.analysis.collective_matching` finds. `hostir.cost.simulator` groups ranks whose items are
+equal, and simulates the first rank of each group.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ Shape = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class UnrolledOp:
-    """One op at one step of its loops.
+    """One op in one iteration of its loops. In the following, an item is an `UnrolledOp`.
 
-    - `mask`: the ranks that run it; `stream`: the stream on each rank.
-    - `joins`: the stream, `waits`: the number of the communication that it waits for.
-    - `starts`: the number of the communication or group that it starts, `movement`: the data moved.
-    - `shapes`: the local shapes of its tensors.
+    - `mask`: the ranks that run the op; `stream`: the stream on each rank.
+    - `joins`: the stream that the op waits for; `waits`: the number of the communication that the
+      op waits for.
+    - `starts`: the number of the communication or group that the op starts; `movement`: the data
+      that is moved.
+    - `shapes`: the local shapes of the op's tensors.
     - `teams`, `root`, `peers`: the partners in a collective or permutation.
-    - `pairs`: for a send or receive, (item of the other end, positions of ranks, positions of
-      partners).
-    - `group`: the sends and receives of a group that it starts.
-    - `far`: for operands with equal parts on each rank of a team, (teams, number of ranks).
+    - `pairs`: for a send or receive, (item of the other end, indices of this op's ranks, indices of
+      the partner ranks).
+    - `group`: the sends and receives of a group that the op starts.
+    - `far`: for operands that are spread evenly over the ranks of a team, (teams, number of ranks).
     """
 
     site: Site
@@ -73,12 +75,13 @@ class UnrolledOp:
     together: tuple[UnrolledOp, ...] = ()
 
     def sizes(self, place: int) -> dict[TensorView, Shape]:
-        """Returns the shapes on one rank, by its position in the list of ranks."""
+        """Returns the tensors' shapes on the rank at index `place` of the list of ranks."""
         return {tv: tuple(int(at(n, place)) for n in s) for tv, s in self.shapes.items()}  # pyright: ignore[reportArgumentType]
 
 
 class Unroller(MatchingWalk):
-    """Walks a program as `hostir.analysis.collective_matching` does, and records each op."""
+    """Walks a program like `hostir.analysis.collective_matching`, and also records an `UnrolledOp`
+    for each op and iteration."""
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
@@ -98,7 +101,7 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ ops
     def on_op(self, op: Op) -> None:
-        """Records an op, and matches its communication."""
+        """Records an `UnrolledOp` for an op, and matches the communication of the op."""
         effects = self.known.get(id(op))
         if effects is None:
             effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
@@ -114,7 +117,7 @@ class Unroller(MatchingWalk):
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:
-        """Stores the item of a send or receive in its half."""
+        """Stores the `UnrolledOp` of a send or receive in the note of its `Half`."""
         half.note = self.at[id(half.site.op), self.indices][-1]
 
     def _effect(self, effect: Effect) -> None:
@@ -137,7 +140,7 @@ class Unroller(MatchingWalk):
                 self.buffers[tv] = held - gone
 
     def _held(self, tv: TensorView) -> PerRank:
-        """Returns the bytes of a tensor on each active rank."""
+        """Returns the number of bytes of a tensor on each active rank."""
         elements = self.shard_region(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
         has = self.holds(tv) & self.mask
         return elements if has.all() else np.where(has, elements, 0)
@@ -180,7 +183,8 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Records the partners of a collective or permutation."""
+        """Records the partners of a collective or permutation in the `UnrolledOp` of each
+        member."""
         super().met(met, here)
         if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):
             return  # readers of the view move the bytes; the barrier has no known cost
@@ -197,10 +201,10 @@ class Unroller(MatchingWalk):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Does nothing: the parts of tensors do not change the cost."""
+        """Does nothing, because the cost does not depend on which parts of tensors are sent."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """Records the partners of a send and its receive."""
+        """Records the partners of a send and its receive in both `UnrolledOp` objects."""
         super().paired(a, b, senders, receivers)
         sends: UnrolledOp = a.note
         receives: UnrolledOp = b.note

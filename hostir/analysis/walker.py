@@ -1,12 +1,14 @@
-"""The one walk through host programs that all analyses use.
+"""The traversal of host programs that all analyses use.
 
-`Walk` unrolls a program in the order of the host, for one rank or for all ranks at once, or visits
-each op once. Its *domain* has the values of scalars, and the ranks that run the current op.
+`Walk` unrolls a program in the order in which the host issues the ops. It does so for one rank or
+for all ranks at once, or visits each op once. Its *domain* has the values of scalars and the ranks
+that run the current op.
 
-`EffectState` applies effects of ops to streams, to the open group and to communications in flight.
-An unrolled walk uses it, and a run that is followed op by op (`hostir.runtime.recorder`).
+`EffectState` applies the effects of ops to the current stream, the open group of transfers, and the
+communications in flight. Unrolled walks use `EffectState`, and so does a run that is followed op by
+op (`hostir.runtime.recorder`).
 
-An analysis derives from `Walk` and overrides the methods for the events that it needs.
+An analysis derives from `Walk` and overrides the methods for the events that the analysis needs.
 """
 
 from __future__ import annotations
@@ -50,22 +52,26 @@ class Domain(Protocol[N]):
         ...
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Sets the index of a loop, or removes it after the loop (None)."""
+        """Sets the value of a loop's index. The value None removes the index after the loop."""
         ...
 
     def ranges(self, bounds: Sequence[N]) -> Iterator[range]:
-        """Yields each range of steps that some ranks run. Until the next one, only these ranks are
-        active."""
+        """Yields each distinct range of a loop's index, given the `bounds` (start, stop, step).
+
+        Until the next range is yielded, only the ranks with this range are active.
+        """
         ...
 
     def branches(self, holds: N) -> Iterator[bool]:
-        """Yields the value of the condition for each branch that some ranks run. Until the next
-        one, only these ranks are active."""
+        """Yields the truth value of each branch that some ranks take, given the condition `holds`.
+
+        Until the next value is yielded, only the ranks that take this branch are active.
+        """
         ...
 
 
 class OneRank:
-    """The values of scalars on one rank; `values` binds every symbol."""
+    """The values of scalars on one rank. `values` binds every symbol."""
 
     def __init__(self, values: dict[Symbol, Number]) -> None:
         self.values = values
@@ -78,65 +84,71 @@ class OneRank:
             raise InputError(f"{x}: no input binds {missing.args[0]}") from None
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Sets the index of a loop, or removes it after the loop (None)."""
+        """Sets the value of a loop's index. The value None removes the index after the loop."""
         if value is None:
             self.values.pop(index, None)
         else:
             self.values[index] = value
 
     def ranges(self, bounds: Sequence[Number]) -> Iterator[range]:
-        """Yields the range of the loop."""
+        """Yields the only range of the loop's index. `bounds` are start, stop and step."""
         start, stop, step = map(int, bounds)
         yield range(start, stop, max(step, 1))
 
     def branches(self, holds: Number) -> Iterator[bool]:
-        """Yields the value of the condition."""
+        """Yields `holds`, the value of the condition, as the only truth value."""
         yield bool(holds)
 
 
 class EachOpOnce:
-    """No values: one step of each loop is visited, and both regions of each branch."""
+    """A domain without values: one iteration of each loop is visited, and both regions of each
+    branch."""
 
     def value(self, x: Scalar) -> None:
         """Returns None: no scalar is evaluated."""
         return
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Does nothing."""
+        """Does nothing, because no scalar is evaluated."""
 
     def ranges(self, bounds: Sequence[None]) -> Iterator[range]:
-        """Yields one step."""
+        """Yields a range of one iteration."""
         yield range(1)
 
     def branches(self, holds: None) -> Iterator[bool]:
-        """Yields both values of the condition."""
+        """Yields both truth values, so that both regions are visited."""
         yield True
         yield False
 
 
 class AllRanks:
-    """The values of scalars on all ranks at once; `mask` has the ranks that run the current op."""
+    """The values of scalars on all ranks at once. `mask` selects the ranks that run the current
+    op."""
 
     def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
         self.values = RankValues(ranks, values)
         self.mask: Array = np.ones(len(ranks), dtype=bool)
 
     def value(self, x: Scalar) -> PerRank:
-        """Returns a number that all ranks share, or an array over ranks."""
+        """Returns the value of a scalar: a number that all ranks share, or an array over ranks."""
         return self.values.of(x)
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Sets the index of a loop, or removes it after the loop (None)."""
+        """Sets the value of a loop's index. The value None removes the index after the loop."""
         self.values.bind(index, value)
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns the new value on the active ranks and the old one on all others."""
+        """Returns `new` on the active ranks, and `old` on all other ranks."""
         return new if self.mask.all() else np.where(self.mask, new, old)
 
     # The body of a loop or branch runs while the generator is suspended. A walk must exhaust it, or
     # the mask keeps the ranks of the body.
     def ranges(self, bounds: Sequence[PerRank]) -> Iterator[range]:
-        """Yields each different range of steps, with `mask` set to the ranks that run it."""
+        """Yields each distinct range of the loop's index, with `mask` set to the ranks that have
+        this range.
+
+        `bounds` are start, stop and step, each a number or an array over ranks.
+        """
         if not any(isinstance(b, np.ndarray) for b in bounds):
             start, stop, step = map(int, bounds)
             yield range(start, stop, max(step, 1))
@@ -149,8 +161,11 @@ class AllRanks:
         self.mask = outer
 
     def branches(self, holds: PerRank) -> Iterator[bool]:
-        """Yields the value of the condition for each branch, with `mask` set to the ranks that run
-        it."""
+        """Yields the truth value of each branch that some ranks take, with `mask` set to these
+        ranks.
+
+        `holds` is the condition, a truth value or an array over ranks.
+        """
         if not isinstance(holds, np.ndarray):
             yield bool(holds)
             return
@@ -164,42 +179,45 @@ class AllRanks:
 
 # ------------------------------------------------------------------ control flow
 class Walk(Generic[N]):
-    """Unrolls a program in the order of the host.
+    """Unrolls a program in the order in which the host issues the ops.
 
-    A subclass defines `on_op`, which is called for each op without regions at each step of its
-    loops. If needed, it also defines `on_region`, `on_left`, `on_skipped` and `needed`.
+    A subclass defines `on_op`, which is called for each op without regions, in each iteration of
+    its loops. If needed, the subclass also defines `on_region`, `on_left`, `on_skipped` and
+    `needed`.
     """
 
     def __init__(self, domain: Domain[N]) -> None:
         self._domain = domain
         self.indices: Indices = ()
-        # An analysis that needs no more ops sets it, and the walk ends.
+        # An analysis that needs no more ops sets this flag, and the walk ends.
         self.is_over = False
 
     def on_op(self, op: Op) -> None:
-        """Is called for an op without regions."""
+        """Handles an op without regions. A subclass must define this method."""
         raise NotImplementedError
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Is called for a loop or branch, before its bounds or condition are evaluated."""
+        """Handles a loop or branch, before its bounds or its condition are evaluated. By default,
+        does nothing."""
 
     def on_left(self, op: ForLoop) -> None:
-        """Is called after a loop has ended."""
+        """Handles the end of a loop. By default, does nothing."""
 
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Is called for ops that do not run: those of a branch that is not taken, or a loop without
-        steps."""
+        """Handles ops that do not run: those of a branch that is not taken, or of a loop without
+        iterations. By default, does nothing."""
 
     def needed(self, x: Scalar, what: str, op: Op) -> N:
-        """Returns the value of a bound or condition; `what` names it in messages."""
+        """Returns the value of a loop bound or a condition. `what` is the word for the scalar in
+        messages."""
         return self._domain.value(x)
 
     def site(self, op: Op) -> Site:
-        """Returns the op with the current indices of its loops."""
+        """Returns the op together with the current indices of its loops."""
         return Site(op, self.indices)
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Visits these ops, and the ops of their regions at each step."""
+        """Visits the given ops, and the ops of their regions in each iteration."""
         for op in ops:
             if self.is_over:
                 return
@@ -238,10 +256,11 @@ class Walk(Generic[N]):
 
 # ------------------------------------------------------------------ streams
 class StreamState(Generic[N]):
-    """The current stream of a run, and the stream of each captured name.
+    """The current stream of a run, and the stream to which each captured name refers.
 
-    A stream is any value on one rank, or an array over ranks. `number` evaluates the index of a
-    stream, `entry` is the caller's stream, `default` the stream called Default.
+    A stream is represented by any value on one rank, or by an array over ranks. `number` evaluates
+    the index of a stream. `entry` is the caller's stream, and `default` the stream with the name
+    `Default`.
     """
 
     def __init__(self, number: Callable[[Scalar], N], entry: N, default: N) -> None:
@@ -250,7 +269,7 @@ class StreamState(Generic[N]):
         self.captured: dict[str, N] = {}
 
     def find(self, stream: Stream) -> N:
-        """Returns the stream that an op names."""
+        """Returns the stream that the number or name in an op refers to."""
         if stream.index is not None:
             return self._number(stream.index)
         if stream.name in self.captured:
@@ -258,40 +277,43 @@ class StreamState(Generic[N]):
         return self._default if stream.name == "Default" else self.unnamed(stream.name)
 
     def unnamed(self, name: str) -> N:
-        """Returns the stream of a name that no op captured."""
+        """Returns the stream for a name that no op captured. A subclass must define this method."""
         raise NotImplementedError
 
     def merge(self, new: N, old: N) -> N:
-        """Returns the stream after a change: the new one, on the active ranks."""
+        """Returns the stream after a change from `old` to `new`. By default `new`; for all ranks at
+        once, `new` only on the active ranks."""
         return new
 
     def enter(self, stream: Stream) -> None:
-        """Makes a stream the current one."""
+        """Makes `stream` the current stream."""
         self.current = self.merge(self.find(stream), self.current)
 
     def capture(self, stream: Stream) -> None:
-        """Binds a name to the current stream."""
+        """Binds the name of `stream` to the current stream."""
         before = self.captured.get(stream.name, self._entry)
         self.captured[stream.name] = self.merge(self.current, before)
 
     # This class keeps no order of streams. `hostir.analysis.clocks.Clocks` adds vector clocks.
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for another one. Without clocks, nothing changes."""
+        """Makes the current stream wait for another stream. Does nothing here, because this class
+        has no clocks."""
 
     def learn(self, theirs: dict[Hashable, int]) -> None:
-        """Orders the current stream after everything in a clock. Without clocks,
-        nothing changes."""
+        """Orders the current stream after everything in the clock `theirs`. Does nothing here,
+        because this class has no clocks."""
 
     @property
     def now(self) -> dict[Hashable, int]:
-        """The clock of the current stream."""
+        """The clock of the current stream; {} because this class has no clocks."""
         return {}
 
 
 class StreamNumbers(StreamState[PerRank]):
-    """Streams as numbers, on one rank or per rank.
+    """Streams as numbers, on one rank or in arrays over ranks.
 
-    The caller's stream is -1. Streams of names that no op captured have numbers below -1.
+    The caller's stream has the number -1. Streams for names that no op captured have numbers below
+    -1.
     """
 
     def __init__(
@@ -299,29 +321,32 @@ class StreamNumbers(StreamState[PerRank]):
         number: Callable[[Scalar], PerRank],
         merge: Callable[[PerRank, PerRank], PerRank] | None = None,
     ) -> None:
-        """`merge` is the method of `AllRanks`, for all ranks at once."""
+        """`number` evaluates the index of a stream. `merge` is `AllRanks.merge` if the streams are
+        those of all ranks."""
         super().__init__(number, CALLER, CALLER)
         self._merge = merge
         # The streams of names that no op captured.
         self.uncaptured: dict[str, int] = {}
 
     def unnamed(self, name: str) -> PerRank:
-        """Returns the stream of a name that no op captured."""
+        """Returns a number below -1 for a name that no op captured. Equal names have equal
+        numbers."""
         return self.uncaptured.setdefault(name, CALLER - 1 - len(self.uncaptured))
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns the stream after a change: the new one, on the active ranks."""
+        """Returns `new` on the active ranks, and `old` on all other ranks. For one rank, returns
+        `new`."""
         return new if self._merge is None else self._merge(new, old)
 
 
 # ------------------------------------------------------------------ groups and communications
 @dataclass(eq=False)
 class InFlight(Generic[G]):
-    """A communication in flight: it has started and has no `Wait` yet.
+    """A communication in flight: the communication has started and has no `Wait` yet.
 
-    `began` is the stream that started it, `clock` the clock of that stream then. `touched` are the
-    uses of buffers by its op, or by all members of its group. `site` and `note` belong to the
-    analysis.
+    `began` is the stream that started the communication, and `clock` the clock of that stream at
+    the start. `touched` are the uses of buffers by the op, or by all transfers of the group. Each
+    analysis may use `site` and `note` for its own data.
     """
 
     number: int
@@ -333,7 +358,7 @@ class InFlight(Generic[G]):
 
 
 class EffectState(Generic[G]):
-    """The streams, the open group and the communications in flight of a walk."""
+    """The streams, the open group of transfers, and the communications in flight during a walk."""
 
     def __init__(self, streams: StreamState[Any]) -> None:
         self.streams = streams
@@ -341,11 +366,11 @@ class EffectState(Generic[G]):
         self.in_flight: dict[int, InFlight[G]] = {}
 
     def apply(self, effect: Effect, touched: Sequence[G] = ()) -> InFlight[G] | None:
-        """Applies an effect on streams or communications; ignores all other effects.
+        """Applies an effect on streams or communications. Ignores all other effects.
 
-        `touched` are the uses of a communication that starts. Returns the communication that the
-        effect starts or waits for. Returns None if a transfer joins the open group, if no
-        communication of the number is in flight, or for other effects.
+        `touched` are the uses of buffers by a communication that starts. Returns the communication
+        that the effect starts or waits for. Returns None if a transfer is added to the open group,
+        if no communication with the number is in flight, or for other effects.
         """
         match effect:
             case Enters(stream):

@@ -8,6 +8,6 @@ Files, in reading order:
 - `op_costs`: the time of each op.
 - `simulator`: the simulated schedule of a program on its resources.
 - `report`: the busy times of a rank; the text of the report.
-- `overlap_search`: decides which communications are divided into steps.
+- `overlap_search`: decides which communications are divided into pipelined steps.
 - `calibrate`: measures a machine and writes its description.
 """

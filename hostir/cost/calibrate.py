@@ -2,12 +2,12 @@
 
 One process measures its device: memory bandwidth, matmuls, and the host's time per op. The ranks of
 a job, one per GPU or on CPUs, also measure their links: collectives, sends and peer copies. All
-other numbers are those of an earlier calibration, else those of the built-in machine.
+other numbers come from an earlier calibration, or from the built-in machine if there is none.
 
-On a GPU, the calls of a burst are enqueued behind a kernel that waits, so that only the GPU's time
-is measured. A number is the lower quartile of several bursts; in a job, that of the slowest rank.
-Other work on the machine therefore changes little. The host's times are those of single calls
-without CUDA graphs. Impossible results are measured again, then refused.
+On a GPU, the calls of a burst are enqueued after a kernel that waits, so that only the GPU's time
+is measured. A number is the lower quartile of several bursts. In a job, a number is that of the
+slowest rank. Other work on the machine therefore has little influence. The host's times are those
+of single calls without CUDA graphs. Impossible results are measured again, and then refused.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ _CPU: Fields = {
 
 
 def calibrate_here(communicator: Communicator, kind: str | None, output: str | None) -> str:
-    """Measures the device of this rank and writes the description on rank 0; returns the text to
+    """Measures the device of this rank and writes the description on rank 0. Returns the text to
     print.
 
-    `device` is "cuda", "cpu", or None for a GPU if there is one. Raises `InputError` before any
-    measurement if the device does not exist or the file cannot be written, and `PeerError` if
-    another rank has such an error.
+    `kind` is "cuda", "cpu", or None for a GPU if there is one. `output` is the file to write, or
+    None for the usual file. Raises `InputError` before any measurement if the device does not exist
+    or the file cannot be written. Raises `PeerError` if another rank has such an error.
     """
     device, file = _checked(communicator, kind, output)
     if device.type == "cuda":
@@ -123,7 +123,7 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
 
 
 def _crowded_text(communicator: Communicator) -> str:
-    """Returns a sentence if ranks share cores of this host, else ""."""
+    """Returns a warning if this host has more ranks than cores, and "" otherwise."""
     cores, ranks = os.cpu_count() or 1, communicator.local_size()
     if ranks <= cores:
         return ""
@@ -133,7 +133,11 @@ def _crowded_text(communicator: Communicator) -> str:
 def _checked(
     communicator: Communicator, kind: str | None, output: str | None
 ) -> tuple[torch.device, Path]:
-    """Returns the device of this rank and the file. An error of one rank is raised on all."""
+    """Returns the device of this rank and the file to write. An error of one rank is raised on all
+    ranks.
+
+    `kind` and `output` are those of `calibrate_here`.
+    """
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     device, why = torch.device(kind), ""
     if kind == "cuda":
@@ -159,10 +163,11 @@ def _checked(
 def calibrate(
     communicator: Communicator, device: torch.device
 ) -> tuple[Machine, Machine, list[str]]:
-    """Returns the previous description, the measured one, and sentences about doubtful results.
+    """Returns the previous description, the measured description, and sentences about doubtful
+    results.
 
-    All ranks of the job call it. Raises `FuserError` if ranks cannot communicate, or a link is
-    impossibly fast.
+    All ranks of the job must call this function. Raises `FuserError` if ranks cannot communicate,
+    or if the results remain impossible.
     """
     before, ranks = known_before(device), communicator.size()
     for _ in range(_ATTEMPTS):
@@ -184,14 +189,19 @@ def calibrate(
 
 
 def _name(device: str, ranks: int, before: Machine) -> str:
-    """Returns the name of the description, with the number of ranks that measured the links."""
+    """Returns the name of the new description, which includes the number of ranks that measured the
+    links.
+
+    If only one rank measured, the links are those of the description `before`.
+    """
     _, sep, links = before.name.partition("; links by ")
     links = f"{ranks} ranks" if ranks > 1 else links
     return f"{device}, measured" + (f"; links by {links}" if ranks > 1 or sep else "")
 
 
 def rounded(fields: Fields) -> Fields:
-    """Returns numbers rounded to three digits, the precision of the measurements."""
+    """Returns the fields with all numbers rounded to three digits, because the measurements are not
+    more precise."""
 
     def short(x: Any) -> Any:
         if isinstance(x, float):
@@ -204,7 +214,8 @@ def rounded(fields: Fields) -> Fields:
 
 
 def known_before(device: torch.device) -> Machine:
-    """Returns the description of an earlier calibration, else "h200"."""
+    """Returns the description of an earlier calibration. If there is none, returns the built-in
+    machine "h200"."""
     file = measured_file(device)
     try:
         return machine_from_json(file.read_text(), where=str(file))
@@ -213,9 +224,10 @@ def known_before(device: torch.device) -> Machine:
 
 
 def write(machine: Machine, file: Path) -> None:
-    """Writes a description atomically: a concurrent reader gets the old one or the new one.
+    """Writes a description atomically: a concurrent reader gets either the old or the new
+    description.
 
-    Raises `InputError` if it cannot be written.
+    Raises `InputError` if the file cannot be written.
     """
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
@@ -231,13 +243,13 @@ def write(machine: Machine, file: Path) -> None:
 
 
 def changes(before: Machine, after: Machine) -> list[str]:
-    """Returns a line per number that differs."""
+    """Returns a line of text for each number that differs between two descriptions."""
     old, new = (json.loads(m.to_json()) for m in (before, after))
     return [f"{name}: {old[name]} -> {value}" for name, value in new.items() if old[name] != value]
 
 
 class _Bench:
-    """Times calls on a device, on all ranks of a job at once."""
+    """Times calls on a device, on all ranks of a job at the same time."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.device = communicator, device
@@ -249,16 +261,18 @@ class _Bench:
         self.faults: list[str] = []
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
-        """Returns the device's time for one of many calls."""
+        """Returns the device's time for one call, measured in bursts of at most `times` calls on a
+        CPU and of at least `times` calls on a GPU."""
         return self.interleaved([call], times)[0]
 
     def interleaved(
         self, calls: Sequence[Callable[[], object]], times: int = 10, load_s: float = 0.0
     ) -> list[float]:
-        """Returns the device's time for each of several calls, which take turns for at least
-        `load_s` each.
+        """Returns the device's time for each of several calls. Bursts of the calls take turns, so
+        that a disturbance by other work affects all of them.
 
-        A disturbance by other work then affects all of them.
+        On a CPU, a burst has at most `times` calls. On a GPU, a burst has at least `times` calls
+        and takes at least `load_s`.
         """
         lengths = [self._length(call, times, load_s) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
@@ -271,10 +285,11 @@ class _Bench:
         return [_low(rounds) for rounds in found]
 
     def _length(self, call: Callable[[], object], times: int, load_s: float) -> int:
-        """Returns the number of calls in a burst.
+        """Returns the number of calls in a burst: at most `times` on a CPU, at least `times` on a
+        GPU.
 
-        On a GPU, a burst is long enough to reach its sustained clock, which is lower than at the
-        start.
+        On a GPU, a burst takes at least `load_s`. The GPU then reaches its sustained clock, which
+        is lower than the clock at the start.
         """
         for _ in range(3):
             call()
@@ -301,10 +316,10 @@ class _Bench:
         return start.elapsed_time(stop) / 1e3 / times
 
     def host_seconds(self, call: Callable[[], object], times: int = 20) -> float:
-        """Returns the host's time for one call.
+        """Returns the host's time for one call, from rounds of `times` calls.
 
-        The GPU is not blocked, so the host rarely waits for it. The lower quartile of single calls
-        leaves out those that do wait.
+        The GPU is not blocked, so the host rarely waits for the GPU. The lower quartile of single
+        calls leaves out the calls that do wait.
         """
         for _ in range(10):
             call()
@@ -332,16 +347,18 @@ class _Bench:
         return max(map(float, self.communicator.exchange(repr(seconds).encode())))
 
     def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns random numbers. Zeros would be multiplied at a higher clock."""
+        """Returns a tensor of random numbers. Zeros are not used, because a GPU multiplies zeros at
+        a higher clock."""
         return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns an uninitialised buffer of so many bytes."""
+        """Returns an uninitialised tensor of `nbytes` bytes."""
         return torch.empty(nbytes // 4, device=self.device, dtype=torch.float32)
 
 
 def _low(times: Sequence[float]) -> float:
-    """Returns the lower quartile, because other work makes some measurements longer."""
+    """Returns the lower quartile of the times, because other work makes some measurements
+    longer."""
     return sorted(times)[len(times) // 4]
 
 
@@ -350,13 +367,13 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _keep_waiting() -> None:
-    """Keeps the current stream busy while the host enqueues a burst."""
+    """Keeps the GPU's current stream busy while the host enqueues a burst."""
     torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
 
 
 # ------------------------------------------------------------------ one device
 def local_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Returns the numbers that one rank measures alone."""
+    """Returns the fields of `Machine` that one rank measures without other ranks."""
     kind = bench.device.type
     small = bench.empty(64)
     launch = bench.seconds(lambda: small.add_(1.0), 50)
@@ -371,9 +388,11 @@ def local_fields(bench: _Bench, machine: Machine) -> Fields:
 
 
 def _cpu_fields(bench: _Bench) -> Fields:
-    """Returns the time of a library call that computes almost nothing.
+    """Returns the fields that are fixed for a CPU, and the measured time of a library call that
+    computes almost nothing.
 
-    On a CPU, the host's time is the device's.
+    The fields for the host's time are 0, because on a CPU the host's time is part of the device's
+    time.
     """
     x = bench.random(8, 8, dtype=torch.float32)
     out = torch.empty_like(x)
@@ -417,7 +436,8 @@ def _linears(count: int) -> HostIrContainer:
 
 
 def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Returns the rates of matmuls with whole waves of tiles, as the model reads them."""
+    """Returns the measured rates of matmuls, computed for whole waves of tiles as in the cost
+    model."""
     kind = bench.device.type
     main = "BFloat16" if kind == "cuda" else "Float"
 
@@ -445,15 +465,18 @@ def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
 
 # ------------------------------------------------------------------ between ranks
 def link_fields(bench: _Bench) -> Fields:
-    """Returns the numbers that the ranks of a job measure together."""
+    """Returns the fields of `Machine` that the ranks of a job measure together."""
     bench.communicator.begin_run(bench.team)
     backend = bench.communicator.backend_for(bench.device)
     team, n = bench.team, len(bench.team)
     small, middle, large = _SENT[bench.device.type]
 
     def calls_of(row: Collective) -> Callable[[int], Callable[[], None]]:
-        """Returns a maker of calls of a collective with so many bytes on the larger side, in place
-        if allowed."""
+        """Returns a function that makes a call of the collective `row`.
+
+        The argument of this function is the number of bytes of the input or the output, whichever
+        is larger. The collective works in place if this type of collective allows it.
+        """
 
         def make(nbytes: int) -> Callable[[], None]:
             part = nbytes // n if row.growth else nbytes
@@ -493,8 +516,11 @@ def link_fields(bench: _Bench) -> Fields:
 
 
 def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
-    """Returns the times of small allreduces per algorithm, from the smallest and the largest
-    message of each."""
+    """Returns the time of small allreduces for each algorithm, measured with the smallest and the
+    largest message of the algorithm.
+
+    `make` returns a call that does an allreduce of a given number of bytes.
+    """
     n = len(bench.team)
     sizes: dict[Way, list[int]] = {}
     for nbytes in (1 << k for k in range(10, MAX_NBYTES.bit_length())):
@@ -525,10 +551,10 @@ def _fit(
     moved: float,
     sizes: tuple[int, int, int],
 ) -> tuple[float, float, float]:
-    """Returns latency, ramp and bandwidth from the times of three sizes.
+    """Returns (latency, ramp, bandwidth), computed from the times of messages of three sizes.
 
-    A rank moves the fraction `moved` of each byte. The bandwidth is that between the two larger
-    sizes.
+    `make` returns a call for a message size. For each byte of a message, a rank moves `moved`
+    bytes. The bandwidth is computed from the difference between the two larger sizes.
     """
     few, middle, many = (bench.seconds(make(size)) for size in sizes)
     if many < SPREAD * few:
@@ -551,8 +577,11 @@ def _ring(
     batch: Callable[..., Work],
     count: int = 1,
 ) -> Callable[[], None]:
-    """Returns a call in which every rank sends to the next one and receives from the one before,
-    `count` times."""
+    """Returns a call in which every rank sends `inp` to the next rank and receives `out` from the
+    previous rank, `count` times.
+
+    `batch` starts a list of transfers.
+    """
     rank, n = bench.communicator.rank(), len(bench.team)
     both = [
         Transfer("send", inp, (rank + 1) % n),
@@ -562,7 +591,8 @@ def _ring(
 
 
 def _peer_fields(bench: _Bench) -> Fields:
-    """Returns the same numbers for peer copies; {} if the ranks cannot map each other's memory."""
+    """Returns the latency and the bandwidth of peer copies. Returns {} if the ranks cannot map each
+    other's memory."""
     here = bench.communicator
     if not (here.are_on_one_host(bench.team) and here.have_access(bench.device)):
         return {}
@@ -616,7 +646,12 @@ Points = Sequence[tuple[float, float]]
 
 
 def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tiles: bool) -> str:
-    """Returns the impossible results about matmul rates as text, "" for none."""
+    """Returns a sentence about impossible matmul rates, or "" if there are none.
+
+    `rates` has points (operations, rate) for each dtype. `main` is the dtype to which others are
+    compared, and `kind` the kind of device. `has_tiles` says that the CPU has matrix units, which
+    make half types faster.
+    """
     for dtype, points in rates.items():
         for (few, slow), (many, fast) in pairwise(points):
             short, long = few / slow, many / fast
@@ -641,7 +676,11 @@ def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tile
 
 
 def link_faults(found: Mapping[str, Any]) -> str:
-    """Returns the link that is faster than the memory at its ends, as text; "" for none."""
+    """Returns a sentence about a link that is impossibly fast compared with memory, or "" if there
+    is none.
+
+    `found` has the measured fields of `Machine`.
+    """
     memory, links = found["memory_bandwidth"], dict(found.get("nccl", {}))
     links |= {k: found[k] for k in ("nccl_other_bandwidth", "pull_bandwidth") if k in found}
     for name, bandwidth in links.items():
@@ -654,7 +693,11 @@ def link_faults(found: Mapping[str, Any]) -> str:
 
 
 def spread_faults(spreads: Sequence[float]) -> str:
-    """Returns a sentence about measurements whose repetitions differ, "" if there are few."""
+    """Returns a sentence about measurements whose repetitions differ too much, or "" if there are
+    none.
+
+    `spreads` has, for each measurement, the factor between its repetitions.
+    """
     count = sum(spread > SPREAD for spread in spreads)
     if not count:
         return ""

@@ -1,7 +1,7 @@
 """The description of a machine: the numbers with which the cost model (`hostir.cost.op_costs`)
 computes.
 
-A description is a JSON file. Missing fields have the values of the built-in "h200".
+A description is a JSON file. Missing fields have the values of the built-in machine "h200".
 `hostir.cost.calibrate` measures a machine once and writes such a file.
 """
 
@@ -61,22 +61,24 @@ def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """A description: seconds (`_s`), bytes per second (`_bandwidth`), and other numbers as named.
+    """The description of a machine. Fields in `_s` are seconds, fields in `_bandwidth` bytes per
+    second.
 
     - `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
-    - `matmul`: (operations, operations per second) in float16 with a tile on every multiprocessor.
-      On a GPU, the operations are those of all matmuls of a call, because the clock depends on how
-      long it is busy; on a CPU, those of one matmul. The rate between two points follows the
-      logarithm, and is constant outside.
-    - `matmul_dtypes`: the speed of each dtype relative to that.
-    - `tiles`: rows and columns of each tile that the library can choose, and its relative speed.
-    - `nccl`: the bus bandwidth of each type of collective; `nccl_other_bandwidth`: that of all
-      others and of sends.
-    - `nccl_fill_s`: the extra time to reach full bandwidth beyond `nccl_latency_s`; half of it at
-      `nccl_fill_nbytes`.
+    - `matmul`: points (operations, operations per second) for float16 with a tile on every
+      multiprocessor. On a GPU, the operations are those of all matmuls of a call, because the clock
+      depends on how long the GPU is busy. On a CPU, they are those of one matmul. The rate between
+      two points is interpolated in the logarithm of the operations, and is constant outside of the
+      points.
+    - `matmul_dtypes`: the speed of matmuls in each dtype, relative to float16.
+    - `tiles`: for each tile that the library can choose, rows, columns, and relative speed.
+    - `nccl`: the bus bandwidth of each type of collective; `nccl_other_bandwidth`: the bandwidth of
+      all other collectives and of sends.
+    - `nccl_fill_s`: the extra time, beyond `nccl_latency_s`, that a large message needs to reach
+      full bandwidth. A message of `nccl_fill_nbytes` needs half of this time.
     - `allreduce_kernel_s`: the time of allreduces that are one kernel, by their algorithm
-      (`multidevice.transports.base.allreduce_model`), without that to send data at
-      `allreduce_kernel_bandwidth`.
+      (`multidevice.transports.base.allreduce_model`). The time to send data at
+      `allreduce_kernel_bandwidth` is not included.
     - `host_*`: the host's time for one op, and at the beginning of a run.
     """
 
@@ -127,21 +129,22 @@ class Machine:
             _check(self, f.name, getattr(self, f.name))
 
     def numbers_of(self, library: str) -> str:
-        """Returns the library whose numbers predict `library`; "" for its own.
+        """Returns the name of another library whose measured numbers are used to predict `library`;
+        "" if `library` has its own.
 
-        Descriptions of GPUs have numbers of NCCL and of peer copies.
+        Descriptions of GPUs have numbers for NCCL and for peer copies.
         """
         is_known = self.device == CPU or library.upper() in (_NCCL_NAME, PEER_COPIES)
         return "" if is_known else _NCCL_NAME
 
     def to_json(self) -> str:
-        """Returns the text of a description file, which `machine_from_json` reads."""
+        """Returns the text of a description file. `machine_from_json` reads this text."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return json.dumps(values, indent=2, default=dict)
 
 
 def _check(machine: Machine, name: str, value: Any) -> None:
-    """Raises `InputError` for a value that is not a positive number where one is expected.
+    """Raises `InputError` if the value of field `name` has a wrong type or is not positive.
     Latencies may be 0."""
     default = _DEFAULTS[name]
     if isinstance(default, str):
@@ -190,9 +193,10 @@ MACHINES: Mapping[str, Machine] = MappingProxyType({"h200": H200})
 
 
 def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
-    """Returns the machine of a description. Missing fields have the values of "h200".
+    """Returns the machine that a JSON text describes. Missing fields have the values of "h200".
 
-    Raises `InputError` for an unknown field, or a value of a wrong kind.
+    `where` names the text in messages. Raises `InputError` for an unknown field, or a value of a
+    wrong type.
     """
     try:
         found: Any = json.loads(text)
@@ -213,8 +217,8 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Returns the value of a field from JSON data: lists become rows, and tables keep missing
-    entries."""
+    """Converts the value of field `name` from JSON data: lists become tuples, and missing entries
+    of a table get their defaults."""
     default = _DEFAULTS[name]
     if isinstance(default, tuple) and isinstance(value, list):
         rows: Any = value  # pyright: ignore[reportUnknownVariableType]
@@ -234,9 +238,11 @@ MEASURED = "measured"
 
 
 def measured_file(device: torch.device | None = None) -> Path:
-    """Returns the file to which `python -m hostir calibrate` writes, which may not exist.
+    """Returns the path of the file that `python -m hostir calibrate` writes. The file may not
+    exist.
 
-    It describes this machine's GPUs or its CPU; by default the GPUs, if there are any.
+    The file describes this machine's GPUs or its CPU. If `device` is None, the GPUs are chosen if
+    there are any.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device.type
     if kind == "cuda":
@@ -249,9 +255,9 @@ def measured_file(device: torch.device | None = None) -> Path:
 
 @functools.cache
 def read_once(file: Path) -> Machine | None:
-    """Returns the machine of a file; None without a file.
+    """Returns the machine that a file describes; None if the file does not exist.
 
-    Each process reads a file only once, so that equal sizes always have equal programs.
+    Each process reads a file only once, so that inputs of equal sizes always get equal programs.
     """
     try:
         text = file.read_text()
@@ -261,7 +267,8 @@ def read_once(file: Path) -> Machine | None:
 
 
 def machine_of(device: torch.device) -> Machine | None:
-    """Returns the measured description of a device, else a built-in one; None without either."""
+    """Returns the measured description of a device. If there is none, returns a built-in
+    description; None if there is none either."""
     found = None
     try:
         found = read_once(measured_file(device))
@@ -273,16 +280,18 @@ def machine_of(device: torch.device) -> Machine | None:
 
 
 def usual_machine() -> str:
-    """Returns the name of the measured description of this machine's GPUs, else "h200"."""
+    """Returns "measured" if this machine's GPUs have a measured description, and "h200"
+    otherwise."""
     is_measured = torch.cuda.is_available() and measured_file().exists()
     return MEASURED if is_measured else H200.name
 
 
 def find_machine(name: str, device: torch.device | None = None) -> Machine:
-    """Returns the machine of a name: a built-in one, `measured`, or a description file (`*.json`).
+    """Returns the machine with a given name: a built-in machine, `measured`, or a description file
+    (`*.json`).
 
-    For `device` see `measured_file`. Raises `InputError` for an unknown name, an unreadable file,
-    or `measured` without a calibration.
+    `device` selects the measured file; see `measured_file`. Raises `InputError` for an unknown
+    name, an unreadable file, or `measured` without a calibration.
     """
     if name in MACHINES:
         return MACHINES[name]

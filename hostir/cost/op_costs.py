@@ -1,10 +1,12 @@
-"""The time that each op takes alone, and the fraction of the machine that it uses.
+"""The time that each op takes when nothing else runs, and the fraction of the machine that the op
+uses.
 
-A host op returns the bytes that it reads and writes (`HostOp.work`). A tensor op that is more than
-one kernel has a function in the table `COSTS`.
+A host op returns the bytes that the op reads and writes (`HostOp.work`). A tensor op that is more
+than one kernel has a function in the table `COSTS`.
 
-Sizes are those of one rank. A cost is the time of the GPU; the host's time to issue the op is
-`host_s`. Kernels are limited by memory, matmuls by the larger of arithmetic and memory.
+Sizes are those of one rank. A cost is the time of the GPU. The field `host_s` is the host's time to
+issue the op. Kernels are limited by memory. Matmuls are limited by arithmetic or by memory,
+whichever takes longer.
 """
 
 from __future__ import annotations
@@ -36,15 +38,18 @@ from multidevice.transports.base.allreduce_model import is_known, sent_nbytes, s
 from multidevice.transports.base.collectives import ALLREDUCE, Collective
 from multidevice.transports.base.protocol import RedOp
 
-# Tensor -> the most bytes that a kernel reads of it.
+# Tensor -> the largest number of bytes that a kernel reads of this tensor.
 Found = Mapping[TensorView, int]
 NOTHING: Found = {}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an op alone: seconds, the fraction of the multiprocessors, bytes moved, and
-    floating-point operations."""
+    """The cost of an op when nothing else runs.
+
+    `share` is the fraction of the multiprocessors that the op uses, `nbytes` the bytes moved, and
+    `flops` the floating-point operations.
+    """
 
     seconds: float
     share: float
@@ -55,7 +60,7 @@ class Cost:
 
 # ------------------------------------------------------------------ kernels
 def _kernel(op: TensorOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of reading every operand and writing every result once."""
+    """Returns the cost of a kernel that reads every operand and writes every result once."""
     both = dict.fromkeys((*op.inputs, *op.outputs))
     return _moves(sum(_held(v, sizes) for v in both if isinstance(v, TensorView)), machine)
 
@@ -68,8 +73,8 @@ def _moves(nbytes: int, machine: Machine) -> Cost:
 
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of writing the result, copying the groups one by one, and rearranging it
-    into tiles."""
+    """Returns the cost of grouping scales: writing the result, copying the groups one by one, and
+    rearranging the result into tiles."""
     groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
     cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)
     more = groups + 1
@@ -82,14 +87,14 @@ def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost
 
 # ------------------------------------------------------------------ sorts
 def _argsort(op: ArgsortOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of a radix sort: one pass over elements and indices per byte of
-    an element."""
+    """Returns the cost of a radix sort: for each byte of an element, one pass over all elements and
+    indices."""
     passes = nbytes_of(op.inp.dtype())
     return _moves(passes * 2 * sum(_held(tv, sizes) for tv in (op.inp, op.out)), machine)
 
 
 def _topk(op: TopKOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of a radix select: one read of all elements per byte of an element."""
+    """Returns the cost of a radix select: for each byte of an element, one read of all elements."""
     passes = nbytes_of(op.inp.dtype())
     written = sum(_held(tv, sizes) for tv in (op.found, op.places))
     return _moves(passes * _held(op.inp, sizes) + written, machine)
@@ -123,8 +128,8 @@ def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of one product per group, in sequence, with equal parts of the
-    ragged axis."""
+    """Returns the cost of one matrix product per group, in sequence. The ragged axis is assumed to
+    be divided into equal parts."""
     extents = {
         c: n for f, tv in op.tensors() for c, n in zip(op.letters(f), sizes(tv), strict=True)
     }
@@ -149,9 +154,9 @@ def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
 def _product_cost(
     batch: int, m: int, n: int, k: int, op: ProductOp, sizes: Sizes, machine: Machine
 ) -> Cost:
-    """Returns the cost of products whose operands are on the device.
+    """Returns the cost of `batch` matrix products [m, k] x [k, n] whose operands are on the device.
 
-    Floats of one byte are multiplied at the rate of a wider dtype, because theirs is not measured.
+    Floats of one byte are costed like a wider dtype, because their speed is not measured.
     """
     nbytes = sum(_held(tv, sizes) for f, tv in op.tensors() if f not in ("offsets", "out"))
     wider = DataType.Float if machine.device == CPU else DataType.BFloat16
@@ -170,7 +175,11 @@ def _matmul_cost(
     packed: int = 0,
     dtype: DataType | None = None,
 ) -> Cost:
-    """Returns the cost of products that are computed in `dtype`, by default that of the result."""
+    """Returns the cost of `batch` matrix products [m, k] x [k, n].
+
+    `nbytes` are the bytes of the operands, and `packed` the bytes moved to make an operand
+    contiguous. `dtype` is the dtype of the computation, by default that of the result.
+    """
     flops, result = 2 * batch * m * n * k, op.out_tensor
     scale = _speed(op, result, machine, dtype or result.dtype())
     nbytes += batch * m * n * nbytes_of(result.dtype())
@@ -186,16 +195,18 @@ def _matmul_cost(
 
 
 def _occupancy(tiles: int, machine: Machine) -> float:
-    """Returns the average fraction of the multiprocessors that so many tiles use.
+    """Returns the average fraction of the multiprocessors that a matmul with this number of tiles
+    uses.
 
-    The last wave of tiles leaves room for other work, such as an NCCL collective.
+    The last wave of tiles leaves some multiprocessors to other work, such as an NCCL collective.
     """
     waves = math.ceil(tiles / machine.multiprocessors)
     return tiles / (waves * machine.multiprocessors)
 
 
 def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> float:
-    """Returns the speed of products in a dtype relative to the fastest; `tv` is their result."""
+    """Returns the speed of matrix products in `dtype`, relative to the fastest dtype. `tv` is the
+    result, for messages."""
     scale = machine.matmul_dtypes.get(dtype.name)
     if scale is None:
         raise UnsupportedError(
@@ -212,8 +223,8 @@ _PRODUCTS: dict[type[Op], tuple[int, int]] = {SdpaFwdOp: (1, 1), SdpaBwdOp: (3, 
 
 
 def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of attention whose scores stay on the chip: operands are read and results
-    written once."""
+    """Returns the cost of attention. Operands are read and results are written once, because the
+    scores stay on the chip."""
     tensors = [tv for _, tv in op.tensors()]
     nbytes = sum(held_nbytes(tv, sizes(tv)) for tv in tensors)
     extents = {
@@ -237,10 +248,11 @@ def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, int]:
-    """Returns (elements of the result per multiprocessor, number of tiles) for the fastest shape of
-    tile.
+    """Returns (elements of the result per multiprocessor, number of tiles) for the fastest tile
+    shape.
 
-    The tiles are computed in as many waves as the multiprocessors need.
+    The result has the shape [batch, m, n]. The tiles are computed in waves of one tile per
+    multiprocessor. The elements are divided by the relative speed of the tile shape.
     """
     return min(
         (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
@@ -250,10 +262,10 @@ def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, in
 
 
 def under_load(machine: Machine, flops: float) -> Machine:
-    """Returns the machine during a call that does `flops` operations in matmuls.
+    """Returns the machine with the matmul rate of a call that does `flops` operations in matmuls.
 
-    A GPU's clock depends on how long it is busy, with any number of ops. A CPU's rates are those of
-    one product.
+    A GPU's clock depends on how long the GPU is busy, with any number of ops. A CPU's rates depend
+    on the size of one product, so the machine is returned unchanged.
     """
     if machine.device == CPU or not flops:
         return machine
@@ -261,7 +273,8 @@ def under_load(machine: Machine, flops: float) -> Machine:
 
 
 def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
-    """Returns operations per second, interpolated in the logarithm of the number of operations."""
+    """Returns the operations per second for `flops` operations. `points` are (operations, rate),
+    interpolated in the logarithm of the operations."""
     if flops <= points[0][0]:
         return points[0][1]
     for (a, slow), (b, fast) in pairwise(points):
@@ -283,9 +296,12 @@ def collective_cost(
     reduce: RedOp = "SUM",
     staged: int = 0,
 ) -> Cost:
-    """Returns the cost of a collective of `nbytes`, the larger of a rank's input and output.
+    """Returns the cost of a collective. `nbytes` is the size of a rank's input or output, whichever
+    is larger.
 
-    `staged` are the bytes that peer copies first copy into memory that peers can map.
+    `row` describes the type of collective, `members` is the size of the team, and `reduce` the
+    reduction. `staged` is the number of bytes that peer copies first copy into memory that other
+    ranks can map.
     """
     moved = nbytes * row.bus(members)
     if row is ALLREDUCE:
@@ -304,8 +320,11 @@ def collective_cost(
 def allreduce_kernel_cost(
     members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
 ) -> Cost | None:
-    """Returns the cost of an allreduce that is one kernel among GPUs of a host; None if the library
-    does it."""
+    """Returns the cost of an allreduce of `nbytes` that is one kernel among `members` GPUs of a
+    host.
+
+    Returns None if a library does the allreduce, because no kernel exists for these arguments.
+    """
     if machine.device == CPU:
         return None
     shape = shape_of(nbytes, members, to_torch(dtype))
@@ -320,7 +339,7 @@ def allreduce_kernel_cost(
 
 
 def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
-    """Returns the cost of moving `nbytes` from one rank to another."""
+    """Returns the cost of a transfer of `nbytes` from one rank to another."""
     if backend != PEER_COPIES:
         return _nccl(nbytes, machine.nccl_other_bandwidth, machine)
     seconds = machine.copy_latency_s + nbytes / machine.pull_bandwidth
@@ -328,7 +347,8 @@ def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
 
 
 def _copy_share(machine: Machine) -> float:
-    """Returns the fraction of the multiprocessors that a peer copy uses. GPUs have copy engines."""
+    """Returns the fraction of the multiprocessors that a peer copy uses: 0 on a GPU, because a GPU
+    has copy engines, and 1 on a CPU."""
     return 1.0 if machine.device == CPU else 0.0
 
 
@@ -340,7 +360,7 @@ def _nccl(moved: float, bandwidth: float, machine: Machine) -> Cost:
 
 
 def staging_cost(nbytes: int, machine: Machine) -> Cost:
-    """Returns the cost of a copy within one GPU."""
+    """Returns the cost of a copy of `nbytes` within one GPU."""
     return _moves(2 * nbytes, machine)
 
 
@@ -359,11 +379,11 @@ COSTS: dict[type[TensorOp], Callable[[Any, Sizes, Machine], Cost]] = {
 
 
 def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> Cost | None:
-    """Returns the cost of an op that computes; None for one that only names, waits or changes
-    streams.
+    """Returns the cost of an op that computes. Returns None for an op that only makes views, waits,
+    or changes streams.
 
-    `found` has the bytes that a kernel reads of its lookup tables. Raises `UnsupportedError` for an
-    op that the model does not know.
+    `sizes` returns the local shape of a tensor. `found` has the bytes that a kernel reads of its
+    lookup tables. Raises `UnsupportedError` for an op that the model does not know.
     """
     if isinstance(op, TensorOp):
         return COSTS.get(type(op), _kernel)(op, sizes, machine)
@@ -380,9 +400,9 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
 
 
 def found_in_tables(op: LaunchKernel, kernel: Fusion, values: Mapping[Symbol, Number]) -> Found:
-    """Returns the bytes that a rank's launch of a kernel reads of its lookup tables.
+    """Returns how many bytes a rank's launch of a kernel reads of each of its lookup tables.
 
-    Only operands that are read by lookups alone count. `values` binds the symbols of extents.
+    Only operands that nothing but lookups reads are counted. `values` binds the symbols of extents.
     """
     if not any(isinstance(e, LookupOp) for e in kernel.exprs):
         return NOTHING

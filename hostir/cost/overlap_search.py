@@ -1,9 +1,11 @@
-"""Automatic overlap: decides by the cost model which matmuls and communications are pipelined.
+"""Automatic overlap: decides with the cost model which matmuls and communications are divided into
+pipelined steps.
 
-For each pair of `multidevice.sharding.passes.overlap_candidates`, the ops of the pair alone are
-lowered without steps and in every form with steps. The predicted times
-(`docs/explanation/cost-model.md`) are compared. The decision depends on nothing else, so ranks with
-one fusion, one input class, equal sizes and one machine description decide alike.
+A pair is a matmul next to a communication (`multidevice.sharding.passes.overlap_candidates`). A
+form is one way to divide a pair into steps. The ops of each pair are lowered separately, without
+steps and in every form. The predicted times (`docs/explanation/cost-model.md`) are compared. The
+decision depends on nothing else. Ranks with one fusion, one input class, equal sizes and one
+machine description therefore decide alike.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ _STREAMS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """The forms chosen for the pairs of a fusion, in order; "" for a pair without steps.
+    """The form that is chosen for each pair of a fusion, in order; "" for a pair without steps.
 
-    `backend` is the library of transfers between ranks in steps; "" for that of all other
-    communications.
+    `backend` is the library of transfers between ranks in steps. The backend "" is the library of
+    all other communications.
     """
 
     forms: tuple[str, ...] = ()
@@ -80,10 +82,12 @@ _NO_STEPS = Choice()
 
 @dataclass(frozen=True)
 class OverlapCandidate:
-    """A way to compute a pair, with the predicted seconds per call, or the reason for none.
+    """A way to compute a pair, with the predicted seconds per call. If there is no prediction,
+    `why` is the reason.
 
     `form` is "" for the pair without steps. `backend` is the library of the transfers in steps, ""
-    for none. `numbers_of` is the library whose measured numbers predict it, if that is another one.
+    if there are none. If the prediction uses the measured numbers of another library, `numbers_of`
+    is that library.
     """
 
     form: str
@@ -94,7 +98,7 @@ class OverlapCandidate:
 
     @property
     def name(self) -> str:
-        """The form, and the libraries, in the report."""
+        """The form and the libraries, as the report shows them."""
         library = f", {library_name(self.backend)}" if self.backend else ""
         numbers = f" by the numbers of {self.numbers_of}" if self.numbers_of else ""
         return (self.form or _AS_IT_IS) + library + numbers
@@ -109,8 +113,10 @@ _NOT_PREDICTED = OverlapCandidate("")
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about a pair. `what` names its ops; the first of `candidates` is the pair
-    without steps."""
+    """The decision about a pair.
+
+    `what` names the ops of the pair. The first of `candidates` is the pair without steps.
+    """
 
     candidates: tuple[OverlapCandidate, ...]
     chosen: OverlapCandidate
@@ -127,10 +133,11 @@ class Decision:
 
 
 def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) -> OverlapCandidate:
-    """Returns the fastest candidate if it gains at least `margin` over the first, the pair without
-    steps.
+    """Returns the fastest candidate if it saves at least the fraction `margin` of the time without
+    steps. Otherwise returns the first candidate, the pair without steps.
 
-    Only candidates whose transfers use `transport`, or that have none, are considered.
+    Only candidates without transfers, and candidates whose transfers use the library `transport`,
+    are considered.
     """
     base = candidates[0]
     if base.seconds is None:
@@ -146,41 +153,42 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 
 @dataclass(frozen=True)
 class NoOverlap:
-    """Replaces `Overlaps` if no decisions are made; `why` is the reason."""
+    """Replaces `Overlaps` if no pair may have steps. `why` is the reason."""
 
     why: str
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> None:
-        """Returns None: no pair gets steps."""
+        """Returns None, because no pair gets steps."""
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice:
-        """Returns the choice without steps."""
+        """Returns the choice in which no pair has steps."""
         del sizes
         return _NO_STEPS
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Returns True."""
+        """Returns True, because a program without steps is always accepted."""
         del program, sizes
         return True
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Returns False: there are no steps to give up."""
+        """Returns False, because the program has no steps that could be removed."""
         del sizes, why
         return False
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Returns the reason."""
+        """Returns the reason why no pair has steps."""
         del sizes
         return f"nothing was decided: {self.why}"
 
 
 class Overlaps:
-    """The pairs of a fusion, and the decisions for each size of its inputs.
+    """The pairs of a fusion, and the decisions for each combination of input sizes.
 
-    `transports` are the libraries that steps may use. The first one is used unless another gains
-    enough over it. `backend` is the library of all other communications. A run whose communications
-    only use libraries in `captured` is repeated as a CUDA graph, without the host, so these come
-    first among the transports.
+    `transports` are the libraries that steps may use. The first library is used unless another one
+    saves at least the fraction `margin` of the time. `backend` is the library of all other
+    communications. A run whose communications only use libraries in `captured` is repeated as a
+    CUDA graph, without work of the host. Libraries in `captured` therefore come first among the
+    transports.
     """
 
     def __init__(
@@ -210,10 +218,10 @@ class Overlaps:
         self._programs: dict[Choice, HostIrContainer] = {}
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
-        """Returns a function that adds the chosen steps for inputs of these sizes to a decomposed
-        fusion.
+        """Returns a function that adds the chosen steps to a decomposed fusion, for inputs of these
+        sizes.
 
-        It is a `hostir.lowering.pipeline.Overlap`.
+        The function is a `hostir.lowering.pipeline.Overlap`.
         """
 
         def give(fusion: Fusion) -> str:
@@ -230,11 +238,12 @@ class Overlaps:
         return give
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice | None:
-        """Returns the choice for inputs of these sizes; None before any fusion was examined."""
+        """Returns the choice for inputs of these sizes. Returns None before any fusion was
+        examined."""
         return None if self._known is None else self._find(sizes)[0]
 
     def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
-        """Returns the decision about each pair, with the compared numbers."""
+        """Returns the decision about each pair, with the times that were compared."""
         values = refined_sizes(self._stand_in(sizes))
         found: list[Decision] = []
         for one, decision in zip(self._known or (), self._find(sizes)[1], strict=True):
@@ -245,8 +254,11 @@ class Overlaps:
         return tuple(found)
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Records that the whole program cannot be lowered as chosen. Returns False if it had no
-        steps."""
+        """Records that the whole program cannot be lowered with the current choice, for the reason
+        `why`.
+
+        Returns False if the current choice has no steps.
+        """
         choice = self.choose(sizes)
         if not choice:
             return False
@@ -255,11 +267,11 @@ class Overlaps:
         return True
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Whether the choice for these sizes gains enough in the whole program, which was lowered
-        with it.
+        """Whether the choice for these sizes saves enough time in the whole program. `program` was
+        lowered with this choice.
 
-        If not, another choice is made. A program whose steps prevent a CUDA graph needs the host in
-        each run.
+        If not, another choice is made. This check is needed because a program whose steps prevent a
+        CUDA graph needs the host in each run.
         """
         choice, decisions = self._find(sizes)
         self._programs[choice] = program
@@ -272,7 +284,7 @@ class Overlaps:
         return not why
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Returns the text of the decisions."""
+        """Returns the decisions for these sizes as text."""
         wanted = (
             "taken wherever possible" if self._margin == FORCED else f"must gain {self._margin:.0%}"
         )
@@ -286,7 +298,7 @@ class Overlaps:
 
     # ------------------------------------------------------------ deciding
     def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
-        """Records the pairs of a fusion before later passes change it."""
+        """Records the pairs of a copy of the fusion, because later passes change the fusion."""
         kept, _ = fusion.copy()
         meshes = (tv.mesh for tv in kept.tensors())
         self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
@@ -302,9 +314,10 @@ class Overlaps:
         return known
 
     def _stand_in(self, sizes: Mapping[Symbol, int]) -> Mapping[Symbol, int]:
-        """Returns the sizes that are predicted in place of these.
+        """Returns the sizes for which times are predicted, in place of `sizes`.
 
-        They are nearby sizes, unless the devices of a pair divide only one of the two.
+        These are nearby sizes. `sizes` itself is returned if all devices have equal blocks of a
+        pair's axis for only one of the two.
         """
         key = _key(sizes)
         found = self._near.recall(key)
@@ -316,7 +329,8 @@ class Overlaps:
         return found
 
     def _divided(self, sizes: Mapping[Symbol, int]) -> list[bool | None]:
-        """Returns which pairs have equal blocks on all devices; None for an unknown extent."""
+        """Returns for each pair whether all devices have equal blocks; None for an unknown
+        extent."""
         values, found = refined_sizes(sizes), list[bool | None]()
         for one in self._known or ():
             try:
@@ -394,7 +408,11 @@ class Overlaps:
         return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
-        """Returns the decisions if all transfers in steps use one library."""
+        """Returns the decision about each pair if all transfers in steps use the library
+        `transport`.
+
+        `times` has the candidates of each pair.
+        """
         return [
             Decision(t.candidates, pick(t.candidates, transport, self._margin), t.why)
             for t in times
@@ -403,21 +421,22 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class _PairVerdict:
-    """A pair of the fusion, and the reason why it takes no steps for any sizes; "" if it may."""
+    """A pair of the fusion. `why_not` is the reason why the pair never has steps; "" if the pair
+    may have steps."""
 
     pair: Pair
     unit: _Unit
     why_not: str
 
     def signature(self, values: Values) -> object:
-        """Returns a key that is equal for pairs that take the same time, such as those of two equal
-        layers."""
+        """Returns a key that is equal for pairs that take the same time, such as the pairs of two
+        equal layers."""
         structure, extents = self._structure
         return structure, extents(values)
 
     @cached_property
     def _structure(self) -> tuple[object, Computed]:
-        """Returns the part of the signature that does not depend on sizes, and the extents."""
+        """The part of the signature that does not depend on sizes, and the extents that do."""
         places: dict[TensorView, int] = {}
         ops: list[object] = []
         for op in self.pair.ops:
@@ -448,7 +467,8 @@ class _Times:
 
 
 class _Unit:
-    """The ops of a pair as a separate fusion, and the programs made of it."""
+    """The ops of a pair as a separate fusion, and the programs that were lowered from this
+    fusion."""
 
     def __init__(
         self,
@@ -478,7 +498,11 @@ class _Unit:
     def times(
         self, values: Values, machine: Machine, transports: Sequence[str], margin: float
     ) -> _Times:
-        """Returns the predicted times of the pair without steps and in all its forms."""
+        """Returns the predicted times of the pair without steps and in all its forms, for each
+        library in `transports`.
+
+        If steps cannot save the fraction `margin`, returns the reason instead.
+        """
         try:
             why = "" if margin == FORCED else self._bound.why_hopeless(values, machine, margin)
         except FuserError as error:
@@ -495,7 +519,7 @@ class _Unit:
         return _Times(tuple(found))
 
     def as_it_is(self, values: Values, machine: Machine) -> OverlapCandidate:
-        """Returns the predicted time of the pair without steps."""
+        """Returns the candidate without steps, with its predicted time."""
         return self._candidate("", "", values, machine)
 
     def _candidate(
@@ -516,7 +540,7 @@ class _Unit:
             return OverlapCandidate(form, backend, why=f"cannot be: {_first_line(error)}")
 
     def _check_divisible(self, values: Values) -> None:
-        """Raises an error unless the devices have equal blocks."""
+        """Raises `UnsupportedError` unless all devices have equal blocks."""
         pair = self.pair
         size = _divided_extent(pair, values)
         if size % pair.devices:
@@ -570,7 +594,7 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
 
 
 def _divided_extent(pair: Pair, values: Values) -> int:
-    """Returns the extent of the axis that the devices divide."""
+    """Returns the extent of the axis that the devices of a pair divide."""
     return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
 
 
@@ -605,10 +629,10 @@ Values = Mapping[Symbol, Number]
 
 
 class GainBound:
-    """An upper bound of the gain of a pair's steps.
+    """An upper bound of the time that steps can save for a pair.
 
-    `backend` is the library of its communications. `is_repeated`: a CUDA graph repeats the run, so
-    that the host's time is that of one call.
+    `backend` is the library of the pair's communications. `is_repeated` says that a CUDA graph
+    repeats the run, so that the host's time does not depend on the number of steps.
     """
 
     def __init__(self, pair: Pair, backend: str, *, is_repeated: bool) -> None:
@@ -616,8 +640,10 @@ class GainBound:
 
     @cached_property
     def _tensors(self) -> tuple[dict[TensorView, slice], Computed]:
-        """The tensors of the two ops, each with the range of its local extents in the
-        list of all."""
+        """The tensors of the pair's ops, and the local extents of all these tensors in one list.
+
+        Each tensor is mapped to the range of its extents in the list.
+        """
         places: dict[TensorView, slice] = {}
         scalars: list[Scalar] = []
         for op in (self._pair.move, *self._pair.products):
@@ -629,7 +655,8 @@ class GainBound:
         return places, Computed(scalars)
 
     def why_hopeless(self, values: Values, machine: Machine, margin: float) -> str:
-        """Returns why no steps can gain `margin` of the time; "" if some may."""
+        """Returns the reason why steps cannot save the fraction `margin` of the time; "" if they
+        may."""
         if machine.device == CPU:
             return "a CPU rank computes and communicates in turns: steps gain nothing there"
         pair, (places, extents) = self._pair, self._tensors
@@ -678,10 +705,10 @@ _BITS = 5
 
 
 def near(size: int, multiple: int) -> int:
-    """Returns the size that is predicted in place of `size`.
+    """Returns the size for which times are predicted in place of `size`.
 
-    It has few leading bits, times the common factor with `multiple`, so that no factor of
-    `multiple` divides only one of the two.
+    The result is `size` rounded to few leading bits, after the common factor with `multiple` is
+    divided out. Any factor of `multiple` therefore divides both sizes or neither.
     """
     part = math.gcd(size, multiple)
     count = abs(size) // part
@@ -695,5 +722,6 @@ def near(size: int, multiple: int) -> int:
 
 
 def near_sizes(sizes: Mapping[Symbol, int], multiple: int) -> dict[Symbol, int]:
-    """Returns the sizes that are predicted in place of these. Equal sizes stay equal."""
+    """Returns the sizes for which times are predicted in place of `sizes`; see `near`. Equal sizes
+    stay equal."""
     return {symbol: near(n, multiple) for symbol, n in sizes.items()}

@@ -1,6 +1,7 @@
 """The predicted costs of a program: times, communication, memory, and the critical path.
 
-Nothing is run. `predict` returns the numbers, `report` the text of `python -m hostir cost`.
+The program is not run. `predict` returns the numbers, and `report` the text of `python -m hostir
+cost`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of a rank or stream within one period.
+    """Seconds of a rank or stream within a period of time.
 
     - `compute`: something computes; `communication`: something communicates.
     - `exposed`: something communicates while the rank computes nothing.
-    - `idle`: neither.
+    - `idle`: nothing computes or communicates.
 
     For a whole rank, `compute + exposed + idle` is the length of the period.
     """
@@ -50,10 +51,11 @@ class Busy:
 def busy_of(
     pieces: Iterable[tuple[float, float, bool]], seconds: float, computing: Intervals | None = None
 ) -> Busy:
-    """Returns the times of pieces of work (begin, end, whether it communicates) within `seconds`.
+    """Returns the busy times for pieces of work (begin, end, whether the work communicates) within
+    a period of `seconds`.
 
-    `computing` are the intervals in which the rank computes, if the pieces are those of one stream.
-    By default they follow from the pieces.
+    If the pieces are those of one stream, `computing` has the intervals in which the whole rank
+    computes. By default, these intervals are computed from the pieces.
     """
     given = list(pieces)
     mine = union((a, b) for a, b, is_transfer in given if not is_transfer)
@@ -65,7 +67,7 @@ def busy_of(
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Returns the union of intervals, sorted."""
+    """Returns the union of intervals, sorted, without overlaps."""
     found: Intervals = []
     for a, b in sorted(intervals):
         if found and a <= found[-1][1]:
@@ -76,13 +78,13 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Returns the total length."""
+    """Returns the total length of the intervals."""
     return sum(b - a for a, b in intervals)
 
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """Seconds of one stream. `exposed` is communication while the rank computes nothing."""
+    """Seconds of one stream. The fields are those of `Busy`."""
 
     stream: str
     compute: float
@@ -93,11 +95,11 @@ class StreamTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The times, memory and traffic of every rank of a class.
+    """The times, memory and traffic of every rank of one class.
 
     `seconds` is the time of the GPU. `host_seconds` is the time in which the host issues the work,
-    in parallel. `input_nbytes` are the bytes of inputs, `peak_nbytes` the largest sum of
-    allocations.
+    in parallel with the GPU. `input_nbytes` is the size of the inputs. `peak_nbytes` is the largest
+    number of bytes allocated at one time.
     """
 
     ranks: tuple[int, ...]
@@ -114,14 +116,17 @@ class RankTimes:
 
     @property
     def idle(self) -> float:
-        """Seconds in which the GPU neither computes nor communicates."""
+        """The seconds in which the GPU neither computes nor communicates."""
         return self.seconds - self.compute - self.exposed
 
 
 @dataclass(frozen=True)
 class CriticalOp:
-    """An op on the critical path: its seconds on it, the number of times, and its fraction of the
-    whole."""
+    """An op on the critical path.
+
+    `seconds` is the time that the op adds to the path, `times` how often the op is on the path, and
+    `part` the fraction of the path's time.
+    """
 
     op: str
     seconds: float
@@ -133,8 +138,9 @@ class CriticalOp:
 class Prediction:
     """The predicted costs of one program on one machine.
 
-    `seconds` is the time per call in a sequence of calls: the longer of device and host. `notes`
-    name annotations that would save time.
+    `seconds` is the time per call in a sequence of calls: the time of the device or of the host,
+    whichever is longer. `links` has (sender, receiver, bytes). `notes` suggest annotations that
+    would save time.
     """
 
     machine: str
@@ -151,12 +157,12 @@ class Prediction:
 
 
 def seconds_of(made: SimulatedSchedule) -> tuple[float, float]:
-    """Returns the busy seconds of GPU and host, each of its slowest rank."""
+    """Returns (GPU seconds, host seconds) of a simulated schedule, each for the slowest rank."""
     return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
 
 
 def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
-    """Returns the costs of a simulated schedule. `links` are (from, to, bytes); None for too many
+    """Returns the predicted costs of a simulated schedule. `links` is None if there are too many
     ranks."""
     traffic, unrolled = traffic_of(made.unrolled), made.unrolled
     by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
@@ -197,7 +203,7 @@ def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
 
 
 def stream_name(made: SimulatedSchedule, number: int) -> str:
-    """Returns a stream as the program spells it."""
+    """Returns stream `number` as the program's text shows the stream."""
     unrolled = made.unrolled
     captured = {
         name: CALLER
@@ -208,10 +214,10 @@ def stream_name(made: SimulatedSchedule, number: int) -> str:
 
 
 def spelled(number: int, captured: Mapping[str, object], names: Mapping[str, int]) -> str:
-    """Returns a stream as a program spells it.
+    """Returns stream `number` as a program's text shows the stream.
 
-    `captured` has the numbers of captured streams by name, `names` those of names that no op
-    captured.
+    `captured` maps the names of captured streams to stream numbers. `names` does the same for names
+    that no op captured.
     """
     if number >= 0:
         return f"Stream {number}"
@@ -269,7 +275,8 @@ def report(found: Prediction) -> str:
 
 
 def times_text(one: RankTimes, device: str) -> str:
-    """Returns the times of a class of ranks as text. On a CPU, host and device are one."""
+    """Returns the times of a class of ranks as text. For a CPU only one time is shown, because host
+    and device are the same."""
     text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
     return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
 
@@ -290,7 +297,7 @@ def _class_lines(one: RankTimes, device: str) -> list[str]:
 
 
 def busy_lines(streams: Sequence[StreamTimes], whole: Busy) -> list[str]:
-    """Returns the table of the times of all streams and of their rank."""
+    """Returns a table as lines: the times of all streams, and of their rank (`whole`)."""
     rows = [(s.stream, s.compute, s.communication, s.exposed, s.idle) for s in streams]
     rows.append(("all", whole.compute, whole.communication, whole.exposed, whole.idle))
     width = max(len(name) for name, *_ in rows)
@@ -313,7 +320,8 @@ def _link_lines(found: Prediction) -> list[str]:
 
 
 def ms(seconds: float, width: int = 10) -> str:
-    """Returns a time as text: in milliseconds, or in microseconds below 1 ms."""
+    """Returns a time as text of at least `width` characters: in milliseconds, or in microseconds if
+    below 1 ms."""
     text = f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
     return f"{text:>{width}}"
 
@@ -337,7 +345,10 @@ MAX_PAIRED = 16
 
 @dataclass
 class Traffic:
-    """Bytes by position of the rank. `pairs` [from, to] is None for too many ranks."""
+    """The bytes that each rank sends and receives, by the rank's index.
+
+    `pairs` [sender, receiver] is None if there are too many ranks.
+    """
 
     sent: Array
     received: Array
@@ -345,7 +356,7 @@ class Traffic:
 
 
 def traffic_of(unrolled: Unroller) -> Traffic:
-    """Returns the bytes that each rank sends and receives in one run."""
+    """Returns the bytes that each rank sends and receives in one run of the program."""
     count = len(unrolled.ranks)
     pairs = np.zeros((count, count)) if count <= MAX_PAIRED else None
     found = Traffic(np.zeros(count), np.zeros(count), pairs)
@@ -413,7 +424,12 @@ def _among(
     takes: Array,
     row: Collective | None = None,
 ) -> None:
-    """Adds the bytes that each member in `gives` sends to each member of its team in `takes`."""
+    """Adds the bytes that each member in `gives` sends to each member of the same team in `takes`,
+    to the sums in `found`.
+
+    `block` has the bytes per pair of members, and `n` is the size of a team. `row` describes the
+    type of collective, if the bytes are those of a collective.
+    """
     receivers = 1 if row is not None and row.out.at_root else n - 1
     senders = 1 if row is not None and row.inp.at_root else n - 1
     found.sent += np.where(gives, block * receivers, 0.0)

@@ -1,4 +1,7 @@
-"""Simulates a program on a machine model: when each op of each class of ranks begins and ends."""
+"""Simulates a program on a machine model, and computes when each op begins and ends on each rank.
+
+Ranks that take the same time form a class, and one rank per class is simulated.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +57,16 @@ _NEARLY_NOTHING = 1e-15
 
 @dataclass(eq=False, slots=True)
 class WorkItem:
-    """A piece of work of one class of ranks, or of several that communicate. Times are in seconds.
+    """A piece of work that one class of ranks does, or several classes that communicate. Times are
+    in seconds.
 
-    - `needs`: (class, resource) -> the fraction of the resource that it uses.
+    - `needs`: (class, resource) -> the fraction of the resource that the work uses.
     - `streams`: class -> the stream that the work occupies.
-    - `cause`: the work that it waited for last; None if it waited for none.
-    - `left`: seconds of work that remain, as if it ran alone; `rate`: its current speed, at most 1.
+    - `before`: the work that must end first; `after`: the work that waits for this work.
+    - `cause`: the work that ended last of all work that this work waited for; None if there was no
+      such work.
+    - `left`: the remaining seconds at full speed; `rate`: the current speed, at most 1.
+    - `since`: the time at which `left` was computed; `version`: counts changes of the rate.
     """
 
     item: UnrolledOp
@@ -80,7 +87,7 @@ class WorkItem:
     version: int = 0
 
     def comes_after(self, others: Iterable[WorkItem]) -> None:
-        """Makes the work wait for others."""
+        """Makes this work wait for the end of all `others`."""
         for other in others:
             # `other` is the work itself if the ranks of one class wait for each other in a cycle.
             if other not in self.before:
@@ -89,13 +96,15 @@ class WorkItem:
 
     @property
     def classes(self) -> set[int]:
-        """The classes of ranks that take part in it."""
+        """The classes of ranks that take part in the work."""
         return {c for c, _ in self.needs} | set(self.streams)
 
 
 class Simulator:
-    """Runs work on shared resources. Afterwards all work has `start`, `end` and `cause`, except
-    work in a cycle of waits."""
+    """Simulates work on shared resources.
+
+    After `run`, all work has `start`, `end` and `cause`, except work in a cycle of waits.
+    """
 
     def __init__(self, work: Iterable[WorkItem]) -> None:
         self.work = list(work)
@@ -107,7 +116,7 @@ class Simulator:
         self.last: WorkItem | None = None
 
     def run(self) -> None:
-        """Runs all work, from one begin or end of work to the next."""
+        """Runs all work, by advancing the time to the next begin or end of work."""
         for work in self.work:
             work.left = work.cost.seconds
             if not work.before:
@@ -146,7 +155,8 @@ class Simulator:
                 self._push(now, other, -1)
 
     def _share(self, now: float, changed: set[int]) -> None:
-        """Divides the resources of these classes, and of the classes that share work with them."""
+        """Divides the resources of the classes in `changed`, and of all classes that share work
+        with these classes."""
         found: dict[WorkItem, None] = {}
         todo, seen = list(changed), set(changed)
         while todo:
@@ -184,14 +194,15 @@ class Simulator:
 
 
 def _precedence(work: WorkItem) -> tuple[float, bool, int]:
-    """Returns the key of the order in which active work takes resources."""
+    """Returns the sort key by which active work takes resources: ready time, then computation
+    before transfers, then program order."""
     return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
 def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
-    """Returns the chain of work that determines the total time, last first.
+    """Returns the chain of work that determines the total time, last work first.
 
-    Each entry has the seconds by which it extended the chain.
+    Each entry has the seconds by which the work extended the chain.
     """
     path: list[tuple[WorkItem, float]] = []
     at = max(work, key=lambda w: (w.end, w.order), default=None)
@@ -209,8 +220,8 @@ def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
 class SimulatedSchedule:
     """The simulated schedule of a program.
 
-    `firsts` has the position of the first rank of each class, `host` the seconds in which its host
-    issues work.
+    `firsts` has the index of the first rank of each class. `host` has, for each class, the seconds
+    in which a host issues the work.
     """
 
     unrolled: Unroller
@@ -226,7 +237,7 @@ class SimulatedSchedule:
         return self.unrolled.ranks
 
     def of_class(self, number: int) -> list[WorkItem]:
-        """Returns the work that occupies a stream of this class."""
+        """Returns the work that occupies a stream of class `number`."""
         return [w for w in self.work if number in w.streams]
 
 
@@ -237,10 +248,10 @@ def simulated_schedule(
     *,
     ranks: Sequence[int] = (),
 ) -> SimulatedSchedule:
-    """Returns the simulated schedule of a program. Nothing is run.
+    """Returns the simulated schedule of a program. The program is not run.
 
-    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to those of the
-    program's meshes. Raises `VerifyError` for a program whose ranks do not match, and
+    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to the ranks of
+    the program's meshes. Raises `VerifyError` if the communications of the ranks do not match, and
     `UnsupportedError` for an op without a known cost.
     """
     unrolled = Unroller(program, tuple(ranks or program.devices() or (0,)), values)
@@ -262,8 +273,8 @@ def simulated_schedule(
 
 
 def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: Machine) -> None:
-    """Raises `VerifyError` for work that waits in a cycle, because communications occupy their
-    streams."""
+    """Raises `VerifyError` if some work never ran, because communications occupy their streams and
+    the work waits in a cycle."""
     stuck = [w for w in work if w.end < 0]
     if stuck:
         what = "these ops wait for each other if communications occupy their streams"
@@ -274,7 +285,8 @@ def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: 
 
 @dataclass
 class _Shared:
-    """The work of all classes, in order of creation, and the work that several classes share."""
+    """The work of all classes, in order of creation, and the tables of work that several classes
+    share."""
 
     classes: Array
     machine: Machine
@@ -287,7 +299,7 @@ class _Shared:
     in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
 
     def found(self, op: Op) -> Found:
-        """Returns the bytes that a kernel reads of its lookup tables."""
+        """Returns how many bytes a kernel reads of each of its lookup tables."""
         if not isinstance(op, LaunchKernel):
             return NOTHING
         if op not in self.in_tables:
@@ -297,14 +309,18 @@ class _Shared:
         return self.in_tables[op]
 
     def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> WorkItem:
-        """Adds a piece of work."""
+        """Adds a piece of work with this cost and returns the work. `is_transfer` says that the
+        work is communication."""
         work = WorkItem(item, cost, is_transfer, {}, len(self.work))
         self.work.append(work)
         return work
 
 
 class _ScheduleBuilder:
-    """Creates the work of one class of ranks; `last` has the last work of each stream."""
+    """Creates the work of class `number`, from the items of the rank at index `place`.
+
+    `last` has the last work of each stream.
+    """
 
     def __init__(self, shared: _Shared, number: int, place: int) -> None:
         self.shared, self.machine = shared, shared.machine
@@ -317,7 +333,7 @@ class _ScheduleBuilder:
         self.calls: dict[object, tuple[WorkItem, ...]] = {}
 
     def run(self, items: Sequence[UnrolledOp]) -> None:
-        """Creates the work of all items that the class runs."""
+        """Creates the work of all items that this class of ranks runs."""
         mine = [item for item in items if item.mask[self.place]]
         products = [self._cost(item) for item in mine if isinstance(item.site.op, LibraryOp)]
         self.machine = under_load(self.machine, sum(c.flops for c in products if c is not None))
@@ -351,7 +367,8 @@ class _ScheduleBuilder:
         work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
 
     def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
-        """Puts work on a stream, after all earlier work of that stream."""
+        """Puts work on a stream, after all earlier work of that stream. Unless `holds`, the work
+        does not occupy the stream."""
         work.comes_after(self.last.get(stream, ()))
         if holds:
             work.streams[self.number] = stream
@@ -368,7 +385,8 @@ class _ScheduleBuilder:
         self.last[stream] = (work,)
 
     def _far_seconds(self, item: UnrolledOp) -> float:
-        """Returns the time to read the parts of operands that other ranks hold."""
+        """Returns the seconds in which a kernel reads the parts of its operands that are in other
+        ranks' memory."""
         sizes = item.sizes(self.place) if item.far else {}
         parts = (held_nbytes(tv, sizes[tv]) * (n - 1) / n for tv, (_, n) in item.far.items())
         return sum(parts) / self.machine.pull_bandwidth
@@ -414,9 +432,10 @@ class _ScheduleBuilder:
 
     # ------------------------------------------------------------ transfers
     def _transfers(self, item: UnrolledOp, number: int, stream: int) -> None:
-        """Starts sends and receives together.
+        """Creates the work of sends and receives that start together.
 
-        Their stream continues when all have ended, except for peer copies that other ranks make.
+        The stream continues when all of them have ended. Peer copies that other ranks make are an
+        exception: the stream does not wait for these.
         """
         self.host += self.machine.host_post_s
         holding: list[WorkItem] = []
@@ -446,7 +465,8 @@ class _ScheduleBuilder:
         self.in_flight[number] = tuple(dict.fromkeys(flying))
 
     def _stage(self, item: UnrolledOp, movement: Movement, stream: int) -> None:
-        """Adds the copy of a tensor that peers cannot map into memory that they can."""
+        """Adds a local copy of a sent tensor that other ranks cannot map, into memory that they can
+        map."""
         tv = movement.sent
         if tv is not None and tv.memory is MemoryType.global_:
             nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
@@ -474,8 +494,12 @@ class _ScheduleBuilder:
         *,
         is_send: bool,
     ) -> WorkItem:
-        """Returns the work of a send and its receive, with the resources of this rank's
-        end added."""
+        """Returns the work of a send and its receive, after adding the resources of this rank's
+        end.
+
+        `ends` are the items of the send and the receive, and `peer` is the index of the other rank.
+        `is_send` says which end is this rank's.
+        """
         theirs = int(self.shared.classes[peer])
         pair = (self.number, theirs) if is_send else (theirs, self.number)
         key = (id(ends[0]), id(ends[1]), *pair)
@@ -520,7 +544,10 @@ _MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
-    """Returns the class of each of `count` ranks. Classes are numbered by their first rank."""
+    """Returns the class of each of `count` ranks. Ranks of one class take the same time.
+
+    Classes are numbered in the order of their first ranks.
+    """
     marks: Array = np.zeros(count, dtype=np.uint64)
     every = _each(items)
     names = _StreamNames(count)
@@ -554,8 +581,11 @@ def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
 
 
 def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) -> Array:
-    """Mixes the classes of communication partners into the marks of ranks; equal teams
-    only once."""
+    """Mixes the classes of communication partners into the hash value (`marks`) of each rank.
+
+    `done` has the ids of the teams that were already mixed in, because each set of teams counts
+    once.
+    """
     teams = item.teams
     if teams is not None and id(teams) not in done:
         done.add(id(teams))
@@ -574,7 +604,7 @@ def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) ->
 
 
 def _each(items: Sequence[UnrolledOp]) -> list[UnrolledOp]:
-    """Returns the items, each followed by the members of its group."""
+    """Returns all items. After each item, the sends and receives of its group follow."""
     return [r for item in items for r in (item, *(item.group or ()))]
 
 
@@ -586,23 +616,24 @@ def _mix(marks: Array, column: Array) -> Array:
 
 
 def _numbered(marks: Array) -> tuple[Array, int]:
-    """Returns equal marks as one number, counted in order of their first position, and
-    the count."""
+    """Replaces each distinct value by a number, in order of first occurrence. Also returns how many
+    distinct values there are."""
     _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))
     return order[inverse.reshape(-1)], len(first)
 
 
 class _StreamNames:
-    """Numbers the streams of each rank in the order of first use, so that their own numbers do not
-    matter."""
+    """Numbers the streams of each rank in the order of first use, because the streams' own numbers
+    do not affect the time."""
 
     def __init__(self, count: int) -> None:
         self._seen: dict[int, Array] = {}
         self._next: Array = np.zeros(count, dtype=np.int64)
 
     def of(self, stream: PerRank, mask: Array) -> Array:
-        """Returns these numbers for the streams of one item."""
+        """Returns, for each rank in `mask`, the number in order of first use of the rank's
+        stream."""
         numbers = np.broadcast_to(np.asarray(stream), self._next.shape)
         found = np.zeros(len(numbers), dtype=np.int64)
         for number in np.unique(numbers[mask]).tolist():

@@ -1,5 +1,5 @@
-"""Finds the tensors of a program that share a buffer: views, parts, and outputs that update an
-input."""
+"""Finds the tensors of a program that share a buffer: views, parts of tensors, and outputs that
+update an input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from multidevice.sharding.streams import is_allocated_per_step
 def _unread(
     program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
 ) -> frozenset[TensorView]:
-    """Returns the results of ops with several results that no op reads and that are no outputs."""
+    """Returns the results that need not be computed, of ops with several results.
+
+    No op reads such a result, the result is no output, and the result is not in `shared`.
+    """
     read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
     read.update(program.inputs, program.outputs)
     several = (op.outputs for op in ops if isinstance(op, TensorOp) and len(op.outputs) > 1)
@@ -37,14 +40,17 @@ def _unread(
 
 
 def _shown(tv: TensorView, shows: Mapping[TensorView, TensorView]) -> Iterator[TensorView]:
-    """Yields the tensor that `tv` is a view of, the tensor that this one is a view of,
-    and so on."""
+    """Yields the tensor that `tv` is a view of, then the tensor that this tensor is a view of, and
+    so on.
+
+    `shows` maps each view to its source.
+    """
     while tv in shows:
         yield (tv := shows[tv])
 
 
 class WholeShapes:
-    """Evaluates the shapes of the tensors that neither devices nor stream steps divide."""
+    """Evaluates the shapes of the tensors that neither devices nor stream loops divide."""
 
     def __init__(self, tensors: Iterable[TensorView]) -> None:
         whole = [tv for tv in tensors if not tv.domain.has_devices]
@@ -55,8 +61,8 @@ class WholeShapes:
         self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
 
     def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
-        """Returns the shape of each tensor for these values of symbols; {} if one has no valid
-        shape."""
+        """Returns the shape of each tensor, if symbols have these `values`. Returns {} if any
+        tensor has no valid shape."""
         try:
             extents = self._extents(values)
         except (ArithmeticError, KeyError, ValueError):
@@ -68,16 +74,17 @@ class WholeShapes:
 
 @dataclass(frozen=True)
 class Storage:
-    """The tensors of a program that share buffers. It does not change while the program runs."""
+    """The tensors of a program that share buffers. A `Storage` does not change while the program
+    runs."""
 
     tensors: tuple[TensorView, ...]
-    # View, part or in-place output -> the tensor whose memory it names.
+    # View, part or in-place output -> the tensor whose memory the view, part or output refers to.
     shows: dict[TensorView, TensorView]
     # The tensors among these that name only a part.
     parts: dict[TensorView, Part]
     # The tensors that a host op makes names of another tensor, or of a part of one.
     named: frozenset[TensorView]
-    # The tensors that have a buffer before a tensor op writes them. It allocates all other results.
+    # The tensors that have a buffer before a tensor op writes them. The op allocates other results.
     buffered: frozenset[TensorView]
     escaping: frozenset[TensorView]
     # Outputs that name an input's memory, by a `set` without a buffer. The caller gets a copy.
@@ -95,8 +102,8 @@ class Storage:
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
-        """Finds the owners of buffers, and the tensors that name them, from the effects
-        of the ops."""
+        """Finds the tensors that own buffers and the views of these tensors, from the effects of
+        the program's ops."""
         owners = {v for v in program.inputs if isinstance(v, TensorView)}
         inputs = frozenset(owners)
         shows: dict[TensorView, TensorView] = {}
@@ -166,7 +173,8 @@ class Storage:
         return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
-        """Returns the sharing for a run in which the caller passes buffers for these tensors."""
+        """Returns the buffer sharing of a run in which the caller passes buffers for the tensors
+        `given`."""
         found = frozenset(given)
         return replace(
             self,
@@ -181,26 +189,26 @@ class Storage:
         return self.shows.get(tv)
 
     def view(self, tv: TensorView) -> SymmetricContiguousView | None:
-        """Returns the op that shows the shards of several ranks as `tv`, or as a tensor that `tv`
-        is a view of."""
+        """Returns the op that made a view of several ranks' shards, if `tv` is this view or a view
+        of it. Returns None otherwise."""
         while tv not in self.views and tv in self.shows:
             tv = self.shows[tv]
         return self.views.get(tv)
 
     @cached_property
     def shown(self) -> frozenset[TensorView]:
-        """The owners of buffers that such an op shows to other ranks."""
+        """The tensors that own a buffer which a `SymmetricContiguousView` shows to other ranks."""
         return frozenset(map(self.root, self.views))
 
     def root(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that owns the buffer of `tv`."""
+        """Returns the tensor that owns the buffer in which `tv` is stored."""
         while tv in self.shows:
             tv = self.shows[tv]
         return tv
 
     def escapes(self, tv: TensorView) -> bool:
-        """Whether the buffer of `tv` is that of an input or an output, so that the
-        caller owns it."""
+        """Whether the caller owns the buffer of `tv`, because the buffer is that of an input or an
+        output."""
         return self.root(tv) in self.escaping
 
 
@@ -224,7 +232,11 @@ def buffer_sharing_of(op: Op) -> BufferSharing:
 
 
 def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
-    """Returns each (operand, result) and each (result, later result) of an op's effects."""
+    """Returns the pairs of tensors of one op that could wrongly overlap in memory, as pairs of
+    effects.
+
+    The pairs are each (operand, result), and each (result, later result).
+    """
     touched = [e for e in effects if isinstance(e, Reads | Writes)]
     return [
         (a, b)
@@ -236,8 +248,10 @@ def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
 
 
 def words(op: Op, a: TensorView, b: TensorView, *, is_read: bool) -> str:
-    """Returns the message for a result `b` that shares memory with `a`, an operand or another
-    result."""
+    """Returns the message for a result `b` that shares memory with `a`.
+
+    `a` is an operand if `is_read` is True, and another result otherwise.
+    """
     if not is_read:
         which = f"{a.label} is two of its results" if a is b else f"results {a.label}, {b.label}"
         return f"{which}{'' if a is b else ' share memory'}: each needs memory of its own"

@@ -1,6 +1,6 @@
 """`ProgramBuilder`: the methods by which a user builds a host program by hand, op by op.
 
-An op is appended to the innermost open region. `HostIrContainer` has an example.
+An op is appended to the innermost open region. The docstring of `hostir.ir.program` has an example.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hostir.ir.ops import ForLoop, HirAliasSelect, HostOp, IfThenElse, loop_inde
 
 
 class Buildable(Protocol):
-    """The parts of a program that grow while it is built."""
+    """The parts of a program that a builder adds to."""
 
     values: Fusion
     ops: tuple[Op, ...]
@@ -32,7 +32,7 @@ class Buildable(Protocol):
 
 
 class ProgramBuilder:
-    """Builds one program; holds the ops of each open region until it ends."""
+    """Builds one program. Holds the ops of each open region until the region ends."""
 
     def __init__(self, program: Buildable) -> None:
         self._program = program
@@ -45,7 +45,7 @@ class ProgramBuilder:
         return self._program.values
 
     def seal(self) -> None:
-        """Forbids further changes, because an evaluator holds the program."""
+        """Forbids further changes of the program, because an evaluator holds the program."""
         self._is_sealed = True
 
     def _check_not_sealed(self, what: str) -> None:
@@ -56,13 +56,15 @@ class ProgramBuilder:
             )
 
     def enter(self) -> None:
-        """Makes the program the owner of tensors and ops that are defined from now on."""
+        """Begins a definition: tensors and ops that are defined from now on belong to this
+        program."""
         self._guard = FusionGuard(self._values)
 
     def leave(self, error: object) -> None:
-        """Ends the definition that `enter` began. `error` is the exception that ends it, or None.
+        """Ends the definition that `enter` began. `error` is the exception that caused the end, or
+        None.
 
-        Raises `DefinitionError` for an op that was defined and never appended to the program.
+        Raises `DefinitionError` if an op was defined but never appended to the program.
         """
         self._guard.close()
         if error is not None:
@@ -88,9 +90,9 @@ class ProgramBuilder:
     ) -> TensorView:
         """Returns a new contiguous tensor.
 
-        `shape` has global extents; -1 is a new symbolic extent, 1 a broadcast. With a mesh, shard
-        the tensor by `outer_split` and `parallelize`. Raises `DefinitionError` for an extent that
-        is no size.
+        `shape` has global extents: -1 is a new symbolic extent, and 1 is a broadcast. A tensor on a
+        `mesh` is sharded by later calls of `outer_split` and `parallelize`. `memory` says in which
+        memory the tensor is. Raises `DefinitionError` if an extent is below -1 or not an integer.
         """
         tv = self._values.new_tensor(
             [self._axis(i, n) for i, n in enumerate(shape)],
@@ -121,22 +123,23 @@ class ProgramBuilder:
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
     ) -> TensorView:
-        """Returns a new tensor like that of `tensor`, and makes it the next input."""
+        """Returns a new tensor that is the next input of the program. The parameters are those of
+        `tensor`."""
         tv = self.tensor(shape, dtype, mesh=mesh, memory=memory)
         self.add_input(tv)
         return tv
 
     @checked
     def scalar(self, dtype: DtypeLike = DataType.Int) -> Symbol:
-        """Returns a new scalar of the program, and makes it the next input."""
+        """Returns a new scalar that is the next input of the program."""
         symbol = self._values.new_symbol(check_supported(dtype, "scalar"))
         self.add_input(symbol)
         return symbol
 
     @checked
     def add_input(self, value: TensorView | Symbol) -> None:
-        """Makes a tensor or scalar of the program its next input. Raises `DefinitionError` if it is
-        one."""
+        """Makes `value` the next input of the program. Raises `DefinitionError` if `value` is an
+        input already."""
         self._check_not_sealed("add_input")
         if value in self._values.inputs:
             raise DefinitionError(f"{value} is an input already")
@@ -146,7 +149,8 @@ class ProgramBuilder:
 
     @checked
     def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
-        """Makes `tv` an output, or an update of `alias_input`; see `Fusion.add_output`."""
+        """Makes `tv` an output. If `alias_input` is given, the output updates that input in place;
+        see `Fusion.add_output`."""
         self._check_not_sealed("add_output")
         if tv.memory is MemoryType.local:
             tv.give_memory()
@@ -156,11 +160,12 @@ class ProgramBuilder:
     def append(self, *ops: Op | TensorView, into: TensorView | None = None) -> None:
         """Appends ops to the innermost open region.
 
-        A tensor in place of an op appends the ops that compute it and are not in the program yet.
-        An `Allocate` or a name of another tensor may already have given it memory. With `into`, the
-        last op writes its result into that tensor, for example an input.
+        A tensor in place of an op appends the ops that compute the tensor and are not yet in the
+        program. The tensor may already have memory, by an `Allocate` or as a name of another
+        tensor. If `into` is given, the last op writes its result into that tensor, for example an
+        input.
 
-        Raises `DefinitionError` for a result that does not have the shape and dtype of `into`.
+        Raises `DefinitionError` if a result does not have the shape and dtype of `into`.
         """
         last = ops[-1] if ops else None
         for given in ops:
@@ -171,7 +176,8 @@ class ProgramBuilder:
                 self._append(op)
 
     def _written_into(self, op: Op, into: TensorView) -> Op:
-        """Returns the op with `into` as its result, and replaces the op in the definition."""
+        """Returns a copy of the op with `into` as its result. Also replaces the op in the
+        definition."""
         results = op.fields_of("result")
         out = getattr(op, results[0]) if len(results) == 1 else None
         if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
@@ -238,9 +244,10 @@ class ProgramBuilder:
     def select(
         self, inp: TensorView, axis: int, index: Scalar | int, out: TensorView | None = None
     ) -> TensorView:
-        """Appends a `HirAliasSelect` and returns its result: `out`, or a new tensor.
+        """Appends a `HirAliasSelect` that selects element `index` of `inp`, and returns its result.
 
-        `axis` counts the logical axes without reductions.
+        The result is `out`, or a new tensor if `out` is None. `axis` counts the logical axes
+        without reductions.
         """
         axes = inp.domain.no_reductions
         if not -len(axes) <= axis < len(axes):
@@ -264,8 +271,11 @@ class ProgramBuilder:
         *,
         name: str = "",
     ) -> Generator[Symbol]:
-        """Opens a loop and yields its index. Ops are appended to its body. `stop` may be an axis to
-        run over."""
+        """Opens a loop from `start` up to `stop` (exclusive) by `step`, and yields the loop's
+        index. Ops are appended to the body of the loop.
+
+        If `stop` is an axis, the loop runs over that axis. `name` is the name of the index.
+        """
         if isinstance(stop, Axis):
             stop = stop.state
         axis, end = (stop, stop.extent) if isinstance(stop, IterDomain) else (None, stop)
@@ -280,7 +290,7 @@ class ProgramBuilder:
 
     @contextmanager
     def branch(self, predicate: Scalar) -> Generator[None]:
-        """Opens the region that runs if `predicate` is true. `otherwise` may follow."""
+        """Opens the region that runs if `predicate` is true. A call of `otherwise` may follow."""
         IfThenElse(predicate, then=())  # refuses what is no condition before the region is written
         with self._region() as body:
             yield
@@ -288,7 +298,8 @@ class ProgramBuilder:
 
     @contextmanager
     def otherwise(self) -> Generator[None]:
-        """Opens the other region of the last branch, which runs if its predicate is false."""
+        """Opens the second region of the last branch. The region runs if the branch's predicate is
+        false."""
         block: Sequence[Op] = self._open[-1] if self._open else self._program.ops
         last = block[-1] if block else None
         if not isinstance(last, IfThenElse) or last.orelse:
@@ -303,9 +314,9 @@ class ProgramBuilder:
 
     @checked
     def unit(self, fusion: Fusion) -> int:
-        """Adds a fusion for `PostOnStream`, and returns its number.
+        """Adds a host unit, a fusion that `PostOnStream` runs, and returns the number of the unit.
 
-        Raises `DefinitionError` for a fusion that updates an input.
+        Raises `DefinitionError` if the fusion updates an input in place.
         """
         for alias in fusion.aliases:
             raise _refusal(f"unit: it updates its {alias.into} in place", alias.into)
@@ -315,7 +326,8 @@ class ProgramBuilder:
 
     @contextmanager
     def _region(self) -> Generator[list[Op]]:
-        """Opens a region. After an exception in it, the ops appended to it are dropped."""
+        """Opens a region and yields the list of its ops. If an exception ends the region, these ops
+        are dropped."""
         body: list[Op] = []
         self._open.append(body)
         try:
@@ -325,15 +337,15 @@ class ProgramBuilder:
 
 
 def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
-    """Returns the error of a call that builds a program; tensors are named, with their
-    types below."""
+    """Returns the error of a call that builds a program. The types of `tensors` follow below the
+    message."""
     words, rows = in_words(text, tensors)
     return DefinitionError(f"{words}{user_code(user_line())}{''.join(map(in_ir, rows))}")
 
 
 def _lined(op: Op, where: str) -> Op:
-    """Returns the op with the user's line, also for host ops in its regions, where they have none
-    yet."""
+    """Returns the op with the user's source line `where`. Host ops in its regions also get the line
+    if they have none."""
     if not isinstance(op, HostOp):
         return op  # a tensor op has the line of its definition
     changes: dict[str, object] = {} if op.where else {"where": where}

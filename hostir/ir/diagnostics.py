@@ -1,5 +1,5 @@
-"""The findings of the checks that unroll a program: each names ops, with their lines and loop
-steps."""
+"""Defines the findings of the checks that unroll a program. A finding names ops, with their source
+lines and loop indices."""
 
 from __future__ import annotations
 
@@ -23,28 +23,37 @@ Indices = tuple[tuple[Symbol, Number], ...]
 
 @dataclass(frozen=True)
 class Site:
-    """An op at one step of its loops."""
+    """An op, with one value for the index of each loop around the op."""
 
     op: Op
     indices: Indices = ()
 
     def text(self, lines: Mapping[int, int]) -> str:
-        """Returns `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`."""
+        """Returns the place and the text of the op: `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`.
+
+        `lines` maps the `id` of each op to the op's line number.
+        """
         text = " ".join(op_text(self.op).split())
         text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
         return f"{self.place(lines)}: {text}"
 
     def place(self, lines: Mapping[int, int]) -> str:
-        """Returns `line 9 (user.py:3) at i = 2`."""
+        """Returns the place of the op: `line 9 (user.py:3) at i = 2`.
+
+        `lines` maps the `id` of each op to the op's line number.
+        """
         steps = ", ".join(f"{s} = {v}" for s, v in self.indices)
         return f"{line_text(self.op, lines)}{' at ' + steps if steps else ''}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of a program: its kind, its ops, and the change that would repair it.
+    """A fault of a program: the kind of fault, the ops concerned, and the change that would repair
+    the program.
 
-    `what` and `fix` may contain `{0}`, `{1}`, ...: these become the lines of the sites.
+    `what` describes the fault and `fix` the change. Both may contain `{0}`, `{1}`, ...: these are
+    replaced by the line numbers of the sites. `sites` pairs each op with a note, which may be
+    empty.
     """
 
     kind: str
@@ -59,17 +68,23 @@ class Finding:
 
     @property
     def remedy(self) -> tuple[str, ...]:
-        """The missing wait, without its place in the program; () if the fault is another one."""
+        """The wait that is missing, without a place in the program; () if no wait would repair the
+        fault.
+
+        Findings with equal remedies can be repaired by one wait.
+        """
         who, before, rest = self.fix.partition(" before ")
         return (who, rest.partition(": ")[2]) if before and "must wait for" in who else ()
 
     def short(self, lines: Mapping[int, int]) -> str:
-        """Returns the report in one line."""
+        """Returns the finding in one line. `lines` maps the `id` of each op to the op's line
+        number."""
         numbers = dict.fromkeys(str(lines.get(id(site.op), 0)) for site, _ in self.sites)
         return f"{self.kind}: {self.what} (line {', '.join(numbers)})"
 
     def text(self, lines: Mapping[int, int]) -> str:
-        """Returns the report; `lines` has the line of each op, by identity."""
+        """Returns the finding in full: fault, ops and change. `lines` maps the `id` of each op to
+        the op's line number."""
         numbers = [f"line {lines.get(id(site.op), 0)}" for site, _ in self.sites]
         parts = [f"{self.kind}: {self.what}"]
         parts += [
@@ -81,12 +96,16 @@ class Finding:
 
 
 def line_text(op: Op, lines: Mapping[int, int]) -> str:
-    """Returns `line 9 (user.py:3)`; `lines` has the line of each op, by identity."""
+    """Returns the line number of an op and the user's source line: `line 9 (user.py:3)`.
+
+    `lines` maps the `id` of each op to the op's line number.
+    """
     return f"line {lines.get(id(op), 0)}{f' ({op.where})' if op.where else ''}"
 
 
 def line_numbers(program: HostIrContainer) -> dict[int, int]:
-    """Returns the line of each op in `str(program)`, by identity; the first line is number 1."""
+    """Maps the `id` of each op to the number of the op's line in `str(program)`. Line numbers begin
+    at 1."""
     found: dict[int, int] = {}
     _number(program.ops, 3, found)
     return found
@@ -107,9 +126,10 @@ def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
 
 
 def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
-    """Returns the text of the findings, at most the first ones of many.
+    """Returns the text of the findings. Only the first `MAX_SHOWN` are shown, and the others are
+    counted.
 
-    Of the findings that one wait would repair, only the first has its full text.
+    If one wait would repair several findings, only the first of these findings has its full text.
     """
     alike: dict[object, list[Finding]] = {}
     for finding in findings:
@@ -127,8 +147,11 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
 
 
 def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None = None) -> str:
-    """Returns the program with line numbers, and `->` at the first line of each of `ops`. `within`
-    selects lines."""
+    """Returns the program with line numbers, and `->` at the first line of each of `ops`.
+
+    `within` selects the line numbers to show. If `within` is None, a long program is shortened to
+    the lines around the arrows.
+    """
     found = line_numbers(program)
     marked = {found.get(id(op)) for op in ops}
     lines = list(enumerate(str(program).splitlines(), 1))
@@ -149,8 +172,10 @@ def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None
 
 
 def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:
-    """Raises `VerifyError` with the text of the findings, if there are any. `what` begins the
-    message."""
+    """Raises `VerifyError` with the text of the findings, if there are any.
+
+    `what` is the beginning of the message.
+    """
     found = list(findings)
     if found:
         ops = [op for finding in found for op in finding.ops]

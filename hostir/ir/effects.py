@@ -1,8 +1,8 @@
-"""The effects of an op on buffers, names, communications in flight and streams.
+"""The effects of an op on buffers, views, communications and streams.
 
-A host op returns its effects in order (`HostOp.effects`). Those of a tensor op of the fusion IR
-follow from its operands and results (`tensor_op_effects`). Verification, liveness and the race
-check read effects, so they need no table of ops.
+A host op returns its effects in order (`HostOp.effects`). The effects of a tensor op of the fusion
+IR follow from its operands and results (`tensor_op_effects`). Verification, liveness and the race
+check read effects, so these analyses need no table of ops.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CALLER = -1
 
 @record
 class Stream:
-    """A stream of a program: number `index` of the evaluator's streams, or a stream with a name.
+    """A stream of a program: either stream number `index` of the evaluator, or a stream with a
+    name.
 
-    A name is that of a captured stream (`S0`), of the program's entry stream (`Default`), or an
-    address.
+    A name denotes a captured stream (`S0`), the program's entry stream (`Default`), or an address.
     """
 
     index: Scalar | None = None
@@ -63,11 +63,11 @@ class Stream:
 
 @record
 class Part:
-    """A part of a tensor along one axis, reductions left out.
+    """A part of a tensor along one axis. `axis` is counted without reductions.
 
-    Without `chunks`, the part is element `index`. With it, the axis is divided into `chunks` equal
-    chunks, and the part is chunk `index`. Their size is rounded up, so the last ones may be short
-    or empty.
+    If `chunks` is None, the part is element `index`. Otherwise the axis is divided into `chunks`
+    equal chunks, and the part is chunk `index`. The size of a chunk is rounded up, so the last
+    chunks may be short or empty.
     """
 
     axis: int
@@ -76,7 +76,11 @@ class Part:
 
 
 def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
-    """Returns (start, length), in elements, of a part along an axis of `size` elements."""
+    """Returns (start, length), in elements, of a part along an axis of `size` elements.
+
+    If `chunks` is None, the part is element `index`. Otherwise the part is chunk `index` of
+    `chunks`.
+    """
     if chunks is None:
         return index, 1
     step = -(-size // chunks)
@@ -87,9 +91,9 @@ def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
 # ------------------------------------------------------------------ buffers and names
 @record
 class Makes:
-    """The tensor gets a new buffer, which has contents if `is_filled`.
+    """The effect that a tensor gets a new buffer. The buffer has contents if `is_filled`.
 
-    With `step`, the buffer holds the block of that step of a stream loop.
+    If `step` is given, the buffer holds only the block that this iteration of a stream loop uses.
     """
 
     tensor: TensorView
@@ -99,14 +103,16 @@ class Makes:
 
 @record
 class Frees:
-    """The tensor's buffer is freed, or the view that has this name ends."""
+    """The effect that the buffer of a tensor is freed. If the tensor is a view of several ranks'
+    shards, the view ends."""
 
     tensor: TensorView
 
 
 @record
 class Shows:
-    """`out` becomes a name of `source`, or of a part of it. No data moves."""
+    """The effect that `out` becomes a view of `source`, or of the given `part` of `source`. No data
+    moves."""
 
     out: TensorView
     source: TensorView
@@ -115,8 +121,11 @@ class Shows:
 
 @record
 class Members:
-    """The members of a team whose shards a collective reads or writes: all, or the one at position
-    `place`."""
+    """The members of a team that read or write a tensor in a collective.
+
+    If `place` is None, these are all members. Otherwise only the member at position `place` of the
+    team.
+    """
 
     team: TeamOf
     place: Scalar | None = None
@@ -124,7 +133,8 @@ class Members:
 
 @record
 class Reads:
-    """Each rank reads its shard of the tensor; with `by`, only these members of a team do."""
+    """The effect that each rank reads its shard of the tensor. If `by` is given, only these members
+    of a team read."""
 
     tensor: TensorView
     by: Members | None = None
@@ -132,7 +142,8 @@ class Reads:
 
 @record
 class Writes:
-    """Each rank writes its shard of the tensor; with `by`, only these members of a team do."""
+    """The effect that each rank writes its shard of the tensor. If `by` is given, only these
+    members of a team write."""
 
     tensor: TensorView
     by: Members | None = None
@@ -141,9 +152,11 @@ class Writes:
 # ------------------------------------------------------------------ communications
 @record
 class Starts:
-    """Starts the communication `number`, or adds it to the open group.
+    """The effect that the communication `number` starts, or joins the group of transfers that is
+    open.
 
-    It uses the tensors that the op reads and writes until the `Wait` with this number.
+    The communication uses the tensors that the op reads and writes until the `Wait` with the same
+    number.
     """
 
     number: int
@@ -151,19 +164,20 @@ class Starts:
 
 @record
 class OpensGroup:
-    """Opens a group: the transfers up to `ClosesGroup` start together."""
+    """The effect that a group of transfers is opened. The transfers up to `ClosesGroup` start
+    together."""
 
 
 @record
 class ClosesGroup:
-    """Starts the group's transfers as the communication `number`."""
+    """The effect that all transfers of the open group start, as the communication `number`."""
 
     number: int
 
 
 @record
 class Waits:
-    """Makes the current stream wait for the communication `number`."""
+    """The effect that the current stream waits for the communication `number`."""
 
     number: int
 
@@ -171,21 +185,21 @@ class Waits:
 # ------------------------------------------------------------------ streams
 @record
 class Enters:
-    """Makes this stream the current one for later ops."""
+    """The effect that `stream` becomes the current stream for later ops."""
 
     stream: Stream
 
 
 @record
 class Captures:
-    """Gives the current stream this name."""
+    """The effect that the name of `stream` is bound to the current stream."""
 
     stream: Stream
 
 
 @record
 class Joins:
-    """Makes the current stream wait for all work that this stream has received so far."""
+    """The effect that the current stream waits for all work that was put on `stream` so far."""
 
     stream: Stream
 
@@ -209,17 +223,19 @@ Effect = (
 def is_computed(effects: Iterable[Effect]) -> bool:
     """Whether an op with these effects is work for the device.
 
-    It is not if it only names or allocates memory, communicates, or orders streams.
+    An op that only makes views, allocates memory, communicates, or orders streams is no work for
+    the device.
     """
     found = [type(e) for e in effects if not isinstance(e, Makes) or e.is_filled]
     return not {Makes, Reads, Writes}.isdisjoint(found) and {Shows, Starts}.isdisjoint(found)
 
 
 def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Returns the effects of an op, without those of ops in its regions.
+    """Returns the effects of an op. Effects of the ops in the op's regions are not included.
 
-    `has_buffer` contains the tensors that already have memory. A tensor op writes into these. Any
-    other result gets a new buffer, or becomes a view of the input if the op can be one.
+    `has_buffer` contains the tensors that already have memory. A tensor op writes into these
+    tensors. Any other result becomes a view of the operand if the op can be a view, and gets a new
+    buffer otherwise.
     """
     if isinstance(op, TensorOp):
         return tensor_op_effects(op, has_buffer)
@@ -231,7 +247,10 @@ def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
 
 
 def tensor_op_effects(op: TensorOp, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Returns the effects of a tensor op of the fusion IR in a host program."""
+    """Returns the effects of a tensor op of the fusion IR in a host program.
+
+    `has_buffer` contains the tensors that already have memory.
+    """
     found: list[Effect] = [Reads(v) for v in op.inputs if isinstance(v, TensorView)]
     for out in op.outputs:
         if out in has_buffer:

@@ -1,4 +1,4 @@
-"""Reads a host program from its short or full text: `parse(text)`."""
+"""Reads a host program from its short or full text; see `parse`."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ _TYPE_NAME = re.compile(r"[a-z]\w*")
 
 
 def parse(text: str) -> HostIrContainer:
-    """Returns the program of `str(container)` or `container.full_text()`.
+    """Returns the program that a text describes: the text is `str(container)` or
+    `container.full_text()`.
 
-    The short form has no allocation domains, aliases or kernels. Such a program can be printed and
-    compared, but not run. A text without sections is in the short form, unless a comment before the
-    program says `..., full form:`.
+    The short form has no allocation domains, aliases or kernels. A program in the short form can be
+    printed and compared, but not run. A text without sections is in the short form, unless a
+    comment before the program says `..., full form:`.
 
     Raises `ParseError` with line, column and the marked line.
     """
@@ -106,7 +107,11 @@ def parse(text: str) -> HostIrContainer:
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:
-    """Returns the ops, and for each host unit that they name, the line and its position."""
+    """Parses the body of a program. Returns the ops, and for each `HostUnit` line the number, the
+    text and the position.
+
+    The inputs and outputs are added to `values`.
+    """
     c = parser.cursor
     c.take("%HostIrContainer")
     c.take("{")
@@ -133,7 +138,7 @@ def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, 
 
 
 def _team(parser: Parser) -> TeamOf:
-    """Reads `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
+    """Parses a team, such as `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
     c = parser.cursor
     if c.at("("):
         return TeamOf(read_ranks(c), (ParallelType.mesh_x,))
@@ -161,7 +166,7 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 
 
 def _index(parser: Parser) -> Symbol:
-    """Reads the index of a loop, with the range that follows it in the text."""
+    """Parses the index of a loop. The range of the index follows in the text, and is read ahead."""
     c = parser.cursor
     name = c.name(_INDEX_NAME, "the index of a loop")
     home = c.pos
@@ -177,7 +182,7 @@ def _index(parser: Parser) -> Symbol:
 
 
 def _stream(parser: Parser) -> Stream:
-    """Reads `S0` or the number of a stream, `( i3 % numberOfStreams )`."""
+    """Parses a stream: a name such as `S0`, or a number such as `( i3 % numberOfStreams )`."""
     named = parser.cursor.match(STREAM_NAME)
     if named:
         return Stream(name=named[0])
@@ -209,10 +214,10 @@ _START = re.compile(r"^[ \t]*%HostIrContainer\b", re.MULTILINE)
 
 
 def programs_in(text: str) -> list[tuple[int, str]]:
-    """Returns the host programs in a text, each with its position.
+    """Returns the host programs in a text, each as (position, program text).
 
-    A dump is found by its heading and last line. A text without dumps has one program per first
-    line of a program, with the comment before it.
+    A dump is found by its heading and last line. A text without dumps has one program per line that
+    begins with `%HostIrContainer`. Each program includes the comment before it.
     """
     dumps = [(d.start(), d[0]) for d in _DUMP.finditer(text) if _START.search(d[0])]
     if dumps:
@@ -222,7 +227,11 @@ def programs_in(text: str) -> list[tuple[int, str]]:
 
 
 def _with_comment(text: str, start: int) -> int:
-    """Returns the position of the comment before a program, which names the form of its text."""
+    """Returns the position where the comment before a program begins, given the position `start` of
+    the program.
+
+    The comment says in which form the program is.
+    """
     while start > 0:
         line = text.rfind("\n", 0, start - 1) + 1
         if text[line:start].strip() and not text.startswith("//", line):
@@ -232,14 +241,15 @@ def _with_comment(text: str, start: int) -> int:
 
 
 def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
-    """Returns the program in a file; `-` is the standard input.
+    """Returns the host program in the file at `path`; `-` is the standard input.
 
-    Other lines may surround a dump or precede a program, such as the output of a job. `number`
-    chooses among several programs, counted from 0. Errors have the line numbers of the file.
+    Other lines, such as the output of a job, may surround a dump or precede a program. If the file
+    has several programs, `number` selects one, counted from 0. Errors have the line numbers of the
+    file.
 
     Raises:
-        InputError: the file does not exist, or is no text.
-        ParseError: the file has no program, or has several and `number` is None.
+        InputError: the file does not exist, or is not a text.
+        ParseError: the file has no program, or has several programs and `number` is None.
     """
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()

@@ -1,4 +1,5 @@
-"""The three texts of a host program: short for reading, full for running, and names alone.
+"""Prints a host program as text. Three forms exist: short (for reading), full (can be run again),
+and names only.
 
 `hostir.ir.parser` reads the short and the full form.
 """
@@ -29,7 +30,7 @@ _TYPE = re.compile(r"\b(T\d+)_\w+\[[^\[\]]*\](?: \(DeviceMesh\{[^()]*\}\))?")
 
 
 class Printable(Protocol):
-    """The parts of a program that its text contains; `HostIrContainer` has them."""
+    """The parts of a program that its text shows; `HostIrContainer` has these attributes."""
 
     values: Fusion
     ops: tuple[Op, ...]
@@ -37,20 +38,21 @@ class Printable(Protocol):
     units: Mapping[int, Fusion]
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Returns every tensor: inputs, those of the ops in program order, outputs."""
+        """Returns every tensor: first inputs, then the tensors of the ops in program order, then
+        outputs."""
         ...
 
 
 def dumped(program: Printable, form: str) -> str:
-    """Returns the text of a dump in the form "short" or "names"; any other `form` is
-    the full one."""
+    """Returns the text of a dump. `form` is "short", "names", or any other word for the full
+    form."""
     if form == "names":
         return names_text(program)
     return short_text(program) if form == "short" else full_text(program, first_line="")
 
 
 def short_text(program: Printable) -> str:
-    """Returns inputs, outputs and ops, for reading."""
+    """Returns the short form of a program: inputs, outputs and ops, for reading."""
     values = program.values
     ins, outs = (", ".join(map(value_text, vs)) for vs in (values.inputs, values.outputs))
     units = "".join(f"\n\n  {unit_line(n, f)}" for n, f in program.units.items())
@@ -59,12 +61,15 @@ def short_text(program: Printable) -> str:
 
 
 def full_text(program: Printable, *, first_line: str) -> str:
-    """Returns `first_line` and the complete program, which `parse` reads back."""
+    """Returns `first_line`, followed by the complete program. `parse` can read the text."""
     return first_line + _sections(program, lines_text(program.ops))
 
 
 def meaning_text(program: Printable) -> str:
-    """Returns the full form without the user's source lines, so that ranks can compare it."""
+    """Returns the full form without the user's source lines, which may differ between ranks.
+
+    Ranks compare these texts to check that they run the same program.
+    """
     return FULL_FORM + _sections(program, "")
 
 
@@ -83,13 +88,13 @@ def _sections(program: Printable, lines: str) -> str:
 
 
 def unit_line(number: int, unit: Fusion) -> str:
-    """Returns the line that names a host unit in a program's text."""
+    """Returns the line for host unit `number` in a program's text."""
     ins, outs = value_text(tuple(unit.inputs)), value_text(tuple(unit.outputs))
     return f"HostUnit{number}: Inputs={ins} -> Outputs={outs}"
 
 
 def names_text(program: Printable) -> str:
-    """Returns one line per op, with tensors by number alone."""
+    """Returns the program with one line per op. Tensors appear only by number, without types."""
     text = short_text(program)
     first, *_ = text.lstrip("\n").splitlines()
     *_, last = text.rstrip("\n").splitlines()

@@ -35,7 +35,8 @@ R = TypeVar("R")
 def _by_hand(
     method: Callable[Concatenate[ProgramBuilder, P], R],
 ) -> Callable[Concatenate[HostIrContainer, P], R]:
-    """Returns a method of the program that calls this method of its builder."""
+    """Returns a method of `HostIrContainer` that calls the given method of the container's
+    `ProgramBuilder`."""
 
     @wraps(method)
     def call(program: HostIrContainer, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,17 +47,17 @@ def _by_hand(
 
 @dataclass(eq=False, repr=False)
 class HostIrContainer:
-    """A host program, the same for all ranks.
+    """A host program. All ranks run the same program.
 
-    `values` is a fusion that owns the tensors and has the program's inputs, outputs, aliases and
-    extent classes. `groups` are the kernels by number, `units` the fusions that `PostOnStream`
-    runs. A pass makes a new container with other `ops`.
+    `values` is a fusion that owns the tensors. It also has the program's inputs, outputs, aliases
+    and the sets of equal extents. `groups` are the kernels by number, and `units` the fusions that
+    `PostOnStream` runs. A pass makes a new container with other `ops`.
     """
 
     values: Fusion = field(default_factory=Fusion)
     ops: tuple[Op, ...] = ()
     groups: Mapping[int, KernelGroup] = field(default_factory=dict[int, KernelGroup])
-    # Whether it was read from the short form, which is incomplete.
+    # Whether the program was read from the short form, which is incomplete.
     is_short: bool = False
     units: Mapping[int, Fusion] = field(default_factory=dict[int, Fusion])
     _builder: ProgramBuilder = field(init=False)
@@ -71,7 +72,8 @@ class HostIrContainer:
 
     @property
     def outputs(self) -> list[TensorView]:
-        """Every output, once per `add_output`, including outputs that only update an input."""
+        """All outputs, one per call of `add_output`. Outputs that only update an input are
+        included."""
         return self.values.outputs
 
     @property
@@ -80,11 +82,12 @@ class HostIrContainer:
         return self.values.aliases
 
     def with_ops(self, ops: tuple[Op, ...]) -> HostIrContainer:
-        """Returns a program with these ops in place of its own."""
+        """Returns a copy of the program that has `ops` instead of its current ops."""
         return replace(self, ops=ops)
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Returns every tensor: inputs, those of the ops in program order, outputs."""
+        """Returns every tensor: first inputs, then the tensors of the ops in program order, then
+        outputs."""
         seen: dict[TensorView, None] = {}
         for value in (*self.inputs, *_values(self.ops), *self.outputs):
             if isinstance(value, TensorView):
@@ -100,11 +103,13 @@ class HostIrContainer:
         return tuple(op for op in walk(self.ops) if isinstance(op, StartsCommunication))
 
     def devices(self) -> tuple[int, ...]:
-        """Returns the sorted ranks of all tensors' meshes; () for a program without a mesh."""
+        """Returns the sorted ranks in the meshes of all tensors; () for a program without a
+        mesh."""
         return ranks_of(tv.mesh for tv in self.tensors() if tv.mesh is not None)
 
     def check_full(self) -> None:
-        """Raises `VerifyError` for a program that was read from its short form."""
+        """Raises `VerifyError` if the program was read from the short form, which lacks kernels and
+        cannot run."""
         if self.is_short:
             raise VerifyError(printer.SHORT_FORM)
 
@@ -137,14 +142,17 @@ class HostIrContainer:
         return printer.short_text(self)
 
     def full_text(self, *, first_line: str = printer.FULL_FORM) -> str:
-        """Returns the complete program, which `parse` reads back.
+        """Returns the complete program as text, which `parse` can read.
 
-        The first line names the form. A heading that names it may replace that line.
+        `first_line` says that the text is in the full form. The heading of a dump may take its
+        place.
         """
         return printer.full_text(self, first_line=first_line)
 
     def names_text(self) -> str:
-        """Returns the program with tensors by number alone, an op per line; nothing reads it again.
+        """Returns the program with one line per op. Tensors appear only by number.
+
+        The text is for reading and cannot be parsed. Example:
 
         `T5_l_float[iS18{2}]\\n   = HirAliasSelect( T3_g_float[iS12{4}], .. )` -> `T5 =
         HirAliasSelect( T3, .. )`
@@ -161,13 +169,13 @@ def _values(ops: tuple[Op, ...]) -> Iterator[object]:
 
 
 def equal(a: HostIrContainer, b: HostIrContainer) -> bool:
-    """Whether two programs have equal values, ops and kernel groups, with equal numbers
-    in names."""
+    """Whether two programs are structurally equal: their values, ops, kernels and host units. The
+    numbers in the names of tensors must also be equal."""
     return container_key(a) == container_key(b)
 
 
 def container_key(p: HostIrContainer) -> tuple[object, ...]:
-    """Returns a key that is equal for equal programs."""
+    """Returns a key that is equal for structurally equal programs."""
     return (
         values_key(p.values, p.tensors()),
         tuple(op_key(op) for op in p.ops),

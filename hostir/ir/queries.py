@@ -13,8 +13,10 @@ from hostir.ir.program import HostIrContainer
 
 
 def has_streams(program: HostIrContainer) -> bool:
-    """Whether a program has regions, parts, streams or communications, which `verify` does not
-    fully check."""
+    """Whether a program has regions, parts of tensors, streams or communications.
+
+    `verify` alone does not decide whether such a program is correct.
+    """
     host_ops = [op for op in program.ops if isinstance(op, HostOp)]
     return any(op.regions or any(map(_is_undecided, op.effects())) for op in host_ops)
 
@@ -30,7 +32,7 @@ def has_communications(program: HostIrContainer) -> bool:
 
 
 def only_allocates(program: HostIrContainer) -> bool:
-    """Whether a program has no inputs and computes nothing. Its outputs are then like
+    """Whether a program has no inputs and computes nothing. The outputs of such a program are like
     `torch.empty`."""
     return not program.inputs and not any(map(_touches, walk(program.ops)))
 
@@ -41,14 +43,15 @@ def _touches(op: Op) -> bool:
 
 
 def computations(program: HostIrContainer) -> Iterator[Op]:
-    """Yields the ops of the program, then those of its kernels and host units."""
+    """Yields all ops of the program, then all ops of its kernels and host units."""
     yield from walk(program.ops)
     for fusion in (*(g.fusion for g in program.groups.values()), *program.units.values()):
         yield from fusion.exprs
 
 
 def free_inputs(program: HostIrContainer) -> frozenset[int]:
-    """Returns the positions of the scalar inputs that no shape and no control scalar depends on."""
+    """Returns the positions of the scalar inputs on which neither a shape nor a control scalar
+    depends."""
     kernels = (tv for group in program.groups.values() for tv in group.fusion.tensors())
     free = binding.free_inputs(program.values, (*program.tensors(), *kernels))
     deciding = control_symbols(program)
@@ -56,8 +59,8 @@ def free_inputs(program: HostIrContainer) -> frozenset[int]:
 
 
 def control_symbols(program: HostIrContainer) -> frozenset[Symbol]:
-    """Returns the symbols of control scalars, which decide which ops run, how often and on which
-    parts."""
+    """Returns the symbols in control scalars: scalars that decide which ops run, how often, and on
+    which parts of tensors."""
     scalars = (
         x
         for op in walk(program.ops)

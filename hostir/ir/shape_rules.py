@@ -1,4 +1,4 @@
-"""The rules for sizes and dtypes of the results of tensor ops, and the comparison of axes."""
+"""The rules for the sizes and dtypes of the results of tensor ops, and the comparison of axes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ _UNKNOWN: Mapping[Symbol, Number] = {}
 
 
 def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
-    """Raises `VerifyError` for a tensor op with several results of which only some have
-    a buffer."""
+    """Raises `VerifyError` if some results of a tensor op have a buffer and other results have
+    none.
+
+    `has_buffer` contains the tensors that have a buffer.
+    """
     if isinstance(op, TensorOp):
         without = [out for out in op.outputs if out not in has_buffer]
         if without and len(without) < len(op.outputs):
@@ -54,10 +57,10 @@ def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
 
 
 def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
-    """Raises `VerifyError` for a result whose sizes or dtype do not follow from the operands of its
-    op.
+    """Raises `VerifyError` if the sizes or the dtype of a result do not follow from the operands of
+    `op`.
 
-    Sizes are compared if they are constants or `values` binds their symbols. Dtypes are always
+    Sizes are compared if they are constants, or if `values` binds their symbols. Dtypes are always
     compared.
     """
     if isinstance(op, AttentionOp | ProductOp):
@@ -79,7 +82,10 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
 
 
 def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number]) -> None:
-    """Requires that all axes with one letter have one size. The op itself checks dtypes."""
+    """Requires that all axes that `op` labels with the same letter have one size.
+
+    An op labels each axis with a letter, as in `torch.einsum`. The op itself checks dtypes.
+    """
     by_letter: dict[str, list[_Axis]] = {}
     for field, tv in op.tensors():
         for k, (letter, axis) in enumerate(zip(op.letters(field), _axes(tv), strict=True)):
@@ -93,9 +99,11 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
 
 
 def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
-    """Requires that devices cut the heads of keys in the same way as those of queries.
+    """Requires that devices cut the heads of keys (`groups`) in the same way as the heads of
+    queries (`heads`).
 
-    A single head, of keys or of a bias, is read on all devices.
+    A broadcast axis (a single head of keys or of a bias) is exempt, because all devices read this
+    head.
     """
     several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
     for one, other in zip(*several, strict=False):
@@ -140,9 +148,10 @@ def check_kept_axes(
     *,
     cut: int | None = None,
 ) -> None:
-    """Requires that `out` has the axes of `source` without the one at position `gone`.
+    """Requires that `out` has the axes of `source`, except the axis at position `gone`.
 
-    The axis at position `cut` may be cut over devices in different ways.
+    If `gone` is None, `out` has all axes. The axis at position `cut` may be cut over different
+    devices in `source` and `out`.
     """
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
@@ -156,7 +165,8 @@ def _axes(tv: TensorView) -> list[_Axis]:
 
 
 def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
-    """Yields groups of axes that have one size: axes of operands first, that of the result last."""
+    """Yields groups of axes that must have one size: first the axes of operands, last the axis of
+    the result."""
     out = op.out_tensor
     roots = out.domain.maybe_root
     places = {a.number: k for k, a in enumerate(out.domain.no_reductions)}
@@ -187,9 +197,10 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
 def _check_sizes(
     op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
 ) -> None:
-    """Requires that these axes have one size and are cut over the same devices.
+    """Requires that all `axes` have one size and are cut over the same devices.
 
-    A single element (a broadcast) fits any size, except in the last axis.
+    A single element (a broadcast) fits any size, except in the last axis of the list. If `is_cut`,
+    the devices are not compared.
     """
     sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
     whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
@@ -211,8 +222,8 @@ def _check_sizes(
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
-    """Returns the device parallel types that cut an axis of a tensor. The position leaves out
-    reductions."""
+    """Returns the device parallel types that cut the axis at `position`. Positions are counted
+    without reductions."""
     return {cut.ptype for cut in placement(tv)[position]}
 
 

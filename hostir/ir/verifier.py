@@ -1,4 +1,4 @@
-"""The structural rules of a host program, checked after every pass."""
+"""The structural rules of a host program. The rules are checked after every pass."""
 
 from __future__ import annotations
 
@@ -56,21 +56,23 @@ from hostir.ir.shape_rules import check_buffers, check_results
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
-    """Raises `VerifyError` for a program that breaks a structural rule, also inside of regions.
+    """Raises `VerifyError` for a program that breaks a structural rule, in its ops or in their
+    regions.
 
-    The message begins with a sentence that names the op, the rule and the pass `after` which it was
-    broken. The types of tensors and the marked lines of the program follow. The rules:
+    The message begins with a sentence that names the op, the rule, and the pass `after` which the
+    rule was broken. The types of tensors and the marked lines of the program follow. The rules:
 
     - Buffers: a tensor has one buffer (an allocation, a part of another buffer, or a declared
-      alias), and both have one dtype. It is used after its allocation and before its `Deallocate`.
-    - Contents: a tensor is written before it is read. In a branch, an earlier step of the loop may
-      have written it.
-    - Deallocation: if any buffer is deallocated, every buffer that the caller does not own is,
-      exactly once. A loop deallocates only buffers that it allocates.
-    - Communications: every communication has a later `Wait`, its buffers are not used before, and
-      its team is in the meshes.
-    - Views of other ranks' shards: no rank writes a shard while a view shows it. The region that
-      makes the view also deallocates it.
+      alias), and both have one dtype. The tensor is used after its allocation and before its
+      `Deallocate`.
+    - Contents: a tensor is written before it is read. In a branch, an earlier iteration of the loop
+      may have written the tensor.
+    - Deallocation: if any buffer is deallocated, every buffer that the caller does not own is
+      deallocated exactly once. A loop deallocates only buffers that the loop allocates.
+    - Communications: every communication has a later `Wait`. The buffers of the communication are
+      not used before the `Wait`. The team is in the meshes.
+    - Views of other ranks' shards: no rank writes a shard while a view shows the shard. The region
+      that makes the view also deallocates the view.
     - Kernel groups exist and agree with their launches.
     - Inputs and open loops bind every symbol, and the axes of tensors are well-formed.
 
@@ -98,7 +100,12 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
 def _refusal(
     program: HostIrContainer, text: str, after: str, shown: str, culprit: Op | None = None
 ) -> VerifyError:
-    """Returns the error for a broken rule: a sentence in the user's terms, with the IR below it."""
+    """Returns the error for a broken rule: a sentence in the user's terms, followed by details in
+    the IR.
+
+    `text` is the rule's message, `after` the pass after which the rule was broken, and `shown` the
+    marked lines of the program. `culprit` is the op that breaks the rule.
+    """
     rule, _, details = text.partition("\n")
     if culprit is not None:
         rule = f"{_subject(culprit)}: {rule.removeprefix(f'{culprit.name}: ')}"
@@ -114,16 +121,19 @@ def _refusal(
 
 
 def _subject(op: Op) -> str:
-    """Returns the op as the subject of a sentence: `The launch of kernel group 1`, `Op matmul`,
-    `Wait`."""
+    """Returns the op as the beginning of a message, such as `The launch of kernel group 1`, `Op
+    matmul` or `Wait`."""
     if isinstance(op, HostOp):
         return op.subject
     return f"Op {op.name}" if isinstance(op, TensorOp) else op.name
 
 
 def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
-    """Returns the numbered lines of the ops around `index`, with `->` at the culprit, which may be
-    in a region."""
+    """Returns the numbered lines of the ops around `index`, with `->` at `culprit`.
+
+    `index` counts the ops of the program. `culprit` is the op at `index`, or an op in one of its
+    regions.
+    """
     ops, numbers = program.ops, line_numbers(program)
     last = ops[min(index + 2, len(ops) - 1)]
     end = numbers[id(last)] + op_text(last).count("\n") + 1
@@ -132,30 +142,31 @@ def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
 
 @dataclass
 class _InFlight:
-    """A communication in flight: it has started and has no `Wait` yet."""
+    """A communication in flight: the communication has started and has no `Wait` yet."""
 
     op: Op
     reads: tuple[TensorView, ...]
     writes: tuple[TensorView, ...]
-    # Whether it has started on every path to the current op.
+    # Whether the communication has started on every path to the current op.
     is_certain: bool = True
 
 
 @dataclass
 class _Steps:
-    """An open loop."""
+    """The facts about a loop whose body is being checked: the buffers and communications of the
+    loop's earlier iterations."""
 
-    # The tensors that it allocates or names.
+    # The tensors that the loop allocates, and the views that the loop makes.
     makes: set[TensorView]
-    # The communications that its earlier steps may have started.
+    # The communications that earlier iterations of the loop may have started.
     numbers: set[int]
-    # The owners of buffers that live longer than a step, which earlier steps may have written.
+    # The owners of buffers that outlive an iteration. Earlier iterations may have written them.
     writes: set[TensorView]
 
 
 @dataclass
 class _Checker:
-    """Checks the ops of a program in order, and keeps the state of buffers and communications."""
+    """Checks the ops of a program in order, and tracks which buffers and communications exist."""
 
     program: HostIrContainer
     storage: Storage
@@ -210,7 +221,8 @@ class _Checker:
         self.awaited = {op.number for op in ops if isinstance(op, Wait)}
 
     def check(self, op: Op) -> None:
-        """Checks one op against the state so far, then the ops of its regions."""
+        """Checks one op against the effects of the earlier ops, then checks the ops of its
+        regions."""
         self.at = op
         if not isinstance(op, TensorOp | HostOp):
             raise VerifyError("this kind of op cannot be in a host program")
@@ -242,9 +254,9 @@ class _Checker:
             self._branch(op)
 
     def _present(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that every rank has all tensors of a local op.
+        """Requires that the same ranks have all tensors of an op that does not communicate.
 
-        Ops in branches are left to `hostir.analysis.races`, which knows the ranks that reach them.
+        Ops in branches are not checked: `hostir.analysis.races` knows which ranks reach these ops.
         """
         if self.is_branch or isinstance(op, StartsCommunication):
             return
@@ -270,7 +282,7 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Returns the names between a tensor and its buffer that permute axes."""
+        """Returns the views from `tv` up to the owner of its buffer that permute axes."""
         found: list[TensorView] = []
         while tv in self.storage.shows:
             if tv in self.turned:
@@ -361,7 +373,8 @@ class _Checker:
         }
 
     def _no_view_left(self) -> None:
-        """Requires that a region deallocates the views of several ranks' shards that it made."""
+        """Requires that a region deallocates the views of several ranks' shards that the region
+        made."""
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
             until = f"until {view} is deallocated, in the region that made it"
@@ -369,7 +382,7 @@ class _Checker:
             raise VerifyError(f"{shown}: Deallocate {{ {view} }} is missing")
 
     def finish(self) -> None:
-        """Checks the whole program after its last op: waits, outputs, aliases, axes, symbols,
+        """Checks the whole program after its last op: waits, outputs, aliases, axes, symbols and
         leaks."""
         if self.group is not None:
             raise VerifyError("StartCoalescing without EndCoalescing")
@@ -502,7 +515,8 @@ class _Checker:
         self.freed_at[tv] = self.at
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
-        """Requires that no view shows the buffer to other ranks."""
+        """Requires that no view shows the buffer of `tv` to other ranks. `what` says in the message
+        how `tv` is used."""
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
                 shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
@@ -518,10 +532,11 @@ class _Checker:
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
-        """Requires that no communication in flight uses the same buffer.
+        """Requires that no communication in flight uses the buffer of `tv`.
 
-        Only communications that started on every path count. `hostir.analysis.races` compares parts
-        of buffers.
+        If `is_write` is False, only communications that write the buffer count. Only communications
+        that started on every path count. Parts of one buffer are compared by
+        `hostir.analysis.races`.
         """
         for number, communication in self.in_flight.items():
             busy = communication.writes
@@ -539,7 +554,7 @@ class _Checker:
         return self._whole(a) is self._whole(b)
 
     def _whole(self, tv: TensorView) -> TensorView:
-        """Returns the tensor all of whose elements `tv` names."""
+        """Follows views of whole tensors from `tv` to their source, and returns that source."""
         while tv in self.storage.shows and tv not in self.storage.parts:
             tv = self.storage.shows[tv]
         return tv
@@ -581,11 +596,12 @@ class _Checker:
         raise VerifyError(f"a second Wait for communication {number}")
 
     def _nothing(self, effect: object) -> None:
-        """Does nothing: these rules do not depend on streams."""
+        """Does nothing, because the structural rules do not depend on streams."""
 
     # ------------------------------------------------------------ what ops are checked against
     def kernel(self, group: int) -> Fusion:
-        """Returns the fusion of a kernel group. Raises `VerifyError` for an unknown group."""
+        """Returns the fusion of kernel group `group`. Raises `VerifyError` if no kernel group has
+        that number."""
         found = self.program.groups.get(group)
         if found is None:
             self.program.check_full()
@@ -593,7 +609,8 @@ class _Checker:
         return found.fusion
 
     def unit(self, number: int) -> Fusion:
-        """Returns the fusion of a host unit. Raises `VerifyError` for an unknown unit."""
+        """Returns the fusion of host unit `number`. Raises `VerifyError` if no host unit has that
+        number."""
         found = self.program.units.get(number)
         if found is None:
             self.program.check_full()

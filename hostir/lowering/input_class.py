@@ -1,7 +1,8 @@
-"""Input classes: the properties of inputs that change the program.
+"""Input classes: the properties of inputs on which the compiled program depends.
 
-Inputs of one class share the whole host program. They have equal dtypes, devices, memory layouts of
-local shards, and the same concretized structure. Sizes stay symbolic.
+All inputs of one class share the whole host program. The inputs of one class have equal dtypes,
+devices and memory layouts of local shards, and lead to the same concretized fusion. Sizes stay
+symbolic.
 """
 
 from __future__ import annotations
@@ -32,21 +33,25 @@ from fuser.support.errors import InputError
 from hostir.ir.program import HostIrContainer
 from multidevice.sharding.queries import whole_axis_sizes
 
-# The least value of an unspecified size. It is larger if a mesh does not divide this.
+# The least value of an unspecified size. A larger value is used if a mesh does not divide this one.
 SMALLEST_SIZE = 8
 
 
 @dataclass(frozen=True)
 class InputClass:
-    """A class of inputs: its key, the sizes that made it, and the layout of each tensor input.
+    """A class of inputs that share one program.
 
-    - `layouts`: None for a scalar, and for a tensor whose declared allocation domain has
-      transformed axes.
-    - `repeated`: per input, the positions of axes along which memory has one element, although the
-      declaration does not say so.
+    `key` is equal for inputs of one class. `sizes` are the sizes of the inputs for which the class
+    was created.
+
+    - `layouts`: the layout of each input. None for a scalar, and for a tensor whose declared
+      allocation domain has transformed axes.
+    - `repeated`: per input, the indices of the axes that have stride 0 although the declaration
+      does not say so.
     - `device`: the kind of device.
-    - `knows_rows`: the key decides all that schedulers derive from the extents of reductions.
-    - `is_small`: the inputs together are small (`schedule/horizontal.py`).
+    - `knows_rows`: the key includes all decisions that schedulers derive from the extents of
+      reductions.
+    - `is_small`: all inputs together are small (`schedule/horizontal.py`).
     """
 
     key: Hashable
@@ -59,13 +64,13 @@ class InputClass:
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
-        """Returns the class of inputs of these sizes whose layouts are the declared ones."""
+        """Returns the class of inputs that have these sizes and the declared layouts."""
         count = len(fusion.inputs)
         return InputClass(None, sizes, (None,) * count, ((),) * count)
 
 
 class Classifier:
-    """Computes the classes of the inputs of one fusion."""
+    """Computes the input classes for one fusion."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._layouts = [
@@ -89,7 +94,7 @@ class Classifier:
         sizes: Mapping[Symbol, int],
         device: torch.device,
     ) -> InputClass:
-        """Returns the class of bound inputs. `sizes` maps symbols to global sizes."""
+        """Returns the class of the given inputs. `sizes` maps symbols to global sizes."""
         layouts = tuple(
             known.layout_of(given)
             if known is not None and known.order is not None and isinstance(given, torch.Tensor)
@@ -120,7 +125,8 @@ class Classifier:
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
-    """Gives every tensor input of `fusion`, a copy, the layout of its argument.
+    """Gives every tensor input of `fusion` the memory layout that `input_class` has for this input.
+    `fusion` is changed in place.
 
     Returns the numbers of the axes along which memory has one element.
     """
@@ -135,15 +141,16 @@ def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
 
 # ------------------------------------------------------------------ sizes that nobody chose
 def default_size(program: HostIrContainer) -> int:
-    """Returns a value for an unspecified size: at least 8, and divisible by the sizes of all
-    meshes."""
+    """Returns a value for a size that the user did not choose: at least 8, and divisible by the
+    sizes of all meshes."""
     meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
     unit = math.lcm(*(mesh.size for mesh in meshes))
     return -(-SMALLEST_SIZE // unit) * unit
 
 
 def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
-    """Returns the names of the integers in the inputs' shapes, and of the integer inputs."""
+    """Returns the names of the integer symbols in the shapes of the inputs, and of the integer
+    inputs."""
     found: dict[str, None] = {}
     for value in program.inputs:
         scalars = value.shape() if isinstance(value, TensorView) else [value]
@@ -154,11 +161,10 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
 
 
 def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Returns a value for every symbol that inputs bind: those of `sizes`, and defaults for all
-    others.
+    """Returns a value for every symbol that inputs bind: the value in `sizes`, or a default.
 
-    The default for an axis that is one device per position is the number of devices. Raises
-    `InputError` for a name that no input has.
+    If an axis has one device per index, the default is the number of devices. Raises `InputError`
+    for a name that no input has.
     """
     known = size_symbols(program)
     for name in sizes:

@@ -1,9 +1,11 @@
-"""The steps of one loop over streams: their numbers, and the part of each tensor that a step has.
+"""The steps of one loop over streams, and the part of each tensor that a step has. A step is one
+iteration of the loop.
 
 - `LoweringState`: the program that is created: its tensors, kernels and counters.
 - `LoopContext`: the facts that all ops of a loop share: index, blocks, streams.
-- `LoopBody`: the ops of the loop so far: before it, in each step, at the end of each step.
-- `OperandSlicer`: names a step's part of an operand, and allocates memory for its result.
+- `LoopBody`: the ops of the loop so far: before the loop, in each step, at the end of each step.
+- `OperandSlicer`: makes a view of a step's part of an operand, and allocates memory for the step's
+  result.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ from multidevice.sharding.streams import (
 class LoweringState:
     """The program that is created from a fusion: its tensors, its kernels, and counters.
 
-    `fusion` is complete, sharded and finalized, and does not change. `values` owns the program's
-    tensors. `twins` maps the fusion's tensors to them.
+    `fusion` is complete, sharded and finalized, and does not change. `values` owns the tensors of
+    the program. `twins` maps each tensor of `fusion` to the program's tensor.
     """
 
     fusion: Fusion
@@ -77,7 +79,8 @@ class LoweringState:
     def of(
         cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
     ) -> LoweringState:
-        """Returns the state before the first segment, with tensors and without ops."""
+        """Returns the state before the first segment is lowered. The program has tensors, but no
+        ops."""
         # The program has copies of the tensors, so that changes do not affect the fusion.
         values, twins = fusion.copy()
         values.exprs = ()
@@ -90,24 +93,28 @@ class LoweringState:
 
     @property
     def copies_in_turn(self) -> bool:
-        """Whether the next step's transfer, or the op that computes its data, waits for this
-        step's."""
+        """Whether peer copies of a loop run one after another: the next step's transfer waits for
+        this step's transfer.
+
+        If an op computes the data of the next transfer, this op waits instead.
+        """
         return self.step_backend == PEER_COPIES and not self.params.standalone
 
     def next_communication(self) -> int:
-        """Returns the number of the next communication."""
+        """Returns a new number for a communication."""
         self._communications += 1
         return self._communications - 1
 
     def next_stream(self) -> Stream:
-        """Returns the name of the next captured stream."""
+        """Returns a new name for a captured stream."""
         self._streams += 1
         return Stream(name=f"S{self._streams - 1}")
 
 
 # ------------------------------------------------------------------ one loop
 def stepping_axis(tv: TensorView) -> StreamAxis:
-    """Returns the stream axis of a tensor that is computed in steps."""
+    """Returns the stream axis of a tensor that a loop computes. Such a tensor must have a stream
+    axis."""
     axis = stream_axis(tv)
     assert axis is not None, f"{tv} is in a loop without a stream axis"
     return axis
@@ -115,20 +122,23 @@ def stepping_axis(tv: TensorView) -> StreamAxis:
 
 @dataclass(frozen=True)
 class LoopContext:
-    """Facts that all ops of a loop share: its index, its streams, and the block of each step.
+    """Facts that all ops of a loop share: the loop's index, the streams, and the block of each
+    step.
 
         y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
         x [iDIDx{2}], y [istream{2}]    the same with offset_by_rank: block (i9 + rank) % 2
         y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the digits of a step are
                                         streamIdx // 4 and streamIdx % 4
 
-    - `axis`: the axis that the loop runs over; None if it counts to `count`.
-    - `step`, `block`: the number of the step in the order of exchanges, and the number of its
-      block. They differ from `index` if each device begins with its own block (`begins_at_rank`),
-      or if the own block is last.
-    - `digits`: stream axis -> (number of steps that it counts, number of steps per element).
+    - `axis`: the axis that the loop runs over; None if the loop counts to `count`.
+    - `step`, `block`: the number of the step in the order of exchanges, and the number of the
+      step's block. Both differ from `index` if each device begins with its own block
+      (`begins_at_rank`), or if a device's own block is last.
+    - `digits`: for each stream axis, (the axis's number of steps, the number of steps per element
+      of the axis).
     - `entry`: the stream on which the loop begins.
-    - `shares_streams`: steps share the available streams; otherwise each step has its own.
+    - `shares_streams`: whether steps share the available streams. Otherwise each step has its own
+      stream.
     """
 
     index: Symbol
@@ -143,10 +153,10 @@ class LoopContext:
 
     @classmethod
     def of(cls, program: LoweringState, ops: Sequence[TensorOp]) -> LoopContext:
-        """Returns the context of the loop of these ops.
+        """Returns the context of the loop that computes these ops.
 
-        Raises `UnsupportedError` if some ops need the same block on all devices, and others
-        different ones.
+        Raises `UnsupportedError` if some ops need the same block on all devices, and others need
+        different blocks.
         """
         entry, values, params = program.next_stream(), program.values, program.params
         # The name of the loop's index follows from a tensor that it computes.
@@ -189,7 +199,7 @@ class LoopContext:
 
     @property
     def stream(self) -> Stream:
-        """The stream of a step."""
+        """The stream on which a step runs."""
         return Stream(sc.mod(self.index, NUMBER_OF_STREAMS) if self.shares_streams else self.index)
 
     def repeat(self, *body: Op) -> ForLoop:
@@ -199,13 +209,16 @@ class LoopContext:
         return ForLoop(index=self.index, stop=self.count, body=body)
 
     def block_of(self, tv: TensorView) -> Scalar:
-        """Returns the part of a tensor that this step has."""
+        """Returns the number of the part of a tensor that this step has."""
         swizzle = stepping_axis(tv).swizzle
         number = self.block if swizzle is None else self.step
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Returns the digit of a step's number for one of the axes of a merged axis."""
+        """Returns the index along the stream axis `ptype`, for a step with this number.
+
+        If a loop has several stream axes, each axis is one digit of the step's number.
+        """
         count, inner = self.digits[ptype]
         if sc.int_value(self.count) == 0:
             return sc.ZERO  # there is no step
@@ -214,7 +227,8 @@ class LoopContext:
         return sc.mod(sc.floordiv(number, inner), count)
 
     def next_stream_waits(self) -> Op:
-        """Returns the ops that make the next step's stream wait for the work on this one so far.
+        """Returns an op that makes the next step's stream wait for all work that was put on this
+        step's stream so far.
 
         For step i9 of 3:
 
@@ -232,10 +246,10 @@ class LoopContext:
 
 
 def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
-    """Returns the device type along which devices may have different blocks in a step.
+    """Returns the device parallel type along which devices may have different blocks in one step.
 
-    None if devices gather or reduce one block together. Raises `UnsupportedError` if the loop has
-    both.
+    Returns None if devices gather or reduce one block together. Raises `UnsupportedError` if the
+    loop has both kinds of communication.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
@@ -252,14 +266,15 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
 
 
 def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
-    """Whether every transfer of the loop is an exchange, with another block on every device."""
+    """Whether every transfer of the loop is an exchange in which each device sends a different
+    block."""
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
 
 
 @dataclass(frozen=True)
 class LoopBody:
-    """The ops of one loop so far: those before it, those of a step, and those at the
+    """The ops of one loop so far: the ops before the loop, the ops of a step, and the ops at the
     end of a step."""
 
     before: list[Op] = field(default_factory=list[Op])
@@ -269,7 +284,8 @@ class LoopBody:
 
 # ------------------------------------------------------------------ the operands of a step
 class OperandSlicer:
-    """Names the part of an operand that a step reads, and allocates memory for its result.
+    """Makes the view of the part of an operand that a step reads, and allocates memory for the
+    step's result.
 
         T1 [istream{3}(i0), i1] = relu( T0 [istream{3}(i0), i1] )
 
@@ -278,8 +294,8 @@ class OperandSlicer:
                  step:    T3 = ShardByStream( T1, stream_index=i3 )
             or   step:    T1 = ALLOCATE(.., stream_index=i3)     if only this loop reads it
 
-    A stream axis that is a whole logical axis is dropped (`HirAliasSelect`). A step names the part
-    of a tensor once.
+    If a stream axis is a whole logical axis, the part lacks this axis (`HirAliasSelect`). A step
+    makes only one view of each part.
     """
 
     def __init__(self, program: LoweringState, loop: LoopContext, body: LoopBody) -> None:
@@ -290,19 +306,21 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- operands
     def operands(self, op: TensorOp) -> list[object]:
-        """Returns the operands of a step: its part of each, or the whole."""
+        """Returns the operands of an op in a step: for each tensor, the step's part or the whole
+        tensor."""
         return [
             self.operand(op, k) if isinstance(v, TensorView) else v for k, v in enumerate(op.inputs)
         ]
 
     def operand(self, op: TensorOp, index: int) -> TensorView:
-        """Returns the tensor that a step reads of one operand."""
+        """Returns the tensor that a step reads for operand number `index` of an op."""
         v = op.inputs[index]
         found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
         return self._without_repeated(op, index, found)
 
     def part(self, tv: TensorView) -> TensorView:
-        """Returns the name of a step's part of a tensor whose steps are those of the loop."""
+        """Returns the view of a step's part of `tv`, where `tv` is divided into the steps of this
+        loop."""
         if tv not in self._parts:
             if is_allocated_per_step(tv):
                 return self._program.twins[tv]
@@ -310,13 +328,13 @@ class OperandSlicer:
         return self._parts[tv]
 
     def slice_whole(self, op: nodes.Reshard) -> None:
-        """Names a step's part of a tensor that was computed before the loop. The op is
-        that slice."""
+        """Makes the view of a step's part of a tensor that was computed before the loop. `op` is
+        the reshard that takes this part."""
         self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
         self._wholes[op.out] = op.inp
 
     def whole(self, v: object, op: TensorOp) -> object:
-        """Returns an operand as it is before the loop, with the parts of all steps.
+        """Returns the operand `v` of `op` as it is before the loop, with the parts of all steps.
 
         Raises `UnsupportedError` for a tensor that only the loop computes.
         """
@@ -339,11 +357,12 @@ class OperandSlicer:
     def _without_repeated(
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
-        """Names the element of an operand, or of its part, that is repeated along stream axes that
-        slices drop.
+        """Appends views that remove each broadcast axis of an operand that becomes a stream axis of
+        the result.
 
-        Every step has the same element. The part of an expanded axis that is also cut in steps is
-        that element already.
+        Every step reads the same element along these axes, because slices of the result lack the
+        stream axis. `found` is the operand or its part. Axes of the stream types in `keep` are not
+        removed.
         """
         operand = op.inputs[index]
         is_part = found.ndim < operand.ndim
@@ -366,10 +385,11 @@ class OperandSlicer:
         *,
         keep: Collection[ParallelType] = (),
     ) -> TensorView:
-        """Names one part of `source`, as the stream axis of `tv` cuts it; of a merged axis, a part
-        of a part.
+        """Returns a view of one part of `source`, as the stream axes of `tv` cut it. With several
+        stream axes, the part is taken axis by axis.
 
-        Along the axes in `keep`, the part is a block of one element.
+        `number` is the number of the part. Along the stream axes in `keep`, the part is a block of
+        one element.
         """
         like = self._program.twins[tv]
         elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]
@@ -386,13 +406,13 @@ class OperandSlicer:
         return source
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
-        """Names the step's part of `source` along the stream axis of `tv`."""
+        """Returns a view of the step's part of `source`, as the stream axes of `tv` cut it."""
         return self.part_at(tv, source, self._loop.block_of(tv))
 
     # -------------------------------------------------------------- results
     def result(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that a step writes: its part of a buffer made before the loop, or its
-        own buffer."""
+        """Returns the tensor that a step writes. It is the step's part of a buffer made before the
+        loop, or a separate buffer of the step."""
         twin = self._program.twins[tv]
         twin.give_memory()
         if is_allocated_per_step(tv):
@@ -405,8 +425,11 @@ class OperandSlicer:
         return self.part(tv)
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
-        """Allocates one slot per stream for elements of steps. Steps of one stream run one after
-        another."""
+        """Allocates a buffer with one slot per stream, and returns a view of the slot of this
+        step's stream.
+
+        One slot per stream is enough, because steps on one stream run one after another.
+        """
         position = stepping_axis(tv).position
         room, out = slots(twin, position), selected(twin, position)
         self._body.before.append(Allocate(room))
@@ -418,7 +441,8 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- matrices of a batch
     def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
-        """Returns the step of an op on blocks of one element along these stream axes.
+        """Returns an op of a step whose operands and result keep the stream axes in `keep`, with
+        one element each.
 
         A matmul that computes a row of each matrix:
 
@@ -443,7 +467,8 @@ class OperandSlicer:
 
 
 def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
-    """Names the only element of a tensor along an axis, by an op that is appended to `into`.
+    """Returns a view of the only element of a tensor along the axis `position`. The view op is
+    appended to `into`.
 
     Along axis 0:
 
@@ -456,11 +481,11 @@ def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
 
 
 def rows_or_columns(op: TensorOp) -> list[ParallelType]:
-    """Returns the stream axes along which a step computes one row or column of each matrix of a
+    """Returns the stream axes along which a step computes one row or one column of each matrix of a
     batch.
 
-    These axes are kept with one element. Without them, an operand would have the shape of another
-    batch of matrices, or of one matrix.
+    These axes are kept with one element. Without these axes, an operand would have the shape of a
+    single matrix or of a different batch.
     """
     if isinstance(op, nodes.MatmulOp) and max(op.a.ndim, op.b.ndim) > 2:
         alone = [op.a.ndim - 2, None], [None, op.b.ndim - 1]
@@ -476,7 +501,8 @@ def rows_or_columns(op: TensorOp) -> list[ParallelType]:
 
 
 def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
-    """Returns the axes of an operand that are repeated along stream axes that slices drop."""
+    """Returns the broadcast axes of an operand that correspond to stream axes of the result. Stream
+    axes in `keep` do not count."""
     axes = op.inputs[index].domain.no_reductions
     places = (
         _operand_position(op, index, axis)
@@ -487,7 +513,8 @@ def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> 
 
 
 def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
-    """Returns the axis of an operand that corresponds to a stream axis of the result."""
+    """Returns the position of the axis of operand number `index` that corresponds to a stream axis
+    of the result."""
     domain = op.out_tensor.domain
     number = domain.no_reductions[axis.position].number
     if number not in domain.root_numbers and domain.root:
@@ -497,8 +524,8 @@ def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
 
 
 def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
-    """Whether each stream needs only one element of the tensor at a time, and no other
-    op uses it."""
+    """Whether one slot per stream is enough memory for a tensor: each stream needs only one element
+    at a time, and no op outside of the loop uses the tensor."""
     fusion = program.fusion
     made_by = [op for op in (fusion.definition(tv),) if op is not None]
     return (
@@ -513,7 +540,7 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
 
 
 def _takes_whole(op: TensorOp) -> bool:
-    """Whether steps of an op can slice their part from all of these operands."""
+    """Whether an op may need more of an operand than the part of one step."""
     is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
     is_view = isinstance(op, VIEW_OPS) and not is_copy(op)
     return is_border or is_view or bool(rows_or_columns(op))

@@ -12,18 +12,17 @@ class LowerParams:
     """The options of lowering. The defaults are those of `FusionDefinition.execute`.
 
     - `propagate`: tensors without annotation are sharded like their neighbours.
-    - `standalone`: ops that torch can compute remain separate ops, and results that no caller gets
-      have no `Allocate`, as in nvFuser's `MultiDeviceExecutor`.
-    - `offset_by_rank`: on each rank, the steps of a loop begin with its own block, and blocks of
-      other devices are received from them in a ring instead of broadcast. It has no effect on a
-      loop whose steps gather or reduce blocks.
-    - `inter_stream_synchronization`: the next step's stream waits until this step's transfer has
-      been posted.
-    - `stream_slots`: a tensor of which each step of one loop uses one element has one slot per
-      stream.
-    - `backend`: the library of communications; "" for that of the device.
-    - `step_backend`: the library of transfers between ranks in the steps of a loop; "" for
-      `backend`.
+    - `standalone`: ops that torch can compute remain separate ops. Results that the caller does not
+      get have no `Allocate`, as in nvFuser's `MultiDeviceExecutor`.
+    - `offset_by_rank`: on each rank, a loop begins with the rank's own block. Blocks of other
+      devices are received in a ring instead of broadcast. The option has no effect on a loop whose
+      iterations gather or reduce blocks.
+    - `inter_stream_synchronization`: the stream of the next loop iteration waits until the transfer
+      of this iteration has been posted.
+    - `stream_slots`: if each iteration of one loop uses one element of a tensor, the tensor has one
+      slot per stream.
+    - `backend`: the library of communications; "" for the library of the device.
+    - `step_backend`: the library of transfers between ranks in loop iterations; "" for `backend`.
     """
 
     propagate: bool = True
@@ -40,9 +39,10 @@ class LowerParams:
 
 
 def check_number_of_streams(number: object, *, of: str) -> None:
-    """Raises `ArgumentError` if the number is no integer, and `DefinitionError` if it is below 1.
+    """Raises `ArgumentError` if `number` is not an integer, and `DefinitionError` if `number` is
+    below 1.
 
-    `of` names the call in the message.
+    `of` is the name of the call in the message.
     """
     if not isinstance(number, int) or isinstance(number, bool):
         raise ArgumentError(f"{of}: number_of_streams={number!r}: expected an integer")

@@ -9,9 +9,9 @@
     lower        segments, loops              a host program                      host_ir_lowering
     complete     the program                  the program, with deallocations     host_ir_lowering
 
-`build_program` runs all stages. `lower_sharded` runs them from the segmentation on; the cost
-model's search for overlap uses it for parts of a sharded fusion. The fusion and the program are
-verified after every pass.
+`build_program` runs all stages. `lower_sharded` runs only the stages `segment`, `lower` and
+`complete`. The cost model's search for overlap calls `lower_sharded` for parts of a sharded fusion.
+The fusion and the program are verified after every pass.
 """
 
 from __future__ import annotations
@@ -52,21 +52,24 @@ NO_SIZES: Mapping[Symbol, int] = {}
 
 
 class KeepsDump(Protocol):
-    """Stores the text of a stage if its option asks for the dump."""
+    """The interface of a function that stores the text of a compiler stage if the user asked for
+    this dump."""
 
     def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None:
-        """Stores the text of the stage `name`."""
+        """Stores the text of the stage `name`. `text` returns the text, and `note` is added to the
+        heading."""
 
 
 class Overlap(Protocol):
-    """Adds steps to tensors of a decomposed fusion.
+    """The interface of a function that divides tensors of a decomposed fusion into pipelined steps.
 
-    Returns the library of transfers between ranks in these steps; "" for that of all other
-    communications.
+    The function returns the library of transfers between ranks in these steps, or "" for the
+    library of all other communications.
     """
 
     def __call__(self, fusion: Fusion, /) -> str:
-        """Adds the steps to the fusion in place."""
+        """Adds the steps to the fusion in place. Returns the library of the transfers in these
+        steps."""
         ...
 
 
@@ -75,7 +78,8 @@ def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
 
 
 class Built(NamedTuple):
-    """The segments and the verified host program of a fusion, and its shardings before overlap."""
+    """The result of compiling a fusion: its segments, the verified host program, and the shardings
+    before overlap was added."""
 
     segmented: SegmentedFusion
     program: HostIrContainer
@@ -83,12 +87,12 @@ class Built(NamedTuple):
 
 
 class KernelFacts(NamedTuple):
-    """The facts about inputs and device that decide the kernels.
+    """Facts about inputs and device on which the choice of kernels depends.
 
-    - `sizes`: representative sizes; schedulers decide alike for all sizes of the class.
-    - `row_parts`: see `segment_fusion`.
-    - `are_joined`: independent pointwise kernels may become one.
-    - `has_clusters`: a long row may be reduced by a cluster of blocks.
+    - `sizes`: representative sizes. Schedulers decide alike for all sizes of the input class.
+    - `row_parts`: the parameter of the same name of `segment_fusion`.
+    - `are_joined`: independent pointwise kernels may become one kernel.
+    - `has_clusters`: a long row may be reduced by a cluster of CUDA blocks.
     """
 
     sizes: Mapping[Symbol, int] = NO_SIZES
@@ -98,7 +102,7 @@ class KernelFacts(NamedTuple):
 
     @classmethod
     def of(cls, input_class: InputClass, settings: Settings) -> KernelFacts:
-        """Returns the facts for a class of inputs and the options of a call."""
+        """Returns the facts for a class of inputs and the options (`settings`) of a call."""
         target = target_of(input_class.device, settings.argument("schedules_for"))
         is_cuda = target.kind == "cuda"
         is_joined = is_cuda and input_class.is_small and not settings.disabled("horizontal_fusion")
@@ -125,9 +129,9 @@ def build_program(
 ) -> Built:
     """Compiles a fusion for a class of inputs.
 
-    `definition` is not changed. `backend_name` is written on communications, `overlap` may add
-    steps to tensors, and `settings` are the options of the call. Raises `FuserError` for a fusion
-    that cannot be lowered.
+    `definition` is not changed. `backend_name` is the library that communications name. `overlap`
+    may add pipelined steps to tensors. `dump` stores the text of each stage, and `settings` are the
+    options of the call. Raises `FuserError` for a fusion that cannot be lowered.
     """
     dump("fusion_ir_original", lambda: fusion_text(definition))
     check_types(definition)
@@ -154,7 +158,11 @@ def lower_sharded(
     dump: KeepsDump = _no_dump,
     facts: KernelFacts = NO_FACTS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
-    """Returns the segments and the verified host program of a sharded and finalized fusion."""
+    """Returns the segments and the verified host program of a fusion that is already sharded and
+    finalized.
+
+    `facts` are facts about inputs and device. The other parameters are those of `build_program`.
+    """
 
     def after(name: str, program: HostIrContainer) -> None:
         text = partial(program.full_text, first_line="")
@@ -173,8 +181,11 @@ def lower_sharded(
 def _shard(
     fusion: Fusion, params: LowerParams, overlap: Overlap | None, repeated: Collection[int]
 ) -> tuple[ShardingResult, LowerParams]:
-    """Shards the fusion in place. Returns the shardings, and the options with the library of
-    `overlap`."""
+    """Shards the fusion in place. Returns the shardings, and `params` with the library that
+    `overlap` chose.
+
+    `repeated` are the numbers of the axes along which memory has one element.
+    """
     libraries: list[str] = []
 
     def give_steps(fusion: Fusion) -> None:
@@ -193,8 +204,11 @@ def _shard(
 def _segment(
     fusion: Fusion, loops: streams.StreamLoops, params: LowerParams, facts: KernelFacts
 ) -> SegmentedFusion:
-    """Returns the kernels of a sharded fusion, each accepted by a scheduler, and the ops between
-    them."""
+    """Divides a sharded fusion into kernels, which schedulers accept, and the ops between these
+    kernels.
+
+    `loops` are the stream loops of the fusion. `facts` are facts about inputs and device.
+    """
     values: dict[Symbol, Number] = dict(refined_sizes(facts.sizes))
     complete(fusion, values)
     known: Known = {}
@@ -228,17 +242,19 @@ def _segment(
 def lower_streams(
     program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
 ) -> HostIrContainer:
-    """Returns the program that computes tensors with stream axes in steps, with their
-    communications.
+    """Returns the program in which tensors with stream axes are computed in loops over streams,
+    with their communications.
 
-    Holds before: the program has only tensor ops, with their final meshes and parallel types. Holds
-    after: the program equals that of `MultiDeviceExecutor`; `HostIrEvaluator` runs it.
+    Holds before: the program has only tensor ops, and the tensors have their final meshes and
+    parallel types. Holds after: the program equals that of `MultiDeviceExecutor`, and
+    `HostIrEvaluator` can run it.
 
         T1[istreamIdx2{i0}, iS3{i1}] = Set( T0[iS0{i0}, iS1{i1}] )
         -> T1 = ALLOCATE(..); S0 = GetCurrentStream(); FOR i ..: waits; FOR i ..: T3 = Set( T2 )
 
-    Raises `UnsupportedError` for a host op in the program, for a stream axis that is split or
-    merged, and for an op that cannot be computed in steps.
+    `backend_name` is the library that communications name. Raises `UnsupportedError` for a host op
+    in the program, for a stream axis that is split or merged, and for an op that cannot be computed
+    in a loop over streams.
     """
     ops: list[TensorOp] = []
     for op in program.ops:
@@ -262,7 +278,7 @@ def lower_streams(
 
 
 def check_stream(tv: TensorView) -> None:
-    """Raises `UnsupportedError` for a stream axis that is no logical axis of its tensor."""
+    """Raises `UnsupportedError` if a stream axis is not a logical axis of its tensor."""
     for axis in tv.domain.loop:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(

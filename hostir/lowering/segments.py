@@ -7,7 +7,7 @@
     any, in steps   one loop over streams (`hostir.lowering.stream_loops`) for all segments of it
 
 An output that updates an input is computed in the input's buffer if nothing reads the old value
-afterwards. Otherwise it has its own buffer and is copied at the end.
+afterwards. Otherwise the output has a separate buffer and is copied into the input at the end.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def lower(
 ) -> HostIrContainer:
     """Returns the host program of a segmented fusion.
 
-    The fusion is complete, sharded and finalized. `loops` are its stream loops, None if they are
-    not computed yet. `backend_name` is written on communications.
-    `hostir.passes.deallocation.run_passes` completes the program.
+    The fusion is complete, sharded and finalized. `loops` are its stream loops, or None to compute
+    them here. `backend_name` is the library that communications name. The program has no
+    deallocations yet: `hostir.passes.deallocation.run_passes` adds them.
     """
     found = StreamLoops(segmented.fusion) if loops is None else loops
     program = LoweringState.of(segmented.fusion, found, params, backend_name)
@@ -87,8 +87,8 @@ def lower(
 
 
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
-    """Returns the segments in run order, with those of one loop together, where its first one can
-    run."""
+    """Returns the segments in run order. The segments of one of the stream `loops` are together, at
+    the first place where all their inputs are ready."""
     groups: dict[object, list[Segment]] = {}
     for segment in segments:
         key: object = loops.loop_of(segment.exprs[0]) or segment
@@ -112,12 +112,13 @@ def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segm
 
 # ------------------------------------------------------------------ one segment
 class SegmentLowering:
-    """Lowers segments without steps; `ops` are the program's so far.
+    """Lowers the segments that are not in a loop over streams. `ops` has the ops of the program so
+    far.
 
         y [i0] = sum( x [i0, i1] )   ->   y = ALLOCATE(..); LaunchKernel ( 0, Inputs:{x}, ..:{y} )
 
-    `in_place` has the outputs that a kernel computes in the buffer of an input. These are not
-    allocated.
+    `in_place` maps outputs to inputs: a kernel computes such an output in the buffer of the input.
+    These outputs are not allocated.
     """
 
     def __init__(self, program: LoweringState, in_place: Mapping[TensorView, TensorView]) -> None:
@@ -125,7 +126,7 @@ class SegmentLowering:
         self._program, self._in_place = program, in_place
 
     def add(self, segment: Segment) -> None:
-        """Adds the ops of a segment."""
+        """Adds the ops of one segment to the program."""
         lower = {
             "kernel": self._kernel,
             "library": self._library,
@@ -137,9 +138,11 @@ class SegmentLowering:
         self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
 
     def update_inputs(self, lines: Mapping[TensorView, str]) -> None:
-        """Copies outputs that update an input, and were not computed in place, into the input.
+        """Copies each output that updates an input into that input, unless the output was computed
+        in place.
 
-        The copies are last, because earlier ops may read old values. `lines` are the user's.
+        The copies are the last ops, because earlier ops may read the old values. `lines` has the
+        user's source line of each output.
         """
         for alias in self._program.values.aliases:
             if alias.out not in self._in_place and alias.out is not alias.into:
@@ -165,7 +168,7 @@ class SegmentLowering:
         for expr in segment.exprs:
             op = self._twin_op(expr)
             pairs = zip(op.outputs, expr.outputs, strict=True)
-            # Torch makes what only this program sees, in an order of its own.
+            # Torch may choose the memory order of results that only this program sees.
             is_seen = any(
                 out in self._program.values.outputs or _is_packed(made) for out, made in pairs
             )
@@ -217,8 +220,8 @@ class SegmentLowering:
         self.ops.append(Allocate(tv))
 
     def _with_aliases(self, segment: Segment, fusion: Fusion) -> Fusion:
-        """Returns the kernel's fusion with its buffers that are both read and written declared as
-        aliases."""
+        """Returns the kernel's fusion with an alias for each buffer that the kernel both reads and
+        writes."""
         targets = {o.number: self._in_place.get(self._program.twins[o]) for o in segment.outputs}
         read = {v.number for v in fusion.inputs if isinstance(v, TensorView)}
         pairs = [
@@ -238,7 +241,8 @@ class SegmentLowering:
 def _in_place_outputs(
     program: LoweringState, segments: Sequence[Segment]
 ) -> dict[TensorView, TensorView]:
-    """Returns the aliased outputs that a kernel may write into the input's buffer directly."""
+    """Returns the outputs that update an input and that a kernel may write into the input's buffer
+    directly."""
     aliases = program.values.aliases
     original = {twin: tv for tv, twin in program.twins.items()} if aliases else {}
     counts = Counter(a.out for a in aliases)
@@ -252,11 +256,12 @@ def _in_place_outputs(
 
 
 def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment]) -> bool:
-    """Whether no op can observe that the input's buffer is overwritten early.
+    """Whether the kernel that computes `out` may overwrite the buffer of `into`, because no op can
+    observe this.
 
-    Three conditions: one kernel writes the whole buffer; no other op reads the old value then or
-    later, also not through a view; and within the kernel, element i of the input is read for
-    element i of the result only.
+    Three conditions must hold. One kernel writes the whole buffer. No other op reads the old value
+    then or later, also not through a view. Within the kernel, element i of `into` is read only for
+    element i of `out`.
     """
     at = next((i for i, s in enumerate(segments) if out in s.outputs), None)
     if out.dtype() is not into.dtype() or at is None:
@@ -269,7 +274,8 @@ def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment])
 
 
 def _is_packed(tv: TensorView) -> bool:
-    """Whether a communication reads the result of an op that torch may store in another layout."""
+    """Whether a communication reads the result of an op whose memory layout torch may choose
+    differently from the declared layout."""
     has_rows = isinstance(tv.definition(), nodes.LibraryOp) and memory_layout.lies_in_order(tv)
     return any(map(communicates, tv.uses())) and not has_rows
 
@@ -279,7 +285,7 @@ def _shape(tv: TensorView) -> object:
 
 
 def _has_layout_of(out: TensorView, into: TensorView) -> bool:
-    """Whether the buffer of `into` has the layout in which a kernel writes `out`."""
+    """Whether the buffer of `into` has the memory layout in which a kernel writes `out`."""
     is_plain = all(
         {*t.domain.allocation_numbers} <= {*t.domain.logical_numbers} for t in (out, into)
     )
@@ -291,7 +297,7 @@ def _has_layout_of(out: TensorView, into: TensorView) -> bool:
 
 
 def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> bool:
-    """Whether element i of `into` is read for element i of `out`, and for nothing else."""
+    """Whether element i of `into` is read only for element i of `out`."""
     reading: set[TensorView] = {into}
     for e in segment.exprs:
         if not reading.intersection(v for v in e.inputs if isinstance(v, TensorView)):
@@ -307,15 +313,16 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
 
 
 def let_peers_map(program: HostIrContainer) -> HostIrContainer:
-    """Returns the program with sent tensors in symmetric memory, from which peers can copy.
+    """Returns the program with all sent tensors in symmetric memory, from which other ranks can
+    copy.
 
-    Tensors that the program allocates are allocated there. An input, whose memory is the caller's,
-    is copied there once:
+    Tensors that the program allocates are allocated in symmetric memory. The memory of an input
+    belongs to the caller, so the input is copied to symmetric memory once:
 
         Communication 0 (type=Broadcast, .., input=T0, ..)
         -> T9 = ALLOCATE(mem_type=symmetric, ..); T9 = Set( T0 ); Communication 0 (.., input=T9, ..)
 
-    All other tensors are copied by each of their sends.
+    Any other sent tensor is copied to symmetric memory in each of its sends.
     """
     storage, sent = Storage.of(program), dict[TensorView, str]()
     for op in program.started():

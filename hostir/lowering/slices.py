@@ -1,11 +1,12 @@
-"""The part of a tensor that a rank or a step has: views of parts, and the scalars that select them.
+"""The part of a tensor that a rank or a loop iteration has: views of parts, and the scalars that
+select parts.
 
-A slice drops a stream axis that is a whole logical axis (`HirAliasSelect`). It keeps one that cuts
-an axis into blocks (`ShardByStream`), and then has one block.
+If a stream axis is a whole logical axis, the slice lacks this axis (`HirAliasSelect`). If a stream
+axis cuts a logical axis into blocks, the slice is one block (`ShardByStream`).
 
 A random number is a function of its position in the whole tensor, but a kernel sees only a local
-shard. So the kernel receives the index of its first element along each axis that ranks or steps
-divide:
+shard. So the kernel receives the index of its first element along each axis that ranks or loop
+iterations divide:
 
     T1[iDIDx{4}, i{i0/4}] = rng_uniform({i0}, float, i3, i4)
     ->  T1 = rng_uniform({i0}, float, i3, i4, begin = {first1_0})       first1_0: rank * (i0/4)
@@ -54,7 +55,8 @@ MAX_MESHES = 256
 # ------------------------------------------------------------------ scalars
 @lru_cache(MAX_MESHES)
 def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
-    """Returns the coordinate of this rank along a mesh dimension, as an expression of `rank`."""
+    """Returns this rank's coordinate along the mesh dimension `ptype`, as an expression of
+    `rank`."""
     at = dict(zip(mesh.devices, mesh.coordinates(ptype), strict=True))
     first = min(mesh.devices)
     size = mesh.size_of(ptype)
@@ -71,8 +73,8 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
 
 
 def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
-    """Returns the rank with another coordinate along a mesh dimension and otherwise those of this
-    rank."""
+    """Returns the rank that has the coordinate `place` along the mesh dimension `ptype`. Its other
+    coordinates are those of this rank."""
     here = coordinate(mesh, ptype)
     step = _distance(mesh, ptype)
     if step is None:
@@ -83,8 +85,11 @@ def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
 
 
 def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
-    """Returns the device with these coordinates and otherwise those of this rank, selected from a
-    list."""
+    """Returns the rank with the given coordinates, by an expression that selects from a list of all
+    ranks.
+
+    Coordinates along mesh dimensions that `places` lacks are those of this rank.
+    """
     position: Scalar = sc.ZERO
     for p in reversed(DEVICE_TYPES[: mesh.ndim]):
         place = places[p] if p in places else coordinate(mesh, p)
@@ -97,8 +102,11 @@ def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scala
 
 @lru_cache(MAX_MESHES)
 def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
-    """Returns the distance between neighbours of every team along a mesh dimension; None if it
-    differs. It is 1 for teams of one."""
+    """Returns the difference between the ranks of neighbours along the mesh dimension `ptype`.
+    Returns None if the difference is not constant.
+
+    The distance is 1 if teams have one member.
+    """
     dim = mesh.dim_of(ptype)
     if dim is None:
         return 1
@@ -110,8 +118,11 @@ def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
 def rotated(
     index: Scalar, count: Scalar, mesh: DeviceMesh | None, by: ParallelType | None
 ) -> Scalar:
-    """Returns the number of a step's block: that of the step, or shifted by this rank's
-    coordinate."""
+    """Returns the number of the block that loop iteration `index` of `count` has.
+
+    Without `by`, this is `index`. Otherwise `index` is shifted by this rank's coordinate along the
+    mesh dimension `by`.
+    """
     if by is None:
         return index
     assert mesh is not None, f"blocks rotated along {by.text} without a mesh"
@@ -119,13 +130,19 @@ def rotated(
 
 
 def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
-    """Returns the coordinate of the device for which this rank's block is the `rotated` one."""
+    """Returns the coordinate of the device whose `rotated` block in this iteration is the block of
+    this rank.
+
+    `index` and `count` are the loop's iteration and number of iterations. `by` is the mesh
+    dimension of the coordinate.
+    """
     return sc.mod(sc.sub(sc.add(count, coordinate(mesh, by)), index), count)
 
 
 # ------------------------------------------------------------------ tensors
 def selected(tv: TensorView, position: int) -> TensorView:
-    """Returns a tensor for one element of `tv` along an axis (a position without reductions)."""
+    """Returns a new tensor for one element of `tv` along the axis `position`, counted without
+    reductions."""
     gone = tv.domain.no_reductions[position].number
     fusion = tv.fusion
     part = _without(tv.domain, gone)
@@ -146,10 +163,10 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Returns the domain of partial sums over devices without the axis `gone`; None for other
-    domains.
+    """Returns the domain without the axis `gone`, if the domain has partial sums over devices.
+    Returns None for other domains.
 
-    Without the stream axis:
+    Example, in which the stream axis is removed:
 
         root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]
         -> root [M, r], logical [M, iDIDx, r]
@@ -173,8 +190,8 @@ def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
 
 
 def slots(tv: TensorView, position: int) -> TensorView:
-    """Returns a tensor with one slot per stream for elements of `tv` along an axis. The slots are
-    its first axis."""
+    """Returns a new tensor whose first axis has one slot per stream. A slot holds one element of
+    `tv` along the axis `position`."""
     fusion = tv.fusion
     gone = tv.domain.no_reductions[position].number
     kept = [a for a in tv.domain.logical if a.number != gone]
@@ -191,8 +208,10 @@ def slots(tv: TensorView, position: int) -> TensorView:
 
 
 def block(tv: TensorView, ptype: ParallelType) -> TensorView:
-    """Returns a tensor for one block of `tv` along its stream axis, or along one part of a merged
-    axis."""
+    """Returns a new tensor for one block of `tv` along the stream axis with parallel type `ptype`.
+
+    `tv` may have several stream axes that together count the iterations of one loop.
+    """
     fusion = tv.fusion
     kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
     domain, _ = clone_domain(fusion, kept)
@@ -208,7 +227,8 @@ Order = list[tuple[int, bool | None]]
 
 
 def _cut(tv: TensorView, position: int) -> Order:
-    """Returns the memory order of a part along an axis. Memory around the part has gaps."""
+    """Returns the memory order of a part of `tv` along the axis `position`. The part has gaps in
+    memory."""
     order = list(memory_order(tv))
     at = next(k for k, (p, _) in enumerate(order) if p == position)
     around = next((k for k in reversed(range(at)) if order[k][1] is not None), None)
@@ -237,8 +257,8 @@ _dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDiction
 
 
 def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
-    """Returns the operands and results whose slices lack axes that the kernel has with extent 1,
-    with these axes."""
+    """Returns the axes of extent 1 that the kernel has but the launch's operands and results lack,
+    by position of operand and of result."""
     if isinstance(op, PostOnStream):
         return {}, {}
     # The result is cached, because every step asks.
@@ -267,29 +287,35 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
 
 # ------------------------------------------------------------------ shorter blocks
 def _has_blocks(tv: TensorView) -> bool:
-    """Whether steps may have shorter blocks of the tensor."""
+    """Whether some loop iterations may have shorter blocks of the tensor than others."""
     return cut_axis(tv) is not None and is_block(tv)
 
 
 def cut_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the stream axis that is cut into blocks."""
+    """Returns the stream axis that cuts a logical axis into blocks; None if there is no such
+    axis."""
     return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
 
 
 def block_type(tv: TensorView) -> ParallelType:
-    """Returns the parallel type whose digit of the step's number is the number of a
-    tensor's block."""
+    """Returns the parallel type of the stream axis that cuts the tensor into blocks.
+
+    If several stream axes count the loop's iterations, this axis says which digit of the
+    iteration's number is the block's number.
+    """
     axis = cut_axis(tv)
     assert axis is not None, f"{tv} has no blocks"
     return axis.ptype
 
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
-    """Returns a tensor with a possibly shorter block in some step of a kernel, and its position.
+    """Returns (position, tensor) of a tensor of the kernel whose block may be shorter in some loop
+    iteration.
 
-    None if all steps have equal sizes. The position counts inputs and outputs; it is -1 for a
-    tensor inside of the kernel (see `with_block_number`). Parts of a reduction have equal sizes but
-    the reduced axis has not, so inputs and tensors inside of the kernel count as well.
+    Returns None if all iterations have equal sizes. Positions count inputs and outputs. The
+    position is -1 for a tensor inside of the kernel (see `with_block_number`). Inputs and inner
+    tensors count as well, because a reduction of blocks of unequal sizes may have results of equal
+    sizes.
     """
     inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
     for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):
@@ -300,10 +326,11 @@ def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
 
 
 def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
-    """Returns a copy of a kernel's fusion with the number of the step's block as its last input.
+    """Returns a copy of a kernel's fusion that has the number of the iteration's block as its last
+    input.
 
-    The input has the name of the loop's index. It is for blocks that are only inside of the kernel,
-    such as those of a sum of ones.
+    The input has the name of the loop's index. It is needed for blocks that exist only inside of
+    the kernel, such as the operand of a sum of ones.
     """
     made, _ = fusion.copy()
     made.inputs = [*made.inputs, index.with_range(lo=0)]
@@ -320,10 +347,11 @@ def _no_steps(tv: TensorView, ptype: ParallelType) -> Scalar:
 
 
 def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, tuple[Scalar, ...]]:
-    """Returns a kernel's fusion whose random tensors have the positions of their shards, and the
-    extra operands of its launch.
+    """Returns a kernel's fusion that is told where the shards of its random tensors begin, and the
+    extra operands of the launch.
 
-    The operands are expressions of the rank and of the step.
+    The operands are expressions of the rank and of the loop iteration. `block_of` returns the
+    number of the block that an iteration has.
     """
     ops: list[TensorOp] = []
     given: dict[Symbol, Scalar] = {}
@@ -351,9 +379,10 @@ def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, 
 
 
 def check_places(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for a random op whose shards would all have the same numbers.
+    """Raises `UnsupportedError` for a random op whose shards would all have the same random
+    numbers.
 
-    This is the case in programs built by hand, and for dropout on several ranks.
+    This can happen in programs built by hand, and for dropout on several ranks.
     """
     ops = list(ops)
     check_dropout(ops)
@@ -367,7 +396,12 @@ def check_places(ops: Iterable[Op]) -> None:
 
 
 def _first(tv: TensorView, extent: Scalar, cuts: Cuts, block_of: BlockOf) -> Scalar:
-    """Returns the index of the first element of this rank, in this step, along an axis."""
+    """Returns the index of the first element, along an axis of `extent` elements, that this rank
+    has in this loop iteration.
+
+    `cuts` says how the axis is divided. `block_of` returns the number of the block that an
+    iteration has.
+    """
     extent, first = tv.fusion.canonical(extent), sc.ZERO
     for cut in cuts:
         extent = local_extent(extent, (cut,), "first")

@@ -1,4 +1,5 @@
-"""Loops over streams: segments that are computed in steps become one loop of the host program.
+"""Loops over streams: segments that are computed in steps become one loop of the host program. A
+step is one iteration of this loop.
 
 Both kinds of stream axis use one structure. They differ in the place where the streams are joined:
 
@@ -16,10 +17,10 @@ Both kinds of stream axis use one structure. They differ in the place where the 
                   FOR i9 from 0 to 3:
                     Synchronize(Stream i9)
 
-If a step waited for S0 in the same loop in which S0 joins the steps, each step would wait for the
-one before. Therefore either the waits for S0 or the joins are in a separate loop.
+If a step waited for S0 in the same loop in which S0 waits for the steps, each step would wait for
+the previous step. Therefore either the waits for S0 or the waits of S0 are in a separate loop.
 
-A step's communication is one of these:
+The communication of a step is one of these:
 
     collective   all devices of a team share every step's block
     broadcast, ring, permutation
@@ -104,7 +105,11 @@ STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, SliceOp)
 
 
 def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:
-    """Returns the ops that are not part of kernels: library ops, and plain copies in steps."""
+    """Returns a function that says whether an op is computed separately, outside of kernels.
+
+    These are library ops, and plain copies in one of the stream `loops`. With `params.standalone`,
+    these are all ops that torch can compute.
+    """
     if params.standalone:
         return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
     return lambda op: (
@@ -114,15 +119,16 @@ def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp]
 
 # ------------------------------------------------------------------ communications
 class RingEmitter:
-    """Lowers the transfers of a step with one device on each side, and the matmuls next to them.
+    """Lowers the transfers of a step in which each device sends to one device, and the matmuls next
+    to these transfers.
 
         T1 [istream{2}(i0), i1] = Reshard( T0 [iDIDx{2}(i0), i1] ), every device from its own block
         -> T2 = ShardByStream( T1, stream_index=(i3 + rank) % 2 )
            IF Manual (to == rank):  T2 = Set( T0 )
            ELSE:  StartCoalescing; recv T2 from `source`; send T0 to `to`; EndCoalescing 2; Wait 2
 
-    With peer copies, the matmul next to a ring uses this rank's own block without a copy. It reads
-    the block from the operand, or writes its result into the result of the exchange:
+    With peer copies, the matmul next to a ring uses this rank's own block without a copy. The
+    matmul reads the block from the operand, or writes its result into the result of the exchange:
 
         IF Manual (to == rank):  T5 = matmul( T0, T4 )   ELSE:  T5 = matmul( T2, T4 )
     """
@@ -140,10 +146,11 @@ class RingEmitter:
     def receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
     ) -> None:
-        """Sends the own block to the device that needs it in this step, and receives this step's
-        block from its owner.
+        """Sends this rank's block to the device that needs the block in this step, and receives
+        this step's block from its owner.
 
-        The first step's block is the own one.
+        `inp` is this rank's block, and `out` the memory for the block of the step. In the first
+        step, the block is this rank's own, so nothing is sent.
         """
         (ptype,) = team.ptypes
         loop, in_turn = self._loop, self._program.copies_in_turn
@@ -164,10 +171,11 @@ class RingEmitter:
         )
 
     def exchange(self, op: nodes.Reshard) -> None:
-        """Sends this step's result to its device, and receives from another device its result for
-        this one.
+        """Sends this step's result to the device that needs it, and receives from another device a
+        result that this rank needs.
 
-        The last step's block is the own one; with offset_stream_indexing_by_rank, the first one's.
+        In one step, this rank needs the result itself: in the first step with `offset_by_rank`,
+        otherwise in the last step.
         """
         loop = self._loop
         if not loop.begins_at_rank and stepping_axis(op.inp).swizzle is None:
@@ -211,11 +219,11 @@ class RingEmitter:
         after: Sequence[Op] = (),
         sent_on: Stream | None = None,
     ) -> None:
-        """Sends `inp` to one member of the team and receives `out` from another one.
+        """Sends `inp` to one member of the team and receives `out` from another member.
 
-        Members are coordinates. `own` are the ops if the member is this rank itself, `after` those
-        that follow a peer copy. `sent_on` is the stream on which `inp` was computed, if it is
-        another one.
+        `to` and `source` are coordinates of these members. `own` are the ops to run instead if `to`
+        is this rank. `after` are the ops that follow a peer copy. If `inp` was computed on another
+        stream, `sent_on` is that stream.
         """
         team = team_of(op)
         (ptype,) = team.ptypes
@@ -245,7 +253,12 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Adds the step of a library op."""
+        """Adds the library op `op` of a step. `step` is the same op on the step's operands and
+        results.
+
+        If an operand or the result is transferred in a ring, the op uses this rank's own block
+        without a copy.
+        """
         if self._is_exchanged(op):
             self._exchanged[op.out_tensor] = step
             return
@@ -258,10 +271,10 @@ class RingEmitter:
         self._body.steps.append(IfThenElse(found[0][0], then=(mine,), orelse=(step,)))
 
     def _is_for_products(self, tv: TensorView) -> bool:
-        """Whether only matmuls read the blocks of a tensor that peers' copies receive.
+        """Whether only matmuls read the blocks that peer copies bring into a tensor.
 
-        These can then read the own block from the operand. With NCCL, its kernels would wait for
-        that matmul.
+        These matmuls can read this rank's own block from the operand. With NCCL this is not done,
+        because NCCL's kernels would wait for that matmul.
         """
         uses = self._program.fusion.uses(tv)
         return (
@@ -271,10 +284,11 @@ class RingEmitter:
         )
 
     def _is_exchanged(self, op: TensorOp) -> bool:
-        """Whether an op is a matmul whose blocks each belong to one device with room for one block
-        of each.
+        """Whether an op is a matmul whose result blocks are exchanged, each with a different
+        device.
 
-        The result for the own device can then be written into that room.
+        On the receiving device, the block of each sender must have its own place. This rank's own
+        block can then be computed directly in its place.
         """
         out = op.out_tensor
         uses = self._program.fusion.uses(out)
@@ -290,8 +304,11 @@ class RingEmitter:
 
 
 def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
-    """Returns the copy of an exchange's block. Without the axes of one block, both sides have equal
-    axes."""
+    """Returns the ops that copy `mine`, the block of an exchange that stays on this device, into
+    `theirs`.
+
+    Axes of one element are removed first, so that both sides of the copy have equal axes.
+    """
     source, target = op.source, op.target
     assert source is not None and target is not None, f"{op} exchanges no axes"
     copied: list[Op] = []
@@ -305,13 +322,13 @@ def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> li
 
 
 def _is_own(member: Scalar, team: TeamOf) -> Scalar:
-    """Returns the condition that a member of a team is this rank."""
+    """Returns the condition that `member`, a coordinate in the team, is this rank."""
     (ptype,) = team.ptypes
     return sc.eq(member, coordinate(team.mesh, ptype))
 
 
 class CollectiveEmitter:
-    """Lowers the communications of one loop.
+    """Lowers the communications of one loop over streams.
 
     An allgather in steps:
 
@@ -332,7 +349,7 @@ class CollectiveEmitter:
         self._slicer, self._rings = slicer, rings
 
     def emit(self, op: nodes.Reshard) -> None:
-        """Adds the ops of a step of a communication."""
+        """Adds the ops by which a step does the communication `op`."""
         kind = communication_type(op)
         if kind == "StepSlice":
             self._slicer.slice_whole(op)
@@ -371,7 +388,7 @@ class CollectiveEmitter:
         )
 
     def _scatter(self, op: nodes.Reshard) -> None:
-        """Reduces this step's result to the device that it belongs to."""
+        """Reduces this step's result to the device that owns the result."""
         if self._program.params.offset_by_rank:
             raise UnsupportedError(
                 f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
@@ -399,7 +416,8 @@ class CollectiveEmitter:
         )
 
     def _bring(self, op: nodes.Reshard) -> None:
-        """Gives every device the block of the step's device."""
+        """Gives every device the block of one device in each step. In step k of a broadcast, this
+        is device k."""
         inp, out = self._program.twins[op.inp], self._slicer.result(op.out)
         team, backend, loop = team_of(op), self._program.step_backend, self._loop
         swizzle = stepping_axis(op.out).swizzle
@@ -440,7 +458,8 @@ class CollectiveEmitter:
 
 # ------------------------------------------------------------------ segments
 class StreamLoopBuilder:
-    """Lowers the segments of one loop, in order: allocations, the loops, and their waits.
+    """Lowers the segments of one loop, in order: allocations, the loops, and the waits between
+    streams.
 
     The ops before the loop and in each step:
 
@@ -458,7 +477,7 @@ class StreamLoopBuilder:
         self._rings = RingEmitter(program, self._loop, self._body, self._slicer)
 
     def build(self) -> list[Op]:
-        """Returns the ops of the loop. Its kernels are added to the program.
+        """Returns the ops of the loop. Also adds the loop's kernels to the program.
 
         Raises `UnsupportedError` for an op that cannot be computed in these steps.
         """
@@ -513,7 +532,8 @@ class StreamLoopBuilder:
             self._rings.product(op, op.with_values(ins, outs))
 
     def _copied_view(self, op: TensorOp) -> None:
-        """Makes the view of the whole tensor before the loop, and copies it step by step."""
+        """Makes a view of the whole tensor before the loop. Each step copies its part of this
+        view."""
         out = self._program.twins[op.out_tensor]
         domain, _ = clone_domain(out.fusion, out.domain)
         view = out.fusion.new_tensor(domain, out.dtype(), mesh=out.mesh, memory=MemoryType.global_)
@@ -544,7 +564,8 @@ class StreamLoopBuilder:
 
 # ------------------------------------------------------------------ loops
 def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the loops for steps that share streams: each step is joined at its end."""
+    """Returns the loops for steps that share streams. The entry stream waits for each step at the
+    end of the step."""
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),
@@ -559,7 +580,8 @@ def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
 
 
 def joined_behind(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the loops for steps with one stream each: all are joined after the last step."""
+    """Returns the loops for steps that each have their own stream. The entry stream waits for all
+    steps after the last step."""
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),

@@ -29,9 +29,9 @@ from hostir.ir.verifier import verify
 def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
     """Inserts a `Deallocate` of every tensor after the last use of its buffer.
 
-    Holds before: the program has no Deallocate. Holds after: every tensor that does not share a
-    buffer with a program input or output is deallocated exactly once, views before the buffer that
-    they show. The memory plan and `hostir.verify` rely on it.
+    Holds before: the program has no `Deallocate`. Holds after: every tensor that does not share a
+    buffer with a program input or output is deallocated exactly once. A view is deallocated before
+    the buffer that the view refers to. The memory plan and `hostir.verify` rely on this property.
 
         T2 = ALLOCATE(..); LaunchKernel(.. T2); T3 = matmul(T2, T1)
         -> ... T3 = matmul(T2, T1); Deallocate { T2 }
@@ -54,7 +54,11 @@ Path = tuple[int, ...]
 def _inserted(
     ops: tuple[Op, ...], above: Path, ending: dict[Path, list[TensorView]]
 ) -> tuple[Op, ...]:
-    """Returns the ops, with a Deallocate of each tensor after the op at which its lifetime ends."""
+    """Returns the ops, with a `Deallocate` after the op at which the lifetime of a tensor ends.
+
+    `above` is the path of the region, and `ending` maps paths of ops to the tensors whose lifetime
+    ends there.
+    """
     made: list[Op] = []
     waiting: list[TensorView] = []
     for i, op in enumerate(ops):
@@ -75,7 +79,8 @@ def _inserted(
 
 
 def _only_waits(op: Op) -> bool:
-    """Whether the op, its regions included, only changes streams and makes them wait."""
+    """Whether the op and the ops in its regions only change the current stream or make a stream
+    wait."""
     for inner in walk((op,)):
         effects = effects_of(inner, ())
         if not (effects or any(inner.regions)):
@@ -86,10 +91,10 @@ def _only_waits(op: Op) -> bool:
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
-    """Returns the position of the last use of each tensor's buffer, in the innermost region with
-    all its uses.
+    """Returns the path of the last op that uses each tensor's buffer, in the innermost region that
+    contains all uses.
 
-    A communication uses its buffers until its Wait.
+    A communication uses its buffers until its `Wait`.
     """
     uses: dict[TensorView, list[Path]] = {}
     in_flight: dict[int, list[TensorView]] = {}
@@ -133,7 +138,7 @@ def _places(ops: tuple[Op, ...], above: Path) -> Iterator[tuple[Path, Op]]:
 
 
 def _end(paths: list[Path]) -> Path:
-    """Returns the last position of `paths` in program order, in the innermost region that contains
+    """Returns the path of the last op in `paths`, shortened to the innermost region that contains
     all of them."""
     first, last = min(paths), max(paths)
     depth = 0
@@ -162,8 +167,10 @@ def run_passes(
     *,
     after_each: Callable[[str, HostIrContainer], None] | None = None,
 ) -> HostIrContainer:
-    """Runs passes in order, with verification before the first and after each. An error names the
-    pass."""
+    """Runs passes in order. Verifies the program before the first pass and after each pass.
+
+    `after_each` is called with the name and the result of each pass. An error names the pass.
+    """
     verify(program, after="lowering")
     for one in passes:
         program = one(program)

@@ -2,12 +2,13 @@
 
 Question: what does an op of a host program hold, and what does it do?
 Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice.sharding`.
-An op class has all facts about an op in slots. Most slots have a default: see `HostOp`.
+An op class declares all facts about an op in methods and class variables, most of which have a
+default: see `HostOp`.
 Files, in reading order:
 
-- `base`: the base of all host ops, the interface by which they run, and the check of their fields.
+- `base`: the base class of host ops, the interface by which ops run, and the check of op fields.
 - `local`: buffers and their names, work on the device, streams, control flow.
-- `transfers`: communications between ranks, and the waits for them.
+- `transfers`: communications between ranks, and the wait for the end of a communication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The base class of host ops, the interfaces that its slots use, and the check of op fields.
+"""The base class of host ops, the interfaces that the methods of ops use, and the check of op
+fields.
 
 The fields of an op are checked when the op is created: a value of a wrong type is refused.
 """
@@ -47,11 +48,11 @@ RANK = Symbol("rank", DataType.Index, lo=0)
 NUMBER_OF_STREAMS = Symbol("numberOfStreams", DataType.Index, lo=1)
 
 
-# How an operand and a result may share one buffer: as those of a collective, and
-#   freely   the whole result is computed before any of it is written
+# How an operand and a result may share one buffer: a value of `Sharing`, as for a collective, or
+#   freely   the whole result is computed before any element is written
 BufferSharing = Sharing | Literal["freely"]
 
-# The local shapes of an op's operands, and of its results.
+# A function that returns the local shape of an operand or result of an op.
 Sizes = Callable[[TensorView], tuple[int, ...]]
 # The bytes of each tensor that a device reads or writes for an op, on one rank.
 Work = Mapping[TensorView, int]
@@ -62,30 +63,33 @@ class ProgramAround(Protocol):
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The ranks that the meshes of tensors name."""
+        """The ranks of the meshes of all tensors."""
         ...
 
     @property
     def meshes(self) -> Collection[DeviceMesh | None]:
-        """The meshes of all tensors, with None for tensors without a mesh."""
+        """The meshes of all tensors. None is included for tensors without a mesh."""
         ...
 
     @property
     def streams(self) -> Collection[str]:
-        """The names of streams that some op captures or enters."""
+        """The names of the streams that some op captures (`GetCurrentStream`) or enters
+        (`SetCurrentStream`)."""
         ...
 
     @property
     def twice(self) -> Collection[int]:
-        """The numbers of communications that several ops start."""
+        """The communication numbers that more than one op starts, which is an error."""
         ...
 
     def kernel(self, group: int) -> Fusion:
-        """Returns the fusion of a kernel group. Raises `VerifyError` for an unknown group."""
+        """Returns the fusion of the kernel group with number `group`. Raises `VerifyError` if no
+        kernel group has that number."""
         ...
 
     def unit(self, number: int) -> Fusion:
-        """Returns the fusion of a host unit. Raises `VerifyError` for an unknown unit."""
+        """Returns the fusion of the host unit with number `number`. Raises `VerifyError` if no host
+        unit has that number."""
         ...
 
 
@@ -98,10 +102,10 @@ PEER_COPIES = "CUDA"
 class Movement:
     """The data that the communication of one op moves between ranks.
 
-    One of three forms:
+    A movement has one of three kinds:
 
-    - a collective: every member of `team` enters it, and `collective` has its facts;
-    - a permutation: every member of `team` enters it, and `peers` are positions in the team;
+    - a collective: every member of `team` takes part, and `collective` describes the collective;
+    - a permutation: every member of `team` takes part, and `peers` are positions in the team;
     - one end of a transfer between two ranks: `team` is None, and `peers` has one global rank.
     """
 
@@ -121,28 +125,30 @@ class Movement:
 
     @property
     def is_copied(self) -> bool:
-        """Whether ranks copy out of each other's memory, without a library."""
+        """Whether the ranks copy out of each other's memory, without a communication library."""
         return self.backend == PEER_COPIES
 
     @property
     def tensors(self) -> tuple[TensorView, ...]:
-        """The tensors that it sends and receives, in this order."""
+        """The tensor sent and the tensor received, in this order. One end of a transfer has only
+        one of the two."""
         return tuple(tv for tv in (self.sent, self.received) if tv is not None)
 
     @property
     def both(self) -> tuple[TensorView, TensorView]:
-        """The tensor sent and the tensor received, of a movement within a team."""
+        """The pair (tensor sent, tensor received) of a collective or a permutation."""
         assert self.sent is not None and self.received is not None, f"{self.kind} has one end"
         return self.sent, self.received
 
     @property
     def buffer(self) -> TensorView:
-        """The tensor of a send, or that of a receive."""
+        """The tensor that a send reads or a receive writes."""
         return self.tensors[0]
 
     @cached_property
     def expanded(self) -> Mapping[TensorView, tuple[int, ...]]:
-        """The expanded axes of each tensor, of which memory holds one element."""
+        """For each tensor, the expanded axes: memory holds only one element along an expanded
+        axis."""
         return {tv: expanded_positions(tv) for tv in self.tensors}
 
 
@@ -152,34 +158,40 @@ _Named = Any
 
 
 class LocalShapes(Protocol):
-    """The sizes of local shards in one run, or for one class of inputs."""
+    """The interface that evaluates the sizes of local shards, for one run or for all inputs of
+    equal sizes."""
 
     @property
     def rank(self) -> int:
-        """The global rank that runs the program."""
+        """The global rank of the process that runs the program."""
         ...
 
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
-        """Returns the shape of this rank's shard; with a stream index, that of one step's block."""
+        """Returns the shape of this rank's shard of `tv`.
+
+        With `stream_index`, returns the shape of the block that this iteration of a stream loop
+        uses.
+        """
         ...
 
 
 class Runtime(Protocol):
-    """The interface by which the `emit` of an op runs it on one rank.
+    """The interface through which `HostOp.emit` runs an op on one rank.
 
-    An op describes its work once. The implementation (`hostir.runtime.execute`) does the work at
-    once, records it for later runs, or follows it in a dry run without data. Methods evaluate
-    names, sizes and peers at once, on the host. Work for the device is put on the current stream.
+    An op describes its work once, as calls of these methods. The implementation
+    (`hostir.runtime.execute`) does the work at once, records the work for later runs, or follows
+    the calls in a dry run without data. Methods evaluate tensor names, sizes and peers at once, on
+    the host. Work for the device is put on the current stream.
     """
 
     @property
     def rank(self) -> int:
-        """The global rank that runs the program."""
+        """The global rank of the process that runs the program."""
         ...
 
     @property
     def team(self) -> Team:
-        """The ranks of the program's meshes."""
+        """The ranks of all meshes of the program."""
         ...
 
     # -------------------------------------------------------------- questions
@@ -192,38 +204,45 @@ class Runtime(Protocol):
         ...
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` names memory of another tensor, or a buffer of the caller."""
+        """Whether `tv` is a view of another tensor, or is stored in a buffer that the caller
+        passed."""
         ...
 
     # -------------------------------------------------------------- buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
-        """Allocates the buffer of a local shard; with a stream index, that of one step's block."""
+        """Allocates the buffer for this rank's shard of `tv`, filled with zeros if `is_cleared`.
+
+        With `stream_index`, the buffer holds only the block that this iteration of a stream loop
+        uses.
+        """
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Frees a buffer, or ends a view of the shards of several ranks."""
+        """Frees the buffer of `tv`. If `tv` is a view of several ranks' shards, ends the view."""
         ...
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
-        """Makes `out` a name of a part of `inp`; without a part, of all of `inp`.
+        """Makes `out` a view of a part of `inp`. If `part` is None, `out` is a view of all of
+        `inp`.
 
-        A part is one element along an axis, which `out` lacks, or a chunk of an axis.
+        A part is one element along an axis that `out` lacks, or a chunk of an axis. No data moves.
         """
         ...
 
     def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
-        """Makes `out` a name of all elements of the dense tensor `inp`, in the local shape of
-        `out`."""
+        """Makes `out` a view of all elements of `inp`, in the local shape of `out`. `inp` must be
+        dense."""
         ...
 
     def show_shards(self, op: _Named) -> None:
-        """Synchronises the ranks of a `SymmetricContiguousView` and names all their shards."""
+        """Synchronises the ranks of `op`, a `SymmetricContiguousView`, and makes the result of `op`
+        a view of all ranks' shards."""
         ...
 
     # -------------------------------------------------------------- work on the current stream
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
-        """Calls `work` on the current stream with the run's tensors and numbers for the
-        operands."""
+        """Calls `work` on the current stream. The arguments are the run's tensors and numbers for
+        `operands`."""
         ...
 
     def copy_part(
@@ -233,75 +252,85 @@ class Runtime(Protocol):
         axis: int,
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
-        """Copies (start, length) = `bounds(shapes)` of `inp` along an axis into `out`."""
+        """Copies a range of `inp` along `axis` into `out`. The range is (start, length) =
+        `bounds(shapes)`."""
         ...
 
     def launch(self, op: _Named) -> None:
-        """Launches the kernel of a `LaunchKernel`."""
+        """Launches the kernel of `op`, a `LaunchKernel`, on the current stream."""
         ...
 
     def run_unit(self, op: _Named) -> None:
-        """Runs the host unit of a `PostOnStream`, which allocates the results that have
-        no buffer."""
+        """Runs the host unit of `op`, a `PostOnStream`. The unit allocates the results that have no
+        buffer."""
         ...
 
     # -------------------------------------------------------------- communications
     def post(self, op: _Named, team: Team, root: int) -> None:
-        """Starts a `Communication` in a team. `root` is a global rank, or -1 for a type without a
-        root."""
+        """Starts the collective of `op`, a `Communication`, among the ranks of `team`.
+
+        `root` is a global rank, or -1 if this type of collective has no root.
+        """
         ...
 
     def permute(self, op: _Named, team: Team, to: int, source: int) -> None:
-        """Starts a `CollectivePermute`: sends to the global rank `to` and receives from
-        `source`."""
+        """Starts `op`, a `CollectivePermute`: sends to the global rank `to` and receives from the
+        global rank `source`."""
         ...
 
     def transfer(self, op: _Named, peer: int) -> None:
-        """Starts a `P2PCommunication` with a global rank, or adds it to the open group."""
+        """Starts `op`, a `P2PCommunication`, with the global rank `peer`. If a group is open, adds
+        the transfer to the group."""
         ...
 
     def open_group(self, op: Op) -> None:
-        """Opens a group, to which later transfers are added."""
+        """Opens a group of transfers, for the `StartCoalescing` `op`. Later transfers are added to
+        the group."""
         ...
 
     def close_group(self, op: _Named) -> None:
-        """Starts the transfers of the open group as the communication `op.number`."""
+        """Starts all transfers of the open group as one communication with the number of `op`, an
+        `EndCoalescing`."""
         ...
 
     def wait(self, number: int) -> None:
-        """Makes the current stream wait for a communication; does nothing if this rank is not in
-        it."""
+        """Makes the current stream wait for the communication `number`.
+
+        Does nothing if this rank does not take part in the communication.
+        """
         ...
 
     # -------------------------------------------------------------- streams and control flow
     def enter(self, stream: Stream) -> None:
-        """Makes a stream the current one."""
+        """Makes `stream` the current stream."""
         ...
 
     def capture(self, stream: Stream) -> None:
-        """Gives the current stream a name."""
+        """Binds the name of `stream` to the stream that is current now."""
         ...
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all work that another stream has received."""
+        """Makes the current stream wait for all work that was put on `stream` so far."""
         ...
 
     def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
-        """Runs the body once per step, with `index` bound to the step."""
+        """Runs the ops of `body` once for each value in `steps`, with `index` bound to the
+        value."""
         ...
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Runs the ops of a region, in order, without those that do not concern this rank."""
+        """Runs the ops of a region, in order. Ops that do not concern this rank, such as ops on
+        tensors of other ranks, are left out."""
         ...
 
 
 # ------------------------------------------------------------------ the base
 class HostOp(Op):
-    """Base of the ops of host programs.
+    """Base class of the ops of host programs.
 
     Every op class declares its fields, its text (`TEXT`, or `template` and `variants`), its
-    `effects`, and how it runs (`emit`). All other slots have defaults, which an op overrides if
-    they do not fit.
+    `effects`, and how the op runs (`emit`). All other methods and class variables have defaults,
+    which an op overrides if the defaults do not fit.
     """
 
     # Texts of earlier versions, which the parser still reads.
@@ -316,30 +345,31 @@ class HostOp(Op):
         complete_fields(self)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects of the op, in order. Those of ops in its regions are not included."""
+        """Returns the effects of the op, in order. Effects of the ops in the op's regions are not
+        included."""
         raise NotImplementedError(f"{type(self).__name__} declares no effects")
 
     def emit(self, rt: Runtime) -> None:
-        """Runs the op: calls the methods of `rt` that do its work. An op with regions
-        runs these."""
+        """Runs the op: calls the methods of `rt` that do its work. An op with regions runs the ops
+        of a region."""
         raise NotImplementedError(f"{type(self).__name__} does not define emit")
 
     @property
     def subject(self) -> str:
-        """The op as the subject of a sentence in messages."""
+        """The phrase that names the op at the beginning of a message."""
         return self.name
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """Is the way in which an operand and a result may share one buffer; see `BufferSharing`."""
+        """The way in which an operand and a result may share one buffer; see `BufferSharing`."""
         return "same"
 
     @cached_property
     def movement(self) -> Movement | None:
-        """The data that the op's communication moves; None for an op that starts none.
+        """The data that the op's communication moves; None for an op that starts no communication.
 
-        By default, ranks send the tensor that the op reads and receive the one that it writes. The
-        team is the one whose members the effects name.
+        By default, ranks send the tensor that the effects read and receive the tensor that the
+        effects write. The team is taken from the effects.
         """
         effects = self.effects()
         if not any(isinstance(e, Starts) for e in effects):
@@ -354,37 +384,39 @@ class HostOp(Op):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView] | None:
-        """The tensor that the op brings to another placement, and the result that has this
+        """The pair (operand, result) of an op whose result has the operand's values with another
         placement.
 
-        None for an op that starts no communication, or only one end of a transfer.
+        None for an op that starts no communication, and for one end of a transfer.
         """
         movement = self.movement
         return None if movement is None or len(movement.tensors) < 2 else movement.both
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether the ranks of a team synchronise in the op. By default, if it starts a
-        communication."""
+        """Whether the ranks of a team synchronise in the op. By default, True for an op that starts
+        a communication."""
         return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
 
     @property
     def has_dry_run(self) -> bool:
-        """Whether a dry run, on tensors without contents, finds all that later runs repeat.
+        """Whether a dry run, on tensors without contents, learns everything about the op that later
+        runs repeat.
 
-        By default, True for an op that only touches buffers and names. Streams and communications
-        are made in runs, once the ranks have agreed. A dry run does not walk all steps of a loop.
+        By default, True for an op that only uses buffers and views. Streams and communications are
+        created in real runs, because all ranks must first agree. Loops are excluded because a dry
+        run does not walk all iterations.
         """
         only = Makes | Frees | Shows | Reads | Writes
         is_local = all(isinstance(e, only) for e in self.effects())
         return is_local and not self.region_heads() and not self.MAKES_RESULTS
 
     def work(self, sizes: Sizes) -> Work | None:
-        """Returns the bytes that one rank's device reads and writes for the op, per tensor.
+        """Returns how many bytes the device of one rank reads and writes for the op, per tensor.
 
-        None for an op without work for the device. By default, each tensor that the effects name is
-        read or written once. The cost model (`hostir.cost`) turns the bytes into time. Raises
-        `UnsupportedError` if the work is unknown.
+        Returns None for an op without work for the device. By default, each tensor in the effects
+        is read or written once. `sizes` returns the local shape of a tensor. The cost model
+        (`hostir.cost`) turns the bytes into time. Raises `UnsupportedError` if the work is unknown.
         """
         effects = self.effects()
         if not is_computed(effects):
@@ -393,13 +425,14 @@ class HostOp(Op):
         return {tv: held_nbytes(tv, sizes(tv)) for tv in dict.fromkeys(touched)}
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` for an op that does not fit the rest of its program."""
+        """Raises `VerifyError` if the op does not fit the rest of its program. By default, checks
+        nothing."""
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `VerifyError` for a result whose shape does not fit the operands.
+        """Raises `VerifyError` if the shape of a result does not fit the operands.
 
-        By default, a result that names a tensor, or one element of it, must have the other axes of
-        that tensor. `values` binds symbols of sizes.
+        By default, a view of a whole tensor must have the axes of that tensor. A view of one
+        element along an axis must have all other axes. `values` binds the symbols in extents.
         """
         for effect in self.effects():
             if isinstance(effect, Shows):
@@ -413,7 +446,7 @@ class HostOp(Op):
 
 
 def missing_slots(cls: type[HostOp]) -> list[str]:
-    """Returns the slots without a default that an op class does not define."""
+    """Returns which of the required definitions (text, `effects`, `emit`) an op class lacks."""
     filled = {
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),
@@ -424,8 +457,8 @@ def missing_slots(cls: type[HostOp]) -> list[str]:
 
 
 def checked_slots(cls: type[HostOp]) -> type[HostOp]:
-    """Returns the class unchanged. Raises `TypeError` naming the class and the slots
-    that it lacks."""
+    """Returns the class unchanged. Raises `TypeError` if the class lacks its text, `effects` or
+    `emit`."""
     if missing := missing_slots(cls):
         raise TypeError(f"{cls.__name__}: a host op declares {' and '.join(missing)}")
     return cls
@@ -441,7 +474,8 @@ _WORDS: dict[object, str] = {
 
 
 def complete_fields(op: Op) -> None:
-    """Replaces Python numbers among the operands by constants, and lists by tuples.
+    """Converts the fields of a new op in place: numbers in operands become constants, and lists
+    become tuples.
 
     Raises `ArgumentError` naming op and field for a value of a wrong type.
     """
@@ -471,7 +505,11 @@ def _completed(given: Any, kind: str, hint: Any) -> Any:
 
 @cache
 def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...]:
-    """Returns (name, kind, type, classes known to fit) of every field of an op class."""
+    """Returns (name, kind, type, accepted classes) for each field of an op class.
+
+    `complete_fields` adds a class to the accepted classes once a value of that class has passed the
+    check.
+    """
     return tuple(
         (f.name, f.metadata["kind"], _hint(cls.__module__, f.type), set[type[object]]())
         for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -481,7 +519,10 @@ def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...
 
 @cache
 def _hint(module: str, text: str) -> Any:
-    """Evaluates one annotation of a module. `get_type_hints` would take a millisecond per class."""
+    """Evaluates the annotation `text` in a module's namespace.
+
+    `get_type_hints` is not used because it would take a millisecond per class.
+    """
     return eval(text, vars(sys.modules[module]))
 
 
@@ -515,7 +556,11 @@ def _words(hint: Any) -> str:
 
 
 def _got(given: object, hint: Any) -> str:
-    """Returns the end of a message about a wrong value; a tensor is named, with its type below."""
+    """Returns the end of a message about a value of a wrong type: the value `given`, and advice on
+    how to get the type `hint`.
+
+    For a tensor, the tensor's full text follows on a new line.
+    """
     if isinstance(given, TensorView):
         return f"got {tensor_words(given)}{_advice(given, hint)}{in_ir(given)}"
     return f"got {show(given)}{_advice(given, hint)}"

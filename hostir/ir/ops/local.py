@@ -1,8 +1,8 @@
-"""The host ops of one rank: buffers and names, work on the device, streams, control flow.
+"""The host ops of one rank: buffers and views, work on the device, streams, control flow.
 
 A host program is not in SSA form. An op writes a tensor whose buffer `Allocate` made, or a tensor
-that names part of another buffer. The `out` of a library op is therefore a destination, and the
-`out` of a view op is a new name for its input.
+that is a view of part of another buffer. The `out` of a library op is therefore a destination. The
+`out` of a view op is a new name for the memory of the operand.
 
 Indices are scalar expressions over loop indices, `rank` and `numberOfStreams`, so all ranks run one
 program.
@@ -56,10 +56,10 @@ from multidevice.sharding.streams import dropped_axes_of, stream_axis
 
 # ------------------------------------------------------------------ buffers
 class Allocate(HostOp):
-    """Allocates a buffer for the local shard of `buffer`.
+    """Allocates a buffer for this rank's shard of `buffer`.
 
-    If the allocation domain has a stream axis, the buffer holds only the block of step
-    `stream_index` of a stream loop.
+    `zero_init` fills the buffer with zeros. If the allocation domain has a stream axis, the buffer
+    holds only the block that iteration `stream_index` of a stream loop uses.
     """
 
     buffer: TensorView = result()
@@ -68,31 +68,34 @@ class Allocate(HostOp):
     OLDER = ("{buffer} = ALLOCATE(mem_type={mem_type}, zero_init={zero_init})",)
 
     def template(self) -> str:
-        """Returns the text of the op, with or without a stream index."""
+        """Returns the text template of the op, with or without a stream index."""
         return _allocate_template(self.stream_index is not None)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields both texts of the op, which the parser reads."""
+        """Yields both text templates that the parser reads: without and with a stream index."""
         yield {"stream_index": None}, _allocate_template(False)
         yield {}, _allocate_template(True)
 
     @property
     def mem_type(self) -> str:
-        """The name of the memory in the op's text: `global` or `symmetric`."""
+        """The kind of memory, as the op's text names it: `global` or `symmetric`."""
         return self.buffer.memory.text
 
     @property
     def size(self) -> Scalar:
-        """The number of elements of the local shard, or of a full block of one step."""
+        """The number of elements of the local shard. With a stream index, the number of elements of
+        a full block."""
         return allocated_elements(self.buffer, per_step=self.stream_index is not None)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Allocates the buffer; it has contents if it is zeroed."""
+        """Returns the effects: the tensor gets a new buffer. The buffer has contents if the op
+        fills the buffer with zeros."""
         return (Makes(self.buffer, is_filled=self.zero_init, step=self.stream_index),)
 
     def emit(self, rt: Runtime) -> None:
-        """Allocates the buffer, or zeroes memory that already exists under this name."""
+        """Allocates the buffer. If the tensor already has memory, only fills that memory with zeros
+        if `zero_init` is set."""
         if not rt.is_named(self.buffer):
             rt.allocate(self.buffer, self.stream_index, is_cleared=self.zero_init)
         elif self.zero_init:
@@ -101,7 +104,8 @@ class Allocate(HostOp):
             rt.call(_clear, self.buffer)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for a tensor in local or shared memory."""
+        """Raises `VerifyError` if the tensor is in local or shared memory, which only kernels
+        have."""
         if self.buffer.memory not in (MemoryType.global_, MemoryType.symmetric):
             raise VerifyError(
                 f"{self.buffer} is not in global memory, but {self.buffer.memory.text}"
@@ -121,24 +125,26 @@ def _allocate_template(has_index: bool) -> str:
 
 
 class Deallocate(HostOp):
-    """Frees the buffer. No later op may use the tensor or a view of it."""
+    """Frees the buffer of a tensor. No later op may use the tensor or a view of the tensor."""
 
     buffer: TensorView = operand()
     TEXT = "Deallocate {\n  {buffer}\n}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Frees the buffer."""
+        """Returns the effects: the buffer is freed."""
         return (Frees(self.buffer),)
 
     def emit(self, rt: Runtime) -> None:
-        """Frees the buffer. The ranks of a view of several shards synchronise first."""
+        """Frees the buffer. If the tensor is a view of several ranks' shards, these ranks
+        synchronise first."""
         rt.deallocate(self.buffer)
 
 
 # ------------------------------------------------------------------ launches
 @dataclass(frozen=True)
 class KernelGroup:
-    """A kernel as a fusion of global tensors, and the name of the scheduler that accepts it."""
+    """A kernel: its number, its fusion of tensors in global memory, and the scheduler that accepts
+    the fusion."""
 
     number: int
     fusion: Fusion
@@ -146,8 +152,10 @@ class KernelGroup:
 
 
 class LaunchKernel(HostOp):
-    """Runs the kernel of kernel group `group` on the current stream. Each of `outs` has a buffer,
-    or names another tensor."""
+    """Launches the kernel of kernel group `group` on the current stream.
+
+    Each tensor of `outs` must have a buffer already, or be a view of another tensor.
+    """
 
     ins: tuple[TensorView | Scalar, ...] = operands()
     outs: tuple[TensorView, ...] = results()
@@ -157,11 +165,12 @@ class LaunchKernel(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op in a sentence: `The launch of kernel group 1`."""
+        """The op at the beginning of a message: `The launch of kernel group 1`."""
         return f"The launch of kernel group {self.group}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Reads all tensors of `ins` and writes all of `outs`."""
+        """Returns the effects: the op reads all tensors of `ins` and writes all tensors of
+        `outs`."""
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
@@ -169,15 +178,17 @@ class LaunchKernel(HostOp):
         rt.launch(self)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Compares number, dtype, extents and mesh of the operands with the group's fusion."""
+        """Raises `VerifyError` unless the operands fit the kernel group's fusion: number, dtype,
+        extents and mesh are compared."""
         fusion = program.kernel(self.group)
         _check_operands(self, fusion, f"group {self.group}", _kernel_kind)
 
 
 class PostOnStream(HostOp):
-    """Runs a host unit, a fusion that is compiled separately, on the current stream.
+    """Runs a host unit on the current stream. A host unit is a fusion that is compiled separately.
 
-    Results that have a buffer are written into it. The op allocates all others.
+    The unit writes into the results that have a buffer. The op allocates buffers for all other
+    results.
     """
 
     ins: tuple[TensorView | Scalar, ...] = operands()
@@ -189,32 +200,38 @@ class PostOnStream(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op in a sentence: `The launch of host unit 0`."""
+        """The op at the beginning of a message: `The launch of host unit 0`."""
         return f"The launch of host unit {self.unit}"
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """Is `freely`: the unit computes all results before it writes them."""
+        """`freely`: an operand and a result may share a buffer, because the unit computes all
+        results before it writes any."""
         return "freely"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Reads all tensors of `ins` and writes all of `outs`."""
+        """Returns the effects: the op reads all tensors of `ins` and writes all tensors of
+        `outs`."""
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
-        """Runs the unit on the current stream."""
+        """Runs the host unit on the current stream."""
         rt.run_unit(self)
 
     def work(self, sizes: Sizes) -> Work:
-        """Raises `UnsupportedError`: the cost of a unit is unknown before it is scheduled."""
+        """Raises `UnsupportedError`, because the cost of a host unit is unknown before the unit is
+        scheduled."""
         raise UnsupportedError(
             f"cost: PostOnStream (HostUnit{self.unit}) has no known cost before the unit is "
             f"scheduled{user_code(self.where)}"
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Compares number, dtype, rank and mesh of the operands with those of the unit, and refuses
-        a unit that updates an input."""
+        """Raises `VerifyError` unless the operands fit the host unit's fusion: number, dtype,
+        number of axes and mesh are compared.
+
+        Also raises `VerifyError` if the host unit updates an input in place.
+        """
         fusion = program.unit(self.unit)
         # The symbols of a unit's extents differ from those of the program.
         _check_operands(self, fusion, f"HostUnit{self.unit}", _unit_kind)
@@ -231,8 +248,12 @@ def _computes(
 
 # ----- the properties that a launch must share with the fusion that it runs
 def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
-    """Returns dtype, extents and mesh of an operand, which a launch and its kernel must share.
-    `like` may be a slice of the value: the axes that it lacks are left out."""
+    """Returns dtype, extents and mesh of an operand: a launch and its kernel must agree about
+    these.
+
+    `like` is the launch's operand. If `like` is a slice of `value`, the axes that `like` lacks are
+    left out.
+    """
     if isinstance(value, TensorView):
         shape = list(map(str, value.shape()))
         gone = dropped_axes_of(value, like.ndim) if isinstance(like, TensorView) else ()
@@ -242,7 +263,8 @@ def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = 
 
 
 def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Returns dtype, rank and mesh of an operand, which a post and its unit must share."""
+    """Returns dtype, number of axes and mesh of an operand: the op and its host unit must agree
+    about these. `like` is ignored."""
     if isinstance(value, TensorView):
         return (value.dtype(), value.ndim, value.mesh)
     return value.dtype
@@ -254,9 +276,9 @@ def _check_operands(
     where: str,
     kind: Callable[..., object],
 ) -> None:
-    """Raises `VerifyError` for operands that differ from the inputs and outputs of the fusion.
+    """Raises `VerifyError` if the operands differ from the inputs and outputs of the fusion.
 
-    `kind` returns the properties that must be equal, `where` names the fusion in messages.
+    `kind` returns the properties that must be equal. `where` names the fusion in messages.
     """
     for what, mine, theirs in (
         ("inputs", op.ins, fusion.inputs),
@@ -271,8 +293,8 @@ def _check_operands(
 
 
 def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
-    """Returns the first property in which an operand differs from that of the fusion, as the end of
-    a message."""
+    """Returns the end of a message: the first property in which operand `a` differs from `b`, a
+    value of the fusion."""
     if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
         return ""
     if a.dtype() is not b.dtype():
@@ -284,10 +306,10 @@ def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
 
 # ------------------------------------------------------------------ slices
 class LocalSlice(HostOp):
-    """Copies this rank's part of the replicated `inp` into `out`. Nothing is communicated.
+    """Copies this rank's part of the replicated tensor `inp` into `out`, without communication.
 
-    `axis` counts the logical axes without reductions. The part is number `mesh.coordinate(rank,
-    ptype)` in the mesh of `out`.
+    `axis` counts the logical axes without reductions. `ptype` is the mesh dimension that cuts the
+    axis: the index of the part is `mesh.coordinate(rank, ptype)` in the mesh of `out`.
     """
 
     out: TensorView = result()
@@ -298,16 +320,17 @@ class LocalSlice(HostOp):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView]:
-        """The replicated tensor, and the sharded copy of it."""
+        """The pair (replicated tensor, sharded copy)."""
         return self.inp, self.out
 
     def work(self, sizes: Sizes) -> Work:
-        """Reads and writes as many bytes as the slice has, not the whole operand."""
+        """Returns the bytes of the slice for the operand and for the result. The rest of the
+        operand is not read."""
         part = held_nbytes(self.out, sizes(self.out))
         return {self.inp: part, self.out: part}
 
     def effects(self) -> tuple[Effect, ...]:
-        """Reads `inp` and writes `out`."""
+        """Returns the effects: the op reads `inp` and writes `out`."""
         return (Reads(self.inp), Writes(self.out))
 
     def emit(self, rt: Runtime) -> None:
@@ -315,7 +338,8 @@ class LocalSlice(HostOp):
         rt.copy_part(self.out, self.inp, self.axis, self.bounds)
 
     def bounds(self, shapes: LocalShapes) -> tuple[int, int]:
-        """Returns (start, length) of this rank's part, in elements along the op's axis."""
+        """Returns (start, length) of this rank's part along the op's axis, in elements. `shapes`
+        has the local sizes."""
         mesh = self.out.mesh
         assert mesh is not None, f"{self.out} has no mesh"
         length = shapes.local_shape(self.out)[self.axis]
@@ -326,8 +350,8 @@ class LocalSlice(HostOp):
         return mesh.coordinate(shapes.rank, self.ptype) * length, length
 
     def verify(self) -> None:
-        """Raises `VerifyError` for an axis or a mesh dimension that does not exist, or for two
-        dtypes."""
+        """Raises `VerifyError` if the axis or the mesh dimension does not exist, or if the dtypes
+        differ."""
         mesh = self.out.mesh
         if mesh is None or mesh.size_of(self.ptype) < 2:
             raise VerifyError(f"LocalSlice: {self.out} has no {self.ptype.text} to slice along")
@@ -341,8 +365,8 @@ class LocalSlice(HostOp):
             )
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Requires that `ptype` cuts the axis in `out` and not in `inp`, and that all other axes
-        are equal."""
+        """Raises `VerifyError` unless `ptype` cuts the axis in `out` but not in `inp`, and all
+        other axes are equal."""
         check_kept_axes(self, self.inp, self.out, None, values, cut=self.axis)
         if self.inp.domain.no_reductions[self.axis].is_broadcast:
             return  # all parts of an expanded axis are the same element
@@ -356,10 +380,11 @@ class LocalSlice(HostOp):
 
 
 class HirAliasSelect(HostOp):
-    """Names element `index` of `inp` along its logical axis `axis`. `out` has the other axes.
+    """Makes `out` a view of element `index` of `inp` along the logical axis `axis`. `out` has all
+    other axes. No data moves.
 
-    If the axis is a reduction, `out` names all of `inp`. An axis of local size 1 (a device axis or
-    a broadcast) has one element, which every index selects.
+    If `axis` is a reduction, `out` is a view of all of `inp`. An axis of local size 1 (a device
+    axis or a broadcast) has one element, which every index selects.
     """
 
     out: TensorView = result()
@@ -371,26 +396,27 @@ class HirAliasSelect(HostOp):
 
     @cached_property
     def position(self) -> int | None:
-        """The axis's position among the logical axes without reductions; None for a reduction."""
+        """The index of the selected axis among the logical axes without reductions; None if the
+        axis is a reduction."""
         kept = [a.number for a in self.inp.domain.no_reductions]
         return kept.index(self.axis.number) if self.axis.number in kept else None
 
     @cached_property
     def part(self) -> Part | None:
-        """The element that `out` names; None if it names all of `inp`."""
+        """The selected element of `inp`; None if `out` is a view of the whole of `inp`."""
         return None if self.position is None else Part(self.position, self.index)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Makes `out` a name of the element."""
+        """Returns the effects: `out` becomes a view of the selected element."""
         return (Shows(self.out, self.inp, self.part),)
 
     def emit(self, rt: Runtime) -> None:
-        """Binds the name to the element's memory; no data moves."""
+        """Makes `out` a view of the selected element. No data moves."""
         rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for an axis of another tensor, another number of axes, or a constant
-        index outside."""
+        """Raises `VerifyError` if the axis is not an axis of `inp`, the result has a wrong number
+        of axes, or a constant index is out of range."""
         if self.axis not in self.inp.domain.logical:
             raise VerifyError(
                 f"HirAliasSelect: the selected axis is not an axis of {self.inp}"
@@ -410,7 +436,8 @@ class HirAliasSelect(HostOp):
 
 
 class ShardByStream(HostOp):
-    """Names chunk `stream_index` of `inp` along the axis that the stream axis of `out` cuts.
+    """Makes `out` a view of chunk `stream_index` of `inp`, along the axis that the stream axis of
+    `out` cuts. No data moves.
 
     The size of a chunk is rounded up, so the last chunks may be short or empty.
     """
@@ -423,21 +450,21 @@ class ShardByStream(HostOp):
 
     @cached_property
     def part(self) -> Part:
-        """The chunk that `out` names."""
+        """The chunk of `inp` that `out` is a view of."""
         position, count = stream_cut(self.out)
         return Part(position, self.stream_index, count)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Makes `out` a name of the chunk."""
+        """Returns the effects: `out` becomes a view of the chunk."""
         return (Shows(self.out, self.inp, self.part),)
 
     def emit(self, rt: Runtime) -> None:
-        """Binds the name to the chunk's memory; no data moves."""
+        """Makes `out` a view of the chunk. No data moves."""
         rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for tensors of different rank, no stream axis, or a constant index
-        outside."""
+        """Raises `VerifyError` if the numbers of axes differ, `out` has no stream axis, or a
+        constant index is out of range."""
         if self.out.ndim != self.inp.ndim:
             raise VerifyError(f"ShardByStream: {self.out} and {self.inp} differ in rank")
         position, chunks = stream_cut(self.out)
@@ -445,8 +472,11 @@ class ShardByStream(HostOp):
 
 
 def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
-    """Raises `VerifyError` for a constant index outside of `0 <= index < extent`. Other indices are
-    checked in runs."""
+    """Raises `VerifyError` if a constant `index` is not in `0 <= index < extent`. Other indices are
+    checked in runs.
+
+    `op` and `where` name the op and the indexed axis in the message.
+    """
     at, size = sc.int_value(index), sc.int_value(extent)
     if at is not None and (at < 0 or (size is not None and size > 1 and at >= size)):
         raise VerifyError(f"{op}: index {at} is outside of {where}, which has {extent}")
@@ -455,8 +485,8 @@ def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
     """Returns (axis, number of chunks) of the stream axis of `tv`.
 
-    The axis is the position of the cut logical axis, reductions left out. Raises `VerifyError` if
-    the tensor has no stream axis.
+    The axis is the index of the logical axis that the stream axis cuts, counted without reductions.
+    Raises `VerifyError` if the tensor has no stream axis.
     """
     axis = stream_axis(tv)
     if axis is None:
@@ -465,12 +495,13 @@ def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
 
 
 class SymmetricContiguousView(HostOp):
-    """Names the shards of all ranks as one tensor, one shard after the other. `inp` is in symmetric
-    memory.
+    """Makes `out` a view of the shards of all ranks as one tensor, in which the shards follow each
+    other.
 
-    If several ranks have shards, the op is a barrier of these ranks, and so is the `Deallocate` of
-    the view. A rank's writes before the first barrier are visible through the view. Between the two
-    barriers, no rank may write.
+    `inp`, the tensor with the shards, is in symmetric memory. If several ranks have shards, the op
+    is a barrier of these ranks. The `Deallocate` of the view is a second barrier. Writes of a rank
+    before the first barrier are visible through the view. Between the two barriers, no rank may
+    write.
     """
 
     out: TensorView = result()
@@ -479,7 +510,7 @@ class SymmetricContiguousView(HostOp):
 
     @cached_property
     def team(self) -> TeamOf | None:
-        """The ranks whose shards the view shows; None if there is only one."""
+        """The ranks whose shards the view shows; None if there is only one rank."""
         mesh, cuts = self.inp.mesh, placement(self.inp, DEVICE_TYPES)
         along = {cut.ptype for mine in cuts for cut in mine}
         if mesh is None or not along:
@@ -488,20 +519,22 @@ class SymmetricContiguousView(HostOp):
         return team if team.size > 1 else None
 
     def effects(self) -> tuple[Effect, ...]:
-        """Reads the shard (only with a team) and makes `out` a name of it."""
+        """Returns the effects: `out` becomes a view of `inp`. If several ranks have shards, the op
+        also reads `inp`."""
         reads = () if self.team is None else (Reads(self.inp),)
         return (*reads, Shows(self.out, self.inp))
 
     def emit(self, rt: Runtime) -> None:
-        """Maps the shards of the team, or reshapes the only shard."""
+        """Maps the shards of all ranks of the team. If there is only one shard, reshapes that
+        shard."""
         if self.team is None:
             rt.name_as_shaped(self.out, self.inp)
         else:
             rt.show_shards(self)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for an operand outside of symmetric memory, or a result that is
-        sharded."""
+        """Raises `VerifyError` if the operand is not in symmetric memory, or if the result is
+        sharded or on another mesh."""
         if self.inp.memory is not MemoryType.symmetric:
             raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
         if self.team is None:
@@ -519,78 +552,80 @@ class SymmetricContiguousView(HostOp):
         return self.team is not None
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Checks nothing: devices cut the axes of `inp` and none of `out`, and `verify` compares
-        the meshes."""
+        """Checks nothing, because devices cut the axes of `inp` but no axis of `out`. `verify`
+        compares the meshes."""
 
 
 # ------------------------------------------------------------------ streams
 class StreamOp(HostOp):
-    """Base of the ops that name a stream."""
+    """Base class of the ops that name a stream."""
 
     stream: Stream = attr(kw_only=False)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The index of a numbered stream; none for a stream with a name."""
+        """The index of a numbered stream; () for a stream with a name."""
         return () if self.stream.index is None else (self.stream.index,)
 
 
 class SetCurrentStream(StreamOp):
-    """Makes `stream` the current one: later ops run on it."""
+    """Makes `stream` the current stream: the work of later ops is put on `stream`."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "SetCurrentStream(Stream {stream})"
     OLDER = ("SetCurrentStream to Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Changes the current stream."""
+        """Returns the effects: the op's stream becomes the current stream."""
         return (Enters(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
-        """Changes the current stream of the run."""
+        """Makes the op's stream the current stream of the run."""
         rt.enter(self.stream)
 
 
 class GetCurrentStream(StreamOp):
-    """Gives the current stream the name `stream`."""
+    """Binds the name `stream` to the current stream, so that later ops can refer to it."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "Stream {stream} = GetCurrentStream()"
     OLDER = ("GetCurrentStream into Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Binds the name to the current stream."""
+        """Returns the effects: the name is bound to the current stream."""
         return (Captures(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
-        """Binds the name in the run."""
+        """Binds the name to the current stream of the run."""
         rt.capture(self.stream)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for a numbered stream, which cannot be renamed."""
+        """Raises `VerifyError` if `stream` is a numbered stream, because a number already denotes a
+        stream of the evaluator."""
         if self.stream.index is not None:
             raise VerifyError(f"GetCurrentStream: Stream {self.stream} is a numbered stream")
 
 
 class Synchronize(StreamOp):
-    """Makes the current stream wait for all work that `stream` has received so far. The host does
-    not wait."""
+    """Makes the current stream wait for all work that was put on `stream` so far. The host does not
+    wait."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "Synchronize(Stream {stream})"
     OLDER = ("Synchronize Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Orders later work of the current stream after earlier work of `stream`."""
+        """Returns the effects: later work of the current stream begins after the earlier work of
+        `stream` has ended."""
         return (Joins(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
-        """Makes the current stream wait."""
+        """Makes the current stream wait for the op's stream."""
         rt.join(self.stream)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` for a stream name that no op captures or enters. A stream known by
-        its address needs neither."""
+        """Raises `VerifyError` if no `GetCurrentStream` or `SetCurrentStream` names the stream.
+        Stream names that are addresses are always accepted."""
         name = self.stream.name
         if not name or name in program.streams or name.startswith("0x"):
             return
@@ -605,15 +640,15 @@ Index = Symbol
 
 
 def loop_index(name: str, start: ScalarLike, stop: ScalarLike) -> Symbol:
-    """Returns the index of a loop, a symbol with the range [start, stop - 1]."""
+    """Returns a new symbol for the index of a loop, with the range [start, stop - 1]."""
     return Symbol(name, DataType.Index, lo=sc.int_value(start) or 0, hi=sc.sub(stop, 1))
 
 
 class ForLoop(HostOp):
-    """Runs `body` for index = start, start + step, ... below stop.
+    """Runs `body` once for each index = start, start + step, ... below stop.
 
-    With `axis`, `stop` is the extent of that axis, and the text names the axis in place of the
-    bounds.
+    If `axis` is given, `stop` is the extent of that axis, and the op's text shows the axis instead
+    of the bounds.
     """
 
     index: Index = attr()
@@ -630,26 +665,26 @@ class ForLoop(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op in a sentence: `The loop over i3`."""
+        """The op at the beginning of a message: `The loop over i3`."""
         return f"The loop over {self.index}"
 
     def template(self) -> str:
-        """Returns the text of the op, with an axis or with bounds and step."""
+        """Returns the text template of the op, with an axis or with bounds and step."""
         return _loop_template(self.axis is not None, self.step is not sc.ONE)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields all texts of the op, which the parser reads."""
+        """Yields all text templates that the parser reads."""
         yield {"start": sc.ZERO, "step": sc.ONE}, _loop_template(True, False)
         yield {"axis": None}, _loop_template(False, True)
         yield {"axis": None, "step": sc.ONE}, _loop_template(False, False)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects: the ops of the body have their own."""
+        """Returns no effects, because the ops of the body have their own effects."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """Runs the body for each step. Raises `ExecutionError` for a step below 1."""
+        """Runs the body once per iteration. Raises `ExecutionError` if the step is below 1."""
         start, stop, step = map(rt.integer, (self.start, self.stop, self.step))
         if step < 1:
             raise ExecutionError(
@@ -658,7 +693,7 @@ class ForLoop(HostOp):
         rt.run_loop(self.index, range(start, stop, step), self.body)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for a constant step below 1."""
+        """Raises `VerifyError` if the step is a constant below 1."""
         if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
             raise VerifyError(f"its step is {self.step}, expected at least 1")
 
@@ -670,7 +705,7 @@ def _loop_template(has_axis: bool, has_step: bool) -> str:
 
 
 class IfThenElse(HostOp):
-    """Runs `then` on the ranks where `predicate` is true, and `orelse` on the others."""
+    """Runs `then` on the ranks where `predicate` is true, and `orelse` on all other ranks."""
 
     predicate: Scalar = operand()
     then: tuple[Op, ...] = region()
@@ -679,18 +714,18 @@ class IfThenElse(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op in a sentence: `The branch`."""
+        """The op at the beginning of a message: `The branch`."""
         return "The branch"
 
     @property
     def has_dry_run(self) -> bool:
-        """True: the dry run takes the same branch as the run."""
+        """True, because the dry run and the real run take the same branch."""
         return True
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects: the ops of both regions have their own."""
+        """Returns no effects, because the ops of both regions have their own effects."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """Evaluates the predicate once and runs one region."""
+        """Evaluates the predicate once and runs one of the two regions."""
         rt.run(self.then if rt.number(self.predicate) else self.orelse)

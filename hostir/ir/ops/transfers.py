@@ -1,7 +1,8 @@
-"""The host ops that move data between ranks, and the waits for them.
+"""The host ops that move data between ranks, and the op that waits for the end of a communication.
 
-A communication starts on the current stream, at the op that declares it. It uses its buffers until
-the `Wait` with its number. Collectives, transfers and groups of transfers share one numbering.
+A communication starts on the current stream, at the op that declares it. The communication uses its
+buffers until the `Wait` with the same number. Collectives, transfers and groups of transfers share
+one numbering.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
 
 
 def library_name(backend: str) -> str:
-    """Returns the name of a library in messages. Peer copies (`CUDA`) also exist between CPU ranks,
-    so they are called `peer copies`."""
+    """Returns the name of a communication library for messages.
+
+    The library `CUDA` is called `peer copies`, because peer copies also exist between CPU ranks.
+    """
     return "peer copies" if backend.upper() == PEER_COPIES else backend.upper()
 
 
@@ -59,10 +62,10 @@ TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 @dataclass(frozen=True)
 class AxisOrder:
-    """The order of a local shard in memory.
+    """The order in which the axes of a local shard lie in memory.
 
-    `axes` are the axes, outermost first; None for the order of the logical axes. `expanded` are the
-    expanded axes, of which memory holds one element.
+    `axes` are axis indices, outermost first; None if memory has the order of the logical axes.
+    `expanded` are the indices of expanded axes: memory holds one element along an expanded axis.
     """
 
     axes: tuple[int, ...] | None
@@ -70,14 +73,14 @@ class AxisOrder:
 
     @staticmethod
     def of(tv: TensorView) -> AxisOrder:
-        """Returns the order that the allocation domain of `tv` declares."""
+        """Returns the memory order that the allocation domain of `tv` declares."""
         axes = tuple(p for p, _ in memory_order(tv))
         is_logical = axes == tuple(range(len(axes)))
         return AxisOrder(None if is_logical else axes, memory_layout.expanded_positions(tv))
 
 
 class StartsCommunication(HostOp):
-    """Base of the ops that start a communication under `number`."""
+    """Base class of the ops that start a communication. `number` identifies the communication."""
 
     number: int = attr()
 
@@ -93,23 +96,26 @@ class StartsCommunication(HostOp):
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, ...]:
-        """The memory orders of the tensors that move. A communication copies memory in
-        its order."""
+        """The memory orders of the tensors that move. The base class has no tensors, so the tuple
+        is empty.
+
+        A communication copies elements in memory order, so sender and receiver must agree about it.
+        """
         return ()
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """The operand and the result need separate buffers."""
+        """`never`: the operand and the result need separate buffers."""
         return "never"
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` for a number that another communication has."""
+        """Raises `VerifyError` if another op starts a communication with the same number."""
         if self.number in program.twice:
             raise VerifyError(f"there are two communications {self.number}")
 
 
 def _check_team(team: TeamOf, program: ProgramAround) -> None:
-    """Raises `VerifyError` for a team with ranks that are in no mesh of a tensor."""
+    """Raises `VerifyError` if a rank of `team` is in no tensor's mesh."""
     if not program.devices or team.mesh in program.meshes:
         return
     known = {*program.devices}
@@ -122,9 +128,11 @@ def _check_team(team: TeamOf, program: ProgramAround) -> None:
 
 
 def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
-    """Returns the constant value of a root or peer; None for a symbolic scalar.
+    """Returns the constant value of `position`, a root or a peer. Returns None for a symbolic
+    scalar.
 
-    Raises `VerifyError` for a scalar that is no integer.
+    `field` names the op's field in messages. Raises `VerifyError` for a scalar that is not an
+    integer.
     """
     if not sc.is_int(position):
         raise VerifyError(
@@ -134,11 +142,13 @@ def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
 
 
 class Communication(StartsCommunication):
-    """Starts a collective of type `type` on the local shards `inp` -> `out`, within each team.
+    """Starts a collective that reads each rank's shard of `inp` and writes each rank's shard of
+    `out`, within each team.
 
-    `root` is a position in the team. `red_op` is the reduction of the types that reduce. `backend`
-    CUDA means that the members copy out of each other's memory. Any other name records the library
-    for which the program was made, and a run uses the library of its device.
+    `type` names the collective. `root` is a position in the team. `red_op` is the reduction of a
+    collective that reduces. `backend` CUDA means that the members copy out of each other's memory.
+    Any other `backend` records the library for which the program was made: a run uses the library
+    of its device.
     """
 
     inp: TensorView = operand()
@@ -164,7 +174,7 @@ class Communication(StartsCommunication):
 
     @cached_property
     def collective(self) -> Collective:
-        """The row of facts about the type."""
+        """The facts about this type of collective."""
         return COLLECTIVES[self.type]
 
     @cached_property
@@ -173,27 +183,32 @@ class Communication(StartsCommunication):
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def template(self) -> str:
-        """Returns the text of the op, with or without root and reduction."""
+        """Returns the text template of the op. `root` and `red_op` appear only if they are set."""
         return _communication_template(self.root is not None, self.red_op)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields all texts of the op, which the parser reads."""
+        """Yields all text templates that the parser reads, with and without a root, for each
+        reduction."""
         for has_root in (False, True):
             root: dict[str, object] = {} if has_root else {"root": None}
             for red_op in RED_OPS:
                 yield {**root, "red_op": red_op}, _communication_template(has_root, red_op)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Reads `inp` and writes `out`, on the root alone where the type says so, and starts the
-        communication."""
+        """Returns the effects: team members read `inp` and write `out`, and the communication
+        starts.
+
+        If the type of collective has a root, only the root reads or writes the tensor that exists
+        only at the root.
+        """
         row = self.collective
         reads, writes = self._members(row.inp), self._members(row.out)
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
 
     def emit(self, rt: Runtime) -> None:
-        """Posts the collective if this rank is in a team. Raises `ExecutionError` for a root
-        outside of it."""
+        """Starts the collective if this rank is in a team. Raises `ExecutionError` if the root is
+        not in the team."""
         team = self.team.ranks(rt.rank)
         if team:
             root = -1 if self.root is None else member(team, rt.integer(self.root), self)
@@ -201,7 +216,8 @@ class Communication(StartsCommunication):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """Is that of the collective's row."""
+        """The way in which this type of collective may share one buffer between operand and
+        result."""
         return self.collective.sharing
 
     @cached_property
@@ -219,17 +235,19 @@ class Communication(StartsCommunication):
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` for a number in use, or a team with ranks that are in no mesh."""
+        """Raises `VerifyError` if the number is in use, or if a team member is in no tensor's
+        mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def _members(self, side: Side) -> Members:
-        """Returns the members that have this side of the collective: all, or the root."""
+        """Returns the team members that read or write the tensor on one side of the collective:
+        all, or only the root."""
         return Members(self.team, self.root if side.at_root else None)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for a root, reduction, team, mesh or dtype that does not fit the
-        type."""
+        """Raises `VerifyError` if the root, reduction, team, meshes or dtypes do not fit the type
+        of collective."""
         row = self.collective
         if (self.root is not None) != row.is_rooted:
             rule = "needs a root" if row.is_rooted else "takes no root"
@@ -260,8 +278,8 @@ def _communication_template(has_root: bool, red_op: RedOp) -> str:
 
 
 def member(team: Team, position: int, op: Op) -> int:
-    """Returns the global rank at a position of a team. Raises `ExecutionError` for a position
-    outside."""
+    """Returns the global rank at `position` in a team. Raises `ExecutionError` if the team has no
+    such position."""
     if not 0 <= position < len(team):
         raise ExecutionError(
             f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"
@@ -270,7 +288,7 @@ def member(team: Team, position: int, op: Op) -> int:
 
 
 class P2PCommunication(StartsCommunication):
-    """Starts to send `buffer` to the global rank `peer`, or to receive it from that rank."""
+    """Starts to send `buffer` to the global rank `peer`, or to receive `buffer` from that rank."""
 
     buffer: TensorView = operand()
     peer: Scalar = operand()
@@ -288,24 +306,26 @@ class P2PCommunication(StartsCommunication):
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory order of the buffer, as that of the source and of the destination."""
+        """The memory order of the buffer, twice: one buffer is the source or the destination of the
+        transfer."""
         order = AxisOrder.of(self.buffer)
         return order, order
 
     def effects(self) -> tuple[Effect, ...]:
-        """Reads the buffer of a send, or writes that of a receive, and starts the communication."""
+        """Returns the effects: a send reads the buffer or a receive writes the buffer, and the
+        communication starts."""
         touch = Reads if self.type == "send" else Writes
         return (touch(self.buffer), Starts(self.number))
 
     @cached_property
     def movement(self) -> Movement:
-        """Is one end of a transfer between two ranks."""
+        """One end of a transfer between two ranks."""
         ends = (self.buffer, None) if self.type == "send" else (None, self.buffer)
         return Movement(self.type, *ends, None, self.backend, peers={"peer": self.peer})
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the transfer. Raises `ExecutionError` for a peer outside of the
-        program's ranks."""
+        """Starts the transfer. Raises `ExecutionError` if the peer is not one of the program's
+        ranks."""
         peer = rt.integer(self.peer)
         if peer not in rt.team:
             raise ExecutionError(
@@ -315,7 +335,7 @@ class P2PCommunication(StartsCommunication):
         rt.transfer(self, peer)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for a buffer without a mesh, or a constant peer below 0."""
+        """Raises `VerifyError` if the buffer has no mesh, or if the peer is a constant below 0."""
         if self.buffer.mesh is None:
             raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
         peer = _constant(self, "peer", self.peer)
@@ -324,9 +344,10 @@ class P2PCommunication(StartsCommunication):
 
 
 class CollectivePermute(StartsCommunication):
-    """Starts to send `inp` to the member `send_peer` and to receive `out` from `recv_peer`.
+    """Starts to send `inp` to the team member `send_peer` and to receive `out` from the member
+    `recv_peer`.
 
-    Peers are positions in the team. A member that sends to itself copies.
+    Peers are positions in the team. A member that sends to itself makes a local copy.
     """
 
     inp: TensorView = operand()
@@ -352,7 +373,8 @@ class CollectivePermute(StartsCommunication):
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Reads `inp` and writes `out` on all members, and starts the communication."""
+        """Returns the effects: all members read `inp` and write `out`, and the communication
+        starts."""
         team = Members(self.team)
         return (Reads(self.inp, team), Writes(self.out, team), Starts(self.number))
 
@@ -364,8 +386,8 @@ class CollectivePermute(StartsCommunication):
         return Movement(kind, self.inp, self.out, self.team, self.backend, peers=peers)
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the permutation if this rank is in a team. Raises `ExecutionError` for a peer
-        outside of it."""
+        """Starts the permutation if this rank is in a team. Raises `ExecutionError` if a peer is
+        not in the team."""
         team = self.team.ranks(rt.rank)
         if team:
             to, source = (
@@ -374,13 +396,14 @@ class CollectivePermute(StartsCommunication):
             rt.permute(self, team, to, source)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` for a number in use, or a team with ranks that are in no mesh."""
+        """Raises `VerifyError` if the number is in use, or if a team member is in no tensor's
+        mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def verify(self) -> None:
-        """Raises `VerifyError` for tensors without a mesh or of two dtypes, or a constant peer
-        outside of the team."""
+        """Raises `VerifyError` if a tensor has no mesh, the dtypes differ, or a constant peer is
+        not in the team."""
         for tv in (self.inp, self.out):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
@@ -395,22 +418,23 @@ class CollectivePermute(StartsCommunication):
 
 
 class StartCoalescing(HostOp):
-    """Opens a group: the transfers up to `EndCoalescing` start together, so that a ring of ranks
-    cannot deadlock."""
+    """Opens a group of transfers. All transfers up to `EndCoalescing` start together, so that a
+    ring of ranks cannot deadlock."""
 
     TEXT = "StartCoalescing"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Opens the group."""
+        """Returns the effects: a group of transfers is opened."""
         return (OpensGroup(),)
 
     def emit(self, rt: Runtime) -> None:
-        """Opens the group in the run."""
+        """Opens a group of transfers in the run."""
         rt.open_group(self)
 
 
 class EndCoalescing(StartsCommunication):
-    """Starts the transfers since `StartCoalescing`. One `Wait` waits for all of them."""
+    """Starts all transfers since `StartCoalescing` as one communication. A single `Wait` waits for
+    all of them."""
 
     number: int = attr(kw_only=False)
     TEXT = "EndCoalescing {number}"
@@ -421,16 +445,16 @@ class EndCoalescing(StartsCommunication):
         return f"EndCoalescing {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Closes the group and starts it under the op's number."""
+        """Returns the effects: the group is closed and starts as the communication `number`."""
         return (ClosesGroup(self.number),)
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the group's transfers."""
+        """Starts the transfers of the group."""
         rt.close_group(self)
 
 
 class Wait(HostOp):
-    """Makes the current stream wait for the communication with this number."""
+    """Makes the current stream wait for the end of the communication `number`."""
 
     number: int = attr(kw_only=False)
     TEXT = "Wait(Communication {number})"
@@ -447,26 +471,27 @@ class Wait(HostOp):
         return f"Wait {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Orders later work of the current stream after the communication."""
+        """Returns the effects: later work on the current stream begins after the communication has
+        ended."""
         return (Waits(self.number),)
 
     def emit(self, rt: Runtime) -> None:
-        """Makes the current stream wait."""
+        """Makes the current stream wait for the communication."""
         rt.wait(self.number)
 
 
 class ShareMemHandles(HostOp):
-    """Announces the buffers that peers copy from and to.
+    """Announces the buffers that other ranks copy from or to.
 
-    The op does nothing in a run, which maps peers' memory at its first use.
+    The op does nothing in a run: a run maps the memory of another rank before the first copy.
     """
 
     buffers: tuple[TensorView, ...] = operands()
     TEXT = "ShareMemHandles({buffers})"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects."""
+        """Returns no effects, because the op only announces buffers."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """Does nothing: memory is mapped before the first copy out of it."""
+        """Does nothing, because a run maps the memory of another rank before the first copy."""
