@@ -1,6 +1,6 @@
-"""Launchers, messages and shared memory through which ranks find and watch one another.
+"""Launchers, messages and shared memory through which ranks find and watch each other.
 
-Question: how do ranks exchange messages about their calls, and who notices that one is missing?
+Question: how do ranks exchange messages about their calls, and detect that a rank is missing?
 Imports: `fuser.support`.
 Files, in reading order:
 

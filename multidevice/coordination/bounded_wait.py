@@ -1,8 +1,9 @@
 """Waits with a deadline, and the facts that a rank knows about its peers while it waits.
 
-Every wait on another rank uses `poll_until`. It yields the processor, checks what the peers
-announced, and ends at a deadline. A `Ledger` counts the calls that this rank has entered. A rank
-that leaves announces its counts: a peer that left after it entered a collective is no error.
+Every wait on another rank uses `poll_until`, which yields the processor, checks the announcements
+of the peers, and ends at a deadline. A `Ledger` counts the calls that this rank has entered. A rank
+that leaves announces its counts. So peers know that it entered a collective before it left, which
+is no error.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ SEND, RECV = "send", "recv"
 
 
 class Calls(NamedTuple):
-    """The key of a sequence of calls in a ledger: the kind of call and the team that makes them.
+    """The key of a sequence of calls in a ledger: the kind of call and the team that makes the
+    calls.
 
-    Point-to-point transfers also have `ends`: (source rank, target rank).
+    For point-to-point transfers, `ends` is (source rank, target rank), otherwise ().
     """
 
     kind: str
@@ -52,18 +54,20 @@ class Calls(NamedTuple):
 
     @staticmethod
     def from_row(row: Sequence[Any]) -> Calls:
-        """Reads the list that JSON makes of a `Calls`."""
+        """Creates a `Calls` from the list that JSON makes of a `Calls`."""
         kind, team, ends = row
         return Calls(kind, tuple(team), tuple(ends))
 
 
 def rows_of(counts: Mapping[Calls, int]) -> list[tuple[Calls, int]]:
-    """Returns counts of calls as rows that JSON can write; `counts_from` reads them."""
+    """Converts counts of calls to a list that JSON can write; the inverse is `counts_from`."""
     return [*counts.items()]
 
 
 def counts_from(rows: Iterable[Sequence[Any]]) -> dict[Calls, int]:
-    """Reads the counts of calls that `rows_of` returned, after JSON."""
+    """Converts the list that `rows_of` returned, after writing and reading it as JSON, back to
+    counts.
+    """
     return {Calls.from_row(key): count for key, count in rows}
 
 
@@ -78,7 +82,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Event:
-    """An announcement of a rank: that it failed, or that it left after the calls in `entered`."""
+    """An announcement of a rank to its peers: the rank failed or left.
+
+    `text` is the error or the reason. `entered` has the calls that the rank had entered before.
+    """
 
     rank: int
     kind: Literal["failed", "left"]
@@ -86,19 +93,19 @@ class Event:
     entered: dict[Calls, int] = field(default_factory=dict[Calls, int])
 
     def encode(self) -> bytes:
-        """Returns the event as JSON in bytes."""
+        """Returns the event as JSON in bytes, with at most 2000 characters of its text."""
         row = self.rank, self.kind, self.text[:2000], rows_of(self.entered)
         return json.dumps(row).encode()
 
     @staticmethod
     def decode(data: bytes) -> Event:
-        """Reads what `encode` wrote."""
+        """Creates an event from the bytes that `encode` returned."""
         rank, kind, text, entered = json.loads(data)
         return Event(rank, kind, text, counts_from(entered))
 
 
 class Ledger:
-    """The number of calls that this rank has entered, per sequence of calls."""
+    """The number of calls that this rank has entered, for each sequence of calls."""
 
     def __init__(self) -> None:
         self.entered: dict[Calls, int] = {}
@@ -106,7 +113,7 @@ class Ledger:
         self.noted: dict[int, Counter[Calls]] = {}
 
     def enter(self, key: Calls) -> int:
-        """Counts one more call and returns its sequence number, from 0."""
+        """Counts one more call as entered; returns its sequence number, which starts at 0."""
         number = self.entered.get(key, 0)
         self.entered[key] = number + 1
         if self.noted and (noted := self.noted.get(get_ident())) is not None:
@@ -114,7 +121,10 @@ class Ledger:
         return number
 
     def leave(self, key: Calls, number: int) -> None:
-        """Uncounts the call with this number, the latest one, because it could not be started."""
+        """Stops counting call `number` as entered, because it could not be started.
+
+        Does nothing if this call is not the latest of its sequence.
+        """
         if self.entered.get(key) != number + 1:
             return
         self.entered[key] = number
@@ -123,23 +133,26 @@ class Ledger:
 
 
 class Peers:
-    """The events that the other ranks have announced, as far as this rank has received them."""
+    """The announcements of the other ranks that this rank has received."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.events: dict[int, Event] = {}
 
     def record(self, event: Event) -> None:
-        """Stores an event. A failure is never replaced by the announcement of leaving that follows
-        it.
+        """Stores an event of a peer.
+
+        An announcement of a failure is never replaced, because the failed rank also announces that
+        it leaves.
         """
         old = self.events.get(event.rank)
         if old is None or old.kind == "left":
             self.events[event.rank] = event
 
     def check(self, what: str, needs: Iterable[Need]) -> None:
-        """Raises an error when a peer failed, or left before it entered a call that this wait
-        needs.
+        """Raises an error if a peer failed, or left before it entered a call in `needs`.
+
+        `what` describes the call in which this rank waits.
 
         Raises:
             PeerError: names the peer, its announcement, and the call in which this rank waits.
@@ -171,14 +184,14 @@ def poll_until(
     rank: int,
     why: Callable[[], str] = lambda: "",
 ) -> None:
-    """Returns when `done()` is true.
+    """Returns when `done()` is True.
 
-    `look(waited_s)` runs every few milliseconds of a longer wait. It raises an error when the wait
-    can no longer end. `what()` describes the wait and `why()` its cause, for the error at the
-    deadline.
+    - `look(waited_s)`: called every few milliseconds of a longer wait; raises an error if the wait
+      can no longer end.
+    - `what()`, `why()`: the description of the wait and its cause, for the error at the deadline.
 
     Raises:
-        CommunicationTimeout: `done()` stayed false for `FUSER_TIMEOUT_S`; the message contains
+        CommunicationTimeout: `done()` stayed False for `FUSER_TIMEOUT_S`; the message contains
             `what()` and `why()`.
         PeerError: from `look()`.
     """

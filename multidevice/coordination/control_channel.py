@@ -1,8 +1,8 @@
 """The control channel: small messages between ranks, separate from the data.
 
-It carries errors, digests, program texts, and the announcements of ranks that fail or leave. Each
-operation is collective over its team. When an agreement ends in an error, every member has made the
-same steps, so the channel and the data communicators stay usable.
+The channel carries errors, digests, program texts, and the announcements of ranks that fail or
+leave. Each operation is collective over a team. If an agreement ends in an error, every member has
+made the same calls, so that the channel and the data communicators stay usable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from multidevice.coordination.shared_page import LINE_WORDS
 _RECORD = struct.Struct("<BBxxI16s")
 RECORD_NBYTES = _RECORD.size
 _KINDS = ("agree", "exchange", shared_page.OFFER, shared_page.OPENING)
-# How errors name these operations: by the call of the user in which ranks make them.
+# The words for these operations in error messages: the user's call that makes them.
 _WORDS = {
     "agree": "a barrier or an agreement",
     "exchange": "the check that all ranks are about to run the same",
@@ -64,7 +64,12 @@ WITHIN_CALLS, OF_USERS, SIGNATURES = "control", "talk", "signatures"
 
 @dataclass(frozen=True)
 class ControlCall:
-    """One operation of the control channel: its kind, its team, and its sequence number."""
+    """One operation of the control channel, as seen from one rank.
+
+    - `kind`: the name of the operation, such as "agree".
+    - `rank`: this rank.
+    - `key`, `seq`: the sequence of calls that the operation belongs to, and its number there.
+    """
 
     kind: str
     team: Team
@@ -73,7 +78,7 @@ class ControlCall:
     seq: int
 
     def describe(self) -> str:
-        """Returns the operation as text, for errors."""
+        """Returns the operation as text, for error messages."""
         inside = f"control {self.kind} over team {team_text(self.team)}"
         return f"{_WORDS[self.kind]} ({inside}, sequence number {self.seq})"
 
@@ -83,17 +88,19 @@ class ControlCall:
 
 
 class Progressing(Protocol):
-    """A started communication that makes progress during any wait of its rank."""
+    """A started communication that makes progress during every wait of its rank."""
 
     def done(self) -> bool:
-        """Makes as much progress as possible without waiting; returns whether it has ended."""
+        """Makes as much progress as possible without waiting; returns whether the communication has
+        ended.
+        """
         ...
 
 
 class Control(ABC):
     """The control channel of one rank: collective operations on bytes.
 
-    A subclass per launcher implements the two gathers.
+    A subclass per launcher implements `_gather`, `_gather_varied` and `page`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -121,31 +128,37 @@ class Control(ABC):
 
     @abstractmethod
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
-        """Returns the records of all members, in team order; all have the same size."""
+        """Returns the records of all members, in team order; all records have the same size."""
 
     @abstractmethod
     def _gather_varied(
         self, payload: bytes, sizes: Sequence[int], step: ControlCall
     ) -> list[bytes]:
-        """Returns the payloads of all members, in team order; `sizes` are their sizes in bytes."""
+        """Returns the payloads of all members, in team order.
+
+        `sizes` are the sizes of the members' payloads in bytes.
+        """
 
     @abstractmethod
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Returns zeroed memory that the team shares, in 8-byte words; None where it cannot share
-        any.
+        """Allocates zeroed memory that the team shares, as 8-byte words.
 
-        Collective over the team.
+        Collective over the team. Returns None if the team cannot share memory, for example across
+        hosts.
         """
 
     def wake(self, team: Team) -> None:
-        """Notifies the members of a team that shared memory has changed, where they need it to wake
-        up.
+        """Notifies the members of a team that shared memory has changed.
+
+        This base class does nothing, because ranks that are processes read shared memory while they
+        wait.
         """
         return
 
     def listen(self) -> None:
-        """Records the announcements of the peers that have arrived so far; does nothing without
-        peers.
+        """Records the announcements of peers that have arrived so far.
+
+        This base class does nothing: a subclass with peers overrides the method.
         """
         return
 
@@ -156,14 +169,17 @@ class Control(ABC):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """Waits for `done()` until the deadline, and watches the peers that the wait needs.
+        """Waits for `done()` until the deadline, and checks the peers that the wait needs.
 
-        The communications that this rank has started make progress meanwhile.
+        The communications that this rank has started make progress meanwhile. `what` returns the
+        description of the wait, for error messages. `needs` returns the calls that other ranks must
+        enter.
 
         Raises:
-            DeadlockError: ranks wait for each other; all of them raise it.
+            DeadlockError: ranks wait for each other; all of these ranks raise it.
             PeerError: a peer failed, left early, or its process has ended.
-            CommunicationTimeout: names the wait, and the ranks that have not entered it.
+            CommunicationTimeout: the deadline passed; the message names the wait, and the ranks
+                that have not entered it.
         """
         wait_graph = self.wait_graph
         works = [work for work in self.works if work.done != done]
@@ -200,8 +216,10 @@ class Control(ABC):
                 wait_graph.clear()
 
     def check_ended(self, what: Callable[[], str], needs: Iterable[Need]) -> None:
-        """Raises `DeadlockError` if another rank has found that the wait `what` is part of a
+        """Raises `DeadlockError` if another rank has found that this rank's wait is part of a
         deadlock.
+
+        `what` returns the description of the wait, and `needs` are the calls that the wait needs.
         """
         if self.wait_graph is None:
             return
@@ -222,25 +240,32 @@ class Control(ABC):
                 self.lose(need.key)
 
     def hear_of_deadlocks(self) -> None:
-        """Counts the calls of deadlocks that other ranks have found.
+        """Reads the deadlocks that other ranks have found, and counts their calls as entered.
 
-        Another error may have kept this rank from finding them itself.
+        This rank may not have found these deadlocks itself, because another error ended its wait.
         """
         for deadlock in self.wait_graph.news() if self.wait_graph is not None else ():
             self._count_as_entered(deadlock)
 
     def lose(self, key: Calls) -> None:
-        """Drops the transport resources of a sequence of calls; the next call creates new ones."""
+        """Drops the transport resources of a sequence of calls; the next call creates new
+        resources.
+        """
         for forget in self.on_lost:
             forget(key)
 
     def mend(self, team: Team) -> None:
-        """Drops the leftovers of a failed call in a team, and in teams that are part of it."""
+        """Drops the resources that a failed call has left in a team, and in all subsets of that
+        team.
+        """
         for give_up in self.on_mended:
             give_up(team)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a program on a team; all of its ranks begin the same number of runs."""
+        """Counts a run of a program on a team.
+
+        All ranks of the team begin the same number of runs, so the count identifies the run.
+        """
         count = self.runs[team] = self.runs.get(team, 0) + 1
         self.run = team, count
 
@@ -256,8 +281,8 @@ class Control(ABC):
     ) -> list[bytes]:
         """Returns the payloads of all members, in team order.
 
-        `stream`: the kind under which ledgers count this call, for errors. `kind`: the name of the
-        operation, which must be equal on all members.
+        `stream` is the kind under which ledgers count this call, for error messages. `kind` is the
+        name of the operation, which must be equal on all members.
         """
         team = self._members(team, kind)
         if len(team) == 1:
@@ -276,10 +301,13 @@ class Control(ABC):
     ) -> None:
         """Returns when no member has an error and all digests are equal.
 
+        `error` is this rank's error, or None. `stream` is the kind under which ledgers count this
+        call.
+
         Raises:
-            error: this rank's own, if it has one.
-            PeerError: another member has an error; names rank, type and message.
-            ProgramMismatchError: the digests differ; `compare_texts` then reports where.
+            error: this rank's own error, if there is one.
+            PeerError: another member has an error; the message names rank, type and text.
+            ProgramMismatchError: the digests differ; `compare_texts` then shows where.
         """
         team = self._members(team, "agree")
         if len(digest) > 16:
@@ -314,14 +342,16 @@ class Control(ABC):
         part: str = "line",
         stream: str = WITHIN_CALLS,
     ) -> None:
-        """Returns when all members passed the same text.
+        """Returns when all members have passed the same text.
 
-        `where_of` returns the user's line of a line of the text, "" where there is none. The
-        message starts with `head`, and calls a line a `part`.
+        - `where_of`: returns the user's line for a line of the text, "" if there is none.
+        - `head`: the beginning of the error message.
+        - `part`: the word that the message uses for a line of the text.
+        - `stream`: the kind under which ledgers count this call.
 
         Raises:
-            ProgramMismatchError: on every member; shows the first line that differs, which rank has
-                which version, and the user's lines.
+            ProgramMismatchError: on every member; the message shows the first line that differs,
+                which rank has which version, and the user's lines.
         """
         team = self._members(team, "exchange")
         told = self.exchange(text.encode(), team=team, stream=stream)
@@ -364,7 +394,7 @@ class Control(ABC):
     def _records(
         self, step: ControlCall, status: int, nbytes: int, digest: bytes
     ) -> list[tuple[int, int, bytes]]:
-        """Gathers (status, size, digest) of all members, and checks that all make the same
+        """Gathers (status, size, digest) of all members; checks that all members make the same
         operation.
         """
         mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
@@ -390,10 +420,10 @@ def _deadlocked(deadlock: Deadlock) -> DeadlockError:
 
 
 class JobControl(Control):
-    """The control channel of a real job, whose ranks are processes that may fail and leave."""
+    """The control channel of a job whose ranks are processes, which may fail and leave."""
 
     def connect_wait_graph(self) -> None:
-        """Creates the wait-for graph when all ranks share a host; collective over all ranks."""
+        """Creates the wait-for graph if all ranks share a host; collective over all ranks."""
         files: list[int] = []
         shared = self._shared(
             nbytes_of(self.size), self.world, on_made=lambda fd: files.append(os.dup(fd))
@@ -405,7 +435,7 @@ class JobControl(Control):
             self.wait_graph.connect()
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Implements `Control.page`: returns memory that the team shares."""
+        """Implements `Control.page` by a memory-mapped file, if the team is on one host."""
         shared = self._shared(nbytes, team)
         return None if shared is None else memoryview(shared)[shared_page.LINE_NBYTES :].cast("Q")
 
@@ -421,20 +451,24 @@ class JobControl(Control):
 
     @abstractmethod
     def announce(self, event: Event) -> None:
-        """Announces to all peers that this rank failed or leaves; never raises and never waits."""
+        """Announces to all peers that this rank failed or leaves.
+
+        Never raises an error and never waits.
+        """
 
     @abstractmethod
     def finish(self) -> None:
         """Waits, with a deadline, until every peer has announced that it leaves."""
 
     def wait_for_leavers(self, progress: Callable[[], None]) -> bool:
-        """Waits until every peer has announced that it leaves; returns whether all have.
+        """Waits until every peer has announced that it leaves; returns False if the deadline passed
+        before.
 
-        At the deadline this rank prints which peers are missing, and leaves: a peer may still
-        compute.
+        `progress` is called repeatedly during the wait. At the deadline, this rank prints which
+        peers are missing and does not wait longer, because a peer may still compute.
 
         Raises:
-            CommunicationTimeout: names the peers whose processes are stopped.
+            CommunicationTimeout: the process of a missing peer is stopped.
             PeerError: the process of a peer has ended.
         """
         limit_s, wait_graph = options.timeout_s(), self.wait_graph
@@ -461,7 +495,9 @@ class JobControl(Control):
 
     @abstractmethod
     def abort(self, code: int) -> None:
-        """Ends this process with an exit code, and the job as far as the launcher allows."""
+        """Ends this process with the exit code `code`, and ends the job if the launcher allows
+        that.
+        """
 
 
 class LocalControl(Control):
@@ -471,7 +507,9 @@ class LocalControl(Control):
         super().__init__(0, 1)
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Returns None: there is no other rank to share memory with."""
+        """Implements `Control.page`: returns None, because there is no other rank to share memory
+        with.
+        """
         return None
 
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
@@ -484,7 +522,7 @@ class LocalControl(Control):
 
 
 def _groups(team: Team, values: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Returns (value, ranks) for each different value, in order of first appearance."""
+    """Groups the ranks of a team by value: returns (value, ranks) in order of first appearance."""
     groups: dict[str, list[int]] = {}
     for rank, value in zip(team, values, strict=True):
         groups.setdefault(value, []).append(rank)
@@ -525,15 +563,19 @@ _SPINS = 50
 
 
 def call_token(kind: int, number: int) -> int:
-    """Returns a call token: one number made of the class of a call and the call's number."""
+    """Returns a call token: one integer that combines the class `kind` of a call and the call's
+    number.
+    """
     return kind << _NUMBER_BITS | (number + 1) & _NUMBERS
 
 
 class CallTokens:
-    """The call tokens of one team, seen from one of its ranks.
+    """The call tokens of one team, as seen from one of its ranks.
 
-    `page` is the shared memory: a line of LINE_WORDS 8-byte words per member, in team order. `key`
-    is the sequence of calls in the ledgers. `what(number, about)` describes a call, for errors.
+    - `page`: the shared memory, with a line of LINE_WORDS 8-byte words per member, in team order.
+    - `key`: the sequence of calls that the tokens count, for the ledgers.
+    - `what`: a function of a call's number and of the `about` of `say`; describes the call in
+      errors.
     """
 
     def __init__(
@@ -554,10 +596,12 @@ class CallTokens:
         self._all = tuple(tuple(LINE_WORDS * i + turn for i in range(len(team))) for turn in (0, 1))
 
     def say(self, kind: int, number: int, about: object = None) -> bool:
-        """Publishes this rank's class in a call, waits for all members, and returns whether all are
-        equal.
+        """Publishes this rank's class `kind` in call `number`; returns whether all members have
+        that class.
 
-        Raises `PeerError` where a member gave the call up, and all errors of `Control.poll_until`.
+        Waits until all members have published a class in this call. `about` is passed to the
+        function that describes the call. Raises `PeerError` if a member gave the call up, and all
+        errors of `Control.poll_until`.
         """
         word = call_token(kind, number)
         words, turn = self.page, number & 1
@@ -573,7 +617,8 @@ class CallTokens:
         return self._wait(number, word, about)
 
     def tell(self, kind: int, number: int) -> tuple[int, ...]:
-        """Publishes this rank's class in a call; returns the classes of all members, in team order.
+        """Publishes this rank's class `kind` in call `number`; returns all members' classes, in
+        team order.
 
         Raises the same errors as `say`.
         """
@@ -596,12 +641,14 @@ class CallTokens:
         return tuple([words[slot] >> _NUMBER_BITS for slot in slots])
 
     def who_says(self, kind: int, number: int) -> list[int]:
-        """Returns the other members that have published this class in a call; never waits."""
+        """Returns the other members that have published the class `kind` in call `number`; never
+        waits.
+        """
         word = call_token(kind, number)
         return [rank for rank, slot in self._others[number & 1] if self.page[slot] == word]
 
     def _have_given_up(self, number: int) -> list[int]:
-        """Returns the members that gave up a call, or are already in a later one."""
+        """Returns the members that gave up call `number`, or are already in a later call."""
         words, mine = self.page, (number + 1) & _NUMBERS
         # The numbers wrap around. A difference of more than half the range means that the member is
         # ahead: it gave this call up.
@@ -613,8 +660,9 @@ class CallTokens:
         ]
 
     def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
-        """Returns the ranks for which members waited when they gave up this call, and that are
-        still missing.
+        """Returns the ranks whose absence made members give up call `number`.
+
+        `left` are the members that gave the call up, which are not returned themselves.
         """
         gave_up, words, awaited = call_token(GAVE_UP, number), self.page, 0
         for _, slot in self._others[number & 1]:

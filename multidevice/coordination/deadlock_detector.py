@@ -1,20 +1,19 @@
-"""Deadlock detector: the ranks of a host publish which call each waits in, and find cycles of
-waits.
+"""Deadlock detector: the ranks of a host publish in which call each waits, and search for cycles.
 
 A rank that has waited for a while posts its position in shared memory:
 
-- the call that it waits in,
-- the calls that other ranks must enter before its wait can end (its *needs*),
-- the calls that it has entered itself.
+- the call in which the rank waits,
+- the calls that other ranks must enter before this wait can end (its *needs*),
+- the calls that the rank has entered itself.
 
-Rank q is *behind* rank r when q needs a call that r has not entered. It is also behind r when q
-needs a rank that is behind r. If r waits for a rank that is behind r, the wait can never end: a
-deadlock.
+Rank q is *behind* rank r if q needs a call that r has not entered. Rank q is also behind r if q
+needs a rank that is behind r. If r waits for a rank that is behind r, the wait can never end: this
+is a deadlock.
 
 The proof needs no clock. A rank waits in one call at a time. If q needs a call that r has not
 entered, q is still at its posted position, and everything in that position is still true. Only an
-error can end such a wait. Deadlocks that were found therefore stay posted, and a wait that is part
-of one does not count as stuck.
+error can end such a wait. Therefore the deadlocks that were found stay posted, and a wait that is
+part of a known deadlock is not used in a new proof.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead
 
 
 def nbytes_of(size: int) -> int:
-    """Returns the size in bytes of the wait-for graph of `size` ranks."""
+    """Returns the size in bytes of the shared memory for the wait-for graph of `size` ranks."""
     return size * (LINE_NBYTES + AREA_NBYTES)
 
 
@@ -55,7 +54,7 @@ def nbytes_of(size: int) -> int:
 class BlockedRank:
     """A rank that waits in the call `what` until other ranks have entered the calls `needs`.
 
-    `is_after_failure`: its last call may have failed.
+    `is_after_failure`: whether the latest call of the rank may have failed.
     """
 
     rank: int
@@ -64,12 +63,12 @@ class BlockedRank:
     is_after_failure: bool = False
 
     def is_same(self, other: BlockedRank) -> bool:
-        """Whether both ranks wait in the same collective."""
+        """Whether both ranks wait for the same call, for example in the same collective."""
         ours, theirs = ({(n.key, n.count) for n in w.needs} for w in (self, other))
         return bool(ours & theirs)
 
     def text(self) -> str:
-        """Returns the line of this rank in the message of a deadlock."""
+        """Returns the line about this rank in the message of a deadlock."""
         return f"  rank {self.rank}: waits in {self.what}"
 
 
@@ -77,21 +76,27 @@ class BlockedRank:
 class Deadlock:
     """A set of waits that cannot end.
 
-    All ranks in them raise an error and count the calls as entered. A rank that enters one of these
-    collectives later does the same, since the collective can no longer complete.
+    All ranks of these waits raise an error and count the calls as entered. A rank that enters one
+    of these collectives later does the same, because the collective can no longer complete.
     """
 
     waits: tuple[BlockedRank, ...]
 
     def text(self) -> str:
-        """Returns the message of the error: one line per rank."""
+        """Returns the error message: one line per rank."""
         lines = [w.text() for w in sorted(self.waits, key=lambda w: w.rank)]
         return "\n".join(["deadlock: these ranks wait for each other", *lines])
 
 
 @dataclass(frozen=True)
 class _RankPosition:
-    """The posted position of a rank: its wait, its ledger, the ranks behind it, its deadlocks."""
+    """The posted position of a rank.
+
+    - `wait`: the wait of the rank; None if it does not wait.
+    - `entered`: the number of calls that the rank has entered, per sequence.
+    - `behind`: the waits of the ranks that are behind this rank.
+    - `ended`: the latest deadlocks that this rank was part of.
+    """
 
     wait: BlockedRank | None
     entered: dict[Calls, int]
@@ -100,7 +105,7 @@ class _RankPosition:
 
 
 class WaitForGraph:
-    """The posted positions of all ranks of a job on one host, in shared memory."""
+    """The wait-for graph of all ranks on one host: their posted positions, in shared memory."""
 
     def __init__(self, page: mmap.mmap, rank: int, size: int, file: int = -1) -> None:
         self._page = page
@@ -128,7 +133,10 @@ class WaitForGraph:
         return LINE_NBYTES * (1 + self._size) + rank * AREA_NBYTES
 
     def connect(self) -> None:
-        """Opens handles of the peers' processes; all ranks have registered theirs before."""
+        """Opens a handle (pidfd) of each peer's process.
+
+        All ranks must have written their process numbers to the shared memory before.
+        """
         for rank in range(self._size):
             if rank != self._rank:
                 with suppress(OSError, AttributeError):
@@ -139,7 +147,9 @@ class WaitForGraph:
         return [self._line(rank)[PID] for rank in range(self._size)]
 
     def say(self, word: int) -> None:
-        """Records why this rank ends: LEFT or SAID_WHY of `rank_monitor`."""
+        """Records in shared memory why this rank ends: `word` is LEFT or SAID_WHY of
+        `rank_monitor`.
+        """
         self._line(self._rank)[SAID] = word
 
     # ------------------------------------------------------------ waiting
@@ -151,11 +161,13 @@ class WaitForGraph:
         *,
         is_patient: bool = True,
     ) -> Deadlock | None:
-        """Posts this rank's position; returns the deadlock that it is part of, None if there is
-        none.
+        """Posts this rank's position; returns the deadlock that this rank is part of, None if there
+        is none.
 
-        With `is_patient`, a peer is assumed to carry out the calls that it has entered. Without it,
-        a call that failed on the peer no longer counts.
+        - `what`, `needs`: the call in which this rank waits, and the calls that the wait needs.
+        - `entered`: the calls that this rank has entered.
+        - `is_patient`: if True, assumes that a peer executes every call that it has entered. If
+          False, a call that failed on the peer counts as not entered.
 
         Raises:
             PeerError: the process of a needed rank has ended.
@@ -185,18 +197,18 @@ class WaitForGraph:
         return None
 
     def stay(self, what: str, ranks: Iterable[int], entered: Mapping[Calls, int]) -> None:
-        """Posts that this rank waits in `what` for an announcement of `ranks`, not for their calls.
+        """Posts that this rank waits in `what` for announcements of `ranks`, not for their calls.
 
-        Such a wait blocks only the ranks that need calls of this rank. They find that themselves.
-        Raises the same errors as `watch`.
+        Such a wait blocks only the ranks that need calls of this rank, and those ranks detect it
+        themselves. Raises the same errors as `watch`.
         """
         self._post(_RankPosition(BlockedRank(self._rank, what, ()), dict(entered), (), self._ended))
         self._check_lives(what, ranks)
 
     def news(self) -> list[Deadlock]:
-        """Returns the deadlocks that peers have posted since the last read.
+        """Returns the deadlocks that peers have posted since the last call of this method.
 
-        Peers keep only the latest ones. A deadlock may be returned twice.
+        Peers keep only their latest deadlocks. A deadlock may be returned twice.
         """
         found: list[Deadlock] = []
         for rank in range(self._size):
@@ -217,7 +229,7 @@ class WaitForGraph:
     def _behind(
         self, mine: BlockedRank, entered: Mapping[Calls, int], peers: Mapping[int, _RankPosition]
     ) -> dict[int, BlockedRank]:
-        """Returns, by rank, the waits that cannot end before this rank has left its own."""
+        """Returns, by rank, the waits that cannot end before this rank's wait `mine` has ended."""
         records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
         ended = [w for deadlock in records for w in deadlock.waits]
         behind = {self._rank: mine}
@@ -236,13 +248,13 @@ class WaitForGraph:
         return deadlock
 
     def clear(self) -> None:
-        """Removes this rank's position, if it has posted one."""
+        """Removes this rank's posted position from shared memory, but not its deadlocks."""
         if self._posted:
             self._post(_RankPosition(None, {}, (), self._ended))
             self._posted = b""
 
     def suspects(self, needs: Iterable[Need]) -> str:
-        """Returns a text about the needed ranks that block the wait, with the state of their
+        """Returns a text about the needed ranks that block a wait, with the states of their
         processes.
         """
         texts: list[str] = []
@@ -257,7 +269,7 @@ class WaitForGraph:
 
     # ------------------------------------------------------------ processes
     def state(self, rank: int) -> str:
-        """Returns number and state of a rank's process as text."""
+        """Returns the number and the state of a rank's process as text."""
         pid = self._line(rank)[PID]
         return f"process {pid} is {_STATES.get(self._letter(rank), 'alive')}"
 
@@ -330,22 +342,24 @@ class WaitForGraph:
 
 
 def left_key(team: Team) -> Calls:
-    """Returns the ledger key of the number (from 1) of a team's latest call that failed on this
-    rank.
+    """Returns the ledger key for the number of a team's latest call that failed on this rank.
 
-    The entry is removed when all other members know of the failure.
+    Numbers start at 1. The ledger entry is removed when all other members know of the failure.
     """
     return Calls(LEFT, team)
 
 
 def _has_left(theirs: Mapping[Calls, int], mine: Mapping[Calls, int]) -> bool:
-    """Whether an error ended the call that this rank is in, or a later one, on a peer."""
+    """Whether an error on a peer ended the call that this rank is in, or a later call.
+
+    `theirs` and `mine` are the ledgers of the peer and of this rank.
+    """
     left = [(key.team, n) for key, n in theirs.items() if key.kind == LEFT]
     return any(0 < mine.get(Calls(CALL, team), 0) <= n for team, n in left)
 
 
 def _plain(value: Any) -> list[Any]:
-    """Returns the fields of one of the records above, for JSON."""
+    """Returns the fields of a dataclass of this module as a list, for JSON."""
     return [getattr(value, name) for name in value.__dataclass_fields__]
 
 

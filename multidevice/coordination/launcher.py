@@ -1,4 +1,4 @@
-"""Reads the launcher's environment: rank, size, local rank, local size, and the launcher's name."""
+"""Reads from the environment the launcher's name and the rank, size, local rank and local size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fuser.support.errors import CommunicationError, warn
 class LauncherInfo:
     """The position of this process in its job.
 
-    `launcher` is none, mpi, torchrun, slurm or simulated. A local rank or size of -1 means that the
-    launcher does not define it.
+    `launcher` is none, mpi, torchrun, slurm or simulated. `local_rank` and `local_size` count the
+    ranks of this host; -1 means that the launcher does not define the value.
     """
 
     launcher: str
@@ -46,10 +46,13 @@ _LAUNCHERS = (
 
 
 def read_launch() -> LauncherInfo:
-    """Reads the launcher's environment; without one, this is rank 0 of 1.
+    """Reads the environment variables that the launcher sets.
+
+    Without such variables, this process is rank 0 of a job of one rank.
 
     Raises:
-        CommunicationError: a variable is missing, is no number, or does not fit the others.
+        CommunicationError: a variable is missing, is not a number, or contradicts another
+            variable.
     """
     if options.disabled("multidevice"):
         return ALONE
@@ -90,7 +93,9 @@ def _read(launcher: str, names: tuple[str, str, str, str]) -> LauncherInfo | Non
 
 
 def store_address(launch: LauncherInfo) -> tuple[str, int]:
-    """Returns host and port of the job's own store; never the port of torch's default group.
+    """Returns host and port of the job's own store, over which ranks exchange addresses.
+
+    The port differs from the port of torch's default process group.
 
     Raises:
         CommunicationError: the ranks are on several hosts and no address is given.
@@ -113,6 +118,9 @@ def store_address(launch: LauncherInfo) -> tuple[str, int]:
 
 
 def uses_agent_store() -> bool:
-    """Returns whether MASTER_ADDR:MASTER_PORT is a store that torchrun's agent serves."""
+    """Whether torchrun's agent serves the store at MASTER_ADDR:MASTER_PORT.
+
+    False if the user has set an address for the job's own store.
+    """
     given = options.master_addr() or options.master_port()
     return given is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

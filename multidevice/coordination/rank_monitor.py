@@ -2,17 +2,18 @@
 
 MPICH's launcher kills all other ranks within a millisecond of the death of one, before any of them
 can report it. The launcher itself prints only a process number. Therefore
-`failure_guard.start_monitor` has one rank start this file as a script, in a session of its own. It
-imports only the standard library, and nothing of this project.
+`failure_guard.start_monitor` makes one rank start this file as a script, in a session of its own.
+The script imports only the standard library, and nothing of this project.
 
     python -I -S rank_monitor.py EVENTS PAGE SIZE RANKS PROXY LAUNCHER
 
 - EVENTS: an epoll descriptor in which the pidfds of the ranks and of the launcher are registered.
   The system records there which process ended first.
-- PAGE: the shared memory of `deadlock_detector.WaitForGraph`.
+- PAGE: the descriptor of the shared memory of `deadlock_detector.WaitForGraph`.
 - SIZE: the number of ranks.
 - RANKS: the pidfds of the ranks.
-- PROXY, LAUNCHER: the pidfds of the ranks' parent and of its parent, -1 where there is none.
+- PROXY: the pidfd of the ranks' parent process, -1 if there is none.
+- LAUNCHER: the pidfd of the proxy's parent process, -1 if there is none.
 
 The monitor prints nothing in four cases:
 
@@ -21,7 +22,7 @@ The monitor prints nothing in four cases:
 - the launcher ended first (it was interrupted, or asked to abort);
 - all ranks ended by one signal that the launcher passed on.
 
-It ends when the last rank has ended.
+The monitor ends when the last rank has ended.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 
 
 class End(NamedTuple):
-    """The end of a rank's process. `status` is that of wait(2), None where it is unknown."""
+    """The end of a rank's process.
+
+    `pid` is the process number. `status` is the status that wait(2) returns, None if unknown.
+    """
 
     rank: int
     pid: int
@@ -75,12 +79,12 @@ class End(NamedTuple):
 
     @property
     def signal(self) -> int:
-        """The signal that ended the process, 0 for none or an unknown one."""
+        """The signal that ended the process; 0 if no signal did, or if the status is unknown."""
         return (self.status or 0) & 0x7F
 
 
 def main() -> None:
-    """Watches the processes of the command line, and prints which was killed."""
+    """Watches the processes given on the command line, and prints which rank was killed."""
     events, page, size, *rest = sys.argv[1:]
     ranks, proxy, launcher = rest
     shared = MonitoredPage(mmap.mmap(int(page), 0, access=mmap.ACCESS_READ), int(size))
@@ -97,10 +101,15 @@ def main() -> None:
 def watch(
     events: select.epoll, watched: dict[int, int], proxy: int, launcher: int, page: MonitoredPage
 ) -> list[End]:
-    """Returns the processes that ended, in order, as soon as it is clear that the first was killed.
+    """Returns the processes that ended, in order, once it is clear whether the first one was
+    killed.
 
-    Returns an empty list if it was not killed. `watched` maps each pidfd to its rank; `proxy` is
-    the parent of the ranks, `launcher` its parent.
+    Returns an empty list if the first one was not killed.
+
+    - `events`: the epoll object in which all pidfds are registered.
+    - `watched`: pidfd -> rank.
+    - `proxy`, `launcher`: the pidfds of the ranks' parent, and of the proxy's parent.
+    - `page`: the shared memory of the wait-for graph.
     """
     alive, ends, stop = dict(watched), list[End](), float("inf")
     has_proxy = proxy >= 0
@@ -133,11 +142,10 @@ def watch(
 
 
 def killed_first(ends: list[End], count: int) -> list[End]:
-    """Returns the ends to report.
+    """Selects the ends to report: all crashes, or else only the first end.
 
-    These are the crashes if there are any, else the first end, because the launcher kills the
-    others. If one signal, passed on by the launcher, has ended all `count` ranks, the list is
-    empty.
+    Only the first end is reported because the launcher kills the other ranks. The result is empty
+    if one signal, passed on by the launcher, has ended all `count` ranks.
     """
     crashed = [end for end in ends if end.signal in _CRASHES]
     signals = {end.signal for end in ends}
@@ -147,9 +155,9 @@ def killed_first(ends: list[End], count: int) -> list[End]:
 
 
 def sentence(end: End, page: MonitoredPage, oom_count: int = 0) -> str:
-    """Returns the line about a rank that was killed.
+    """Returns the line to print about a rank that was killed.
 
-    `oom_count`: how many processes the system has ended for lack of memory since the job began.
+    `oom_count` is how many processes the system has killed for lack of memory since the job began.
     """
     if end.signal:
         cause = f"was killed by signal {end.signal} ({_name(end.signal)})"
@@ -178,14 +186,16 @@ def sentence(end: End, page: MonitoredPage, oom_count: int = 0) -> str:
 
 
 class MonitoredPage:
-    """Read access to the memory of `deadlock_detector.WaitForGraph`; its ranks may have ended."""
+    """Read access to the shared memory of `deadlock_detector.WaitForGraph`, also after ranks have
+    ended.
+    """
 
     def __init__(self, page: mmap.mmap, size: int) -> None:
         self._page, self._size = page, size
         self._words = memoryview(page).cast("Q")
 
     def word(self, rank: int, number: int) -> int:
-        """Returns one field of a rank's line: PID, VERSION, NBYTES, SAID or CALLS."""
+        """Returns one field of a rank's line; `number` is PID, VERSION, NBYTES, SAID or CALLS."""
         return self._words[_LINE_NBYTES // 8 * (1 + rank) + number]
 
     def has_said_why(self) -> bool:
@@ -193,10 +203,10 @@ class MonitoredPage:
         return any(self.word(rank, SAID) == SAID_WHY for rank in range(self._size))
 
     def waits(self, rank: int) -> tuple[str, str]:
-        """Returns the call that a rank waited in, and a phrase about another rank that waited for
-        it.
+        """Returns the call in which a rank waited, and a phrase about another rank that waited for
+        `rank`.
 
-        Each is "" where there is none.
+        An entry is "" if there was no such wait.
         """
         waits = {r: wait for r in range(self._size) if (wait := self._wait(r))}
         own = waits.pop(rank, None)
@@ -208,7 +218,7 @@ class MonitoredPage:
         return (own[1] if own else ""), "".join(texts[:1])
 
     def _wait(self, rank: int) -> list[Any] | None:
-        """Returns the fields of the `BlockedRank` that a rank has posted; None where it has posted
+        """Returns the fields of the `BlockedRank` that a rank has posted; None if it has posted
         none.
         """
         import json  # costs more than the whole start, and is needed at an end only
@@ -231,10 +241,11 @@ def _name(number: int) -> str:
 
 
 def _status(fd: int, pid: int) -> int | None:
-    """Returns the wait status of a process that has ended, by its pidfd and number (0: unknown).
+    """Returns the wait status of a process that has ended, None if unknown.
 
-    The status of a process whose parent has not yet waited for it is in /proc. After that, Linux
-    6.15 and newer keep it as long as a pidfd is open. Otherwise the result is None.
+    `fd` is its pidfd and `pid` its number, 0 if unknown. While the parent has not waited for the
+    process, the status is in /proc. After that, Linux 6.15 and newer keep the status as long as a
+    pidfd is open.
     """
     if pid:
         with suppress(OSError, ValueError, IndexError):
@@ -252,10 +263,11 @@ def _status(fd: int, pid: int) -> int | None:
 
 
 def _open_terminal(launcher: int) -> int:
-    """Returns the file descriptor to print to.
+    """Returns the file descriptor to which the monitor prints.
 
-    This is stderr of the rank that started the monitor. If that is a file without a name (pytest
-    captures into one), it is stderr of the launcher, given by its pidfd.
+    This is the stderr of the rank that started the monitor. If that is a file without a name
+    (pytest captures output into such a file), the stderr of the launcher is used instead.
+    `launcher` is the launcher's pidfd.
     """
     info = os.fstat(2)
     if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
@@ -267,7 +279,7 @@ def _open_terminal(launcher: int) -> int:
 
 
 def oom_kills() -> int:
-    """Returns how many processes the system has ended for lack of memory."""
+    """Returns how many processes the system has killed for lack of memory since it was started."""
     with suppress(OSError, ValueError, IndexError), open("/proc/vmstat") as file:
         return int(file.read().partition("\noom_kill ")[2].split()[0])
     return 0

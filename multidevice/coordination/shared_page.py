@@ -1,7 +1,7 @@
-"""Shared memory between the ranks of one host, without a name that could be left behind.
+"""Memory that the ranks of one host share, without a file name that an aborted job could leave.
 
-The first member of a team creates an anonymous file in memory. The others open it through `/proc`.
-The system frees it when the last process that maps it ends, in any way.
+The first member of a team creates an anonymous file in memory. The other members open the file
+through `/proc`. The system frees the memory when the last process that maps it ends, in any way.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def open_together(
     is_first: bool,
     on_made: Callable[[int], None] = lambda fd: None,
 ) -> mmap.mmap | None:
-    """Returns `nbytes` of zeroed shared memory, after one line for the key, the same on all
-    members.
+    """Allocates `nbytes` of zeroed memory that all members share; a line with a key precedes them.
 
-    Returns None on every member when they do not all share a host and its process numbers.
-    `exchange` is collective over the team. `is_first` is true on the first member, which calls
-    `on_made` with the file's descriptor before it closes it.
+    Returns None on every member if the members do not all share a host and its process numbers.
+
+    - `exchange`: sends a payload to all members and returns all payloads; collective over the team.
+    - `is_first`: whether this rank is the first member, which creates the file.
+    - `on_made`: called on the first member with the file's descriptor, before it is closed.
     """
     nbytes += LINE_NBYTES
     fd = _create(nbytes) if is_first else -1
@@ -57,10 +58,10 @@ def open_together(
 
 
 def unlink_mpich_segments() -> None:
-    """Removes the names of this job's MPICH segments, which an aborted job would leave behind.
+    """Removes the names of this job's MPICH shared memory segments.
 
-    The ranks keep their mappings. A small /dev/shm would otherwise fill up with segments of aborted
-    jobs.
+    The ranks keep their mappings. Without this, aborted jobs would leave segments that fill up a
+    small /dev/shm.
     """
     try:
         maps = Path("/proc/self/maps").read_text()
@@ -71,7 +72,11 @@ def unlink_mpich_segments() -> None:
 
 
 def host() -> str:
-    """Returns a text that is equal exactly for processes that see the same process numbers."""
+    """Returns a text that identifies the host and its process numbers.
+
+    Two processes get the same text if and only if both see the same process numbers. Returns "" if
+    the system does not say.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -80,7 +85,9 @@ def host() -> str:
 
 
 def _create(nbytes: int) -> int:
-    """Returns a file descriptor, -1 where the system has no anonymous files."""
+    """Creates an anonymous file in memory; returns its descriptor, -1 if the system has no such
+    files.
+    """
     try:
         fd = os.memfd_create("fuser-page")
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""The job: this process among the ranks.
+"""The job: the ranks that a launcher has started, of which this process is one.
 
 Question: which rank am I, and how do ranks agree before each call and end together?
 Imports: `multidevice.coordination`, `multidevice.transports` and `fuser` but its frontend.

@@ -1,18 +1,18 @@
-"""Agreement before each call: the ranks of a team check that all are about to run the same.
+"""Agreement before each call: the ranks of a team check that all are about to run the same program.
 
 Each call of a team has a sequence number. For each call, a rank publishes one *call token* in
-memory that the team shares. The token is made of the sequence number and of the *class* of the
-call, a digest of its `RunSignature`. The rank then waits for the tokens of the others. If all are
-equal, all run.
+memory that the team shares. The token consists of the sequence number and the *class* of the call,
+which is a digest of its `RunSignature`. Then the rank waits for the tokens of the other ranks. If
+all tokens are equal, all ranks run.
 
-The ranks exchange messages over the control channel instead in three cases:
+In three cases the ranks exchange messages over the control channel instead:
 
 - the class is new: the members have not agreed on it before;
 - a rank has an error;
 - the tokens differ.
 
-After such an exchange either all members run or all raise an error. A team on several hosts shares
-no memory; its tokens are sent in a message per call.
+After such an exchange either all members run or all raise an error. The members of a team on
+several hosts share no memory; they send each token in a message.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class RunSignature:
       sizes. The first `fixed` parts do not depend on the inputs.
     - `inputs`: the name and the local extents of each tensor input.
     - `numbers`: the names of inputs whose values may change from call to call.
-    - `where`: the user's line of what is communicated.
+    - `where`: the user's line of the tensor that is communicated.
     - `ops`: the ops of the program.
     - `traits`: for each input, other properties (such as strides) that the parts may depend on.
-      Ranks may differ in them as long as their parts are equal.
+      Ranks may differ in these properties as long as their parts are equal.
     - `whole`: the names of inputs that no device axis cuts.
     """
 
@@ -100,7 +100,9 @@ class RunSignature:
 
     @cached_property
     def digest(self) -> bytes:
-        """A digest of 16 bytes; different signatures have different digests."""
+        """A digest of 16 bytes of the parts and the inputs; different signatures have different
+        digests.
+        """
         found = hashlib.blake2b(digest_size=16)
         for part in (*self.parts, repr([sizes for _, sizes in self.inputs])):
             found.update(part.encode())
@@ -109,18 +111,18 @@ class RunSignature:
 
     @cached_property
     def definition(self) -> str:
-        """A digest of the definition alone, without the sizes that it is called on."""
+        """A digest of the program's definition, which does not depend on sizes of inputs."""
         return hashlib.blake2b(self.parts[0].encode(), digest_size=16).hexdigest()
 
     def definition_text(self) -> str:
-        """Returns the text for the definition in messages: `3 ops, a.py:7 to a.py:9`."""
+        """Describes the definition for error messages: `3 ops, a.py:7 to a.py:9`."""
         lines = [*dict.fromkeys(op.where for op in self.ops if op.where)]
         span = " to ".join(lines[:1] + lines[1:][-1:])
         return f"{len(self.ops)} ops" + (f", {span}" if span else "")
 
     @cached_property
     def kind(self) -> int:
-        """The class of this signature in a call token; never one of the reserved classes."""
+        """The class of this signature in a call token; never GAVE_UP or _EXCHANGE."""
         return int.from_bytes(self.digest[:6], "little") | 2
 
 
@@ -130,7 +132,7 @@ Prepared = tuple[RunSignature, tuple[object, ...], Callable[[], T]]
 
 
 class Turns:
-    """A lock around the calls of a rank, which detects that several threads call at once."""
+    """A lock around the calls of a rank, which detects calls of several threads at one time."""
 
     def __init__(self) -> None:
         self.lock = make_reentrant_lock()
@@ -139,7 +141,7 @@ class Turns:
         self.latecomer = ""
 
     def take(self) -> bool:
-        """Acquires the lock; returns whether another thread held it."""
+        """Acquires the lock; returns whether another thread held the lock before."""
         if self.lock.acquire(False):
             return False
         self.latecomer = threading.current_thread().name
@@ -147,7 +149,7 @@ class Turns:
         return True
 
     def give_back(self) -> None:
-        """Releases the lock."""
+        """Releases the lock, so that other threads of this rank can call."""
         self.latecomer = ""
         self.lock.release()
 
@@ -160,7 +162,10 @@ def _threads_error(who: str, where: str = "") -> UnsupportedError:
 
 
 class Channel:
-    """The calls of one team, seen from one of its ranks."""
+    """The calls of one team, as seen from one of its ranks.
+
+    `turns` is the lock that all channels of this rank share.
+    """
 
     def __init__(self, control: Control, team: Team, turns: Turns) -> None:
         # The constructor communicates nothing, so several threads may run it at once.
@@ -191,13 +196,16 @@ class Channel:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all members run on this host; collective over the team at first use."""
+        """Whether all members run on this host; the first use is collective over the team."""
         with self._turns.lock:
             self._connect()
         return self._tokens is not None
 
     def _connect(self) -> None:
-        """Shares memory for the team's call tokens at first use, if the ranks share a host."""
+        """Allocates shared memory for the call tokens of the team, if its ranks share a host.
+
+        Does nothing after the first use.
+        """
         if self._is_connected:
             return
         page = self._control.page(len(self._team) * LINE_NBYTES, self._team)
@@ -206,7 +214,7 @@ class Channel:
         self._is_connected = True
 
     def run(self, prepare: Callable[[], Prepared[T]]) -> T:
-        """Prepares a call, and runs it once the members agree; see `run_agreed`."""
+        """Prepares a call, and runs the call once the members agree; see `run_agreed`."""
         turns = self._turns
         is_late = turns.take()
         try:
@@ -233,7 +241,11 @@ class Channel:
             turns.give_back()
 
     def _refuse_threads(self, other: str) -> NoReturn:
-        """Raises an error on all ranks: another thread of this rank has called meanwhile."""
+        """Raises an error on all ranks, because another thread of this rank has called at the same
+        time.
+
+        `other` is the name of that thread.
+        """
         self._threads = _pair(other)
         try:
             self.refuse(_threads_error(self._threads))
@@ -241,8 +253,9 @@ class Channel:
             self._threads = ""
 
     def enter(self, signature: RunSignature, numbers: tuple[object, ...]) -> None:
-        """Returns when all members are about to run this signature; see `run_agreed` for the
-        errors.
+        """Returns when all members are about to run `signature` with equal `numbers`.
+
+        Raises the errors of `run_agreed`.
         """
         kind = signature.kind
         if kind in self._known and not self._is_doubtful:
@@ -265,8 +278,9 @@ class Channel:
         self._ran.setdefault(signature.definition, self._number)
 
     def doubt(self, error: BaseException) -> None:
-        """Records that a call failed on this rank, perhaps before it had communicated as the others
-        did.
+        """Records that a call failed on this rank with `error`.
+
+        The other ranks may not know of the failure, and may have communicated more than this rank.
         """
         if self._is_agreed:
             self._is_agreed = False
@@ -277,7 +291,7 @@ class Channel:
             self._control.trouble = f", after {_error_text(error)}"
 
     def refuse(self, error: BaseException) -> NoReturn:
-        """Sends an error of this rank to the others, and raises it."""
+        """Sends an error of this rank to the other ranks, and raises the error."""
         try:
             self._say_exchange(None)
             while not self._exchange(None, (), error):
@@ -292,9 +306,9 @@ class Channel:
     def _say_exchange(self, signature: RunSignature | None) -> None:
         """Returns when all members are in this call and know that they must exchange signatures.
 
-        Some ranks may still be in an earlier call that failed on this rank. They find a deadlock
-        with this wait, which ends that earlier call of theirs. This wait then continues: otherwise
-        it would be matched with a later call.
+        Some ranks may still be in an earlier call that failed on this rank. Such ranks find a
+        deadlock with this wait, which ends their earlier call. Then this rank waits again.
+        Otherwise its token would be matched with a later call.
         """
         for _ in self._team:
             try:
@@ -305,10 +319,11 @@ class Channel:
         self._all_say(_EXCHANGE, signature)
 
     def _stay(self, error: DeadlockError) -> None:
-        """Raises a deadlock again, unless it ends an earlier call of another rank.
+        """Raises the error of a deadlock again, unless the deadlock ends an earlier call of another
+        rank.
 
-        That is so after a failure, where all ranks of the deadlock wait inside runs or in calls of
-        this team.
+        Two conditions show that a deadlock ends an earlier call. It comes after a failure, and all
+        its ranks wait inside runs or in calls of this team.
         """
         keys = {key for found in error.keys.values() for key in found} - self._keys
         if not error.is_after_failure or any(kind in _AMONG_RANKS for kind, _, _ in keys):
@@ -316,8 +331,9 @@ class Channel:
         self._calls += 1
 
     def _all_say(self, kind: int, signature: RunSignature | None) -> bool:
-        """Publishes this rank's token for the next call, and returns whether all members' are
-        equal.
+        """Publishes this rank's token with the class `kind`, for the next call.
+
+        Returns whether the tokens of all members are equal.
         """
         self._number = self._control.ledger.enter(self._key)
         self._posted[0] = self._number + 1
@@ -348,11 +364,10 @@ class Channel:
         numbers: tuple[object, ...],
         error: BaseException | None,
     ) -> bool:
-        """Exchanges with the others what each rank is about to run, and raises an error if they
-        differ.
+        """Exchanges with the other ranks descriptions of the runs; raises an error if they differ.
 
-        Returns False where other ranks are still in an earlier call. They have been notified by
-        then.
+        `error` is the error of this rank, if there is one. Returns False if other ranks were still
+        in an earlier call. This exchange has then told those ranks that their call has failed here.
         """
         # All members are in this call, so the deadlocks of their last calls are posted. If they
         # were counted after the comparison, the ranks' counts would differ again.
@@ -414,7 +429,11 @@ class Channel:
         error: BaseException | None,
         out_of_step: str,
     ) -> bool:
-        """Returns whether all ranks are in this call; raises an error if they do not agree."""
+        """Returns whether all ranks are in this call; raises an error if the ranks do not agree.
+
+        `statements` are the descriptions of all members. `out_of_step` says which call counts
+        differed.
+        """
         calls = [s["calls"] for s in statements]
         if self._calls < max(calls):
             ahead = [r for r, n in zip(self._team, calls, strict=True) if n > self._calls]
@@ -461,7 +480,9 @@ class Channel:
         return True
 
     def _differing_traits(self, traits: Sequence[list[Any]]) -> list[str]:
-        """Returns, as texts, the inputs in which the ranks differ, with the values of each rank."""
+        """Returns texts about the properties of inputs in which the ranks differ, with each rank's
+        value.
+        """
         found: list[str] = []
         for same in zip(*traits, strict=False):
             name = same[0][0]
@@ -472,8 +493,9 @@ class Channel:
         return found
 
     def _check_threads(self, threads: Sequence[str], mine: BaseException | None) -> None:
-        """Raises an error on all ranks where some ranks have refused concurrent calls of their
-        threads.
+        """Raises an error on all ranks if any rank has refused calls of several threads.
+
+        `threads` has the names of these threads for each rank, `mine` the error of this rank.
         """
         found = [(r, who) for r, who in zip(self._team, threads, strict=True) if who]
         if not found:
@@ -566,7 +588,7 @@ class Channel:
 
 
 def _is_equal_on_all(error: BaseException) -> bool:
-    """Whether all members raise this error of an exchange, as opposed to this rank alone."""
+    """Whether all members raise this error of an exchange, and not only this rank."""
     return isinstance(error, FuserError) and not isinstance(
         error, (CommunicationTimeout, DeadlockError)
     )
@@ -586,7 +608,7 @@ def _with_numbers(kind: int, numbers: tuple[object, ...]) -> int:
 
 
 def _by_rank(team: Team, values: Sequence[object]) -> str:
-    """Returns `8 on ranks (0 1) and 9 on ranks (2)`."""
+    """Describes the value of each rank as text: `8 on ranks (0 1) and 9 on ranks (2)`."""
     return " and ".join(f"{value} on ranks {ranks}" for value, ranks in _grouped(team, values))
 
 
@@ -612,11 +634,10 @@ _RUN = "run"
 
 
 def counts_of(control: Control) -> dict[Calls, int]:
-    """Returns how many calls of each sequence of data this rank has entered, and how many runs it
-    began.
+    """Returns how many calls this rank has entered, for each sequence that other ranks count, too.
 
-    Runs are counted by team elsewhere; their keys are made here, so that normal calls do not pay
-    for them.
+    The result includes the number of runs of each team. Runs are counted elsewhere, so that normal
+    calls need not create their keys.
     """
     entered = control.ledger.entered
     counts = {key: n for key, n in entered.items() if key.kind not in _NOT_SHARED}
@@ -626,11 +647,11 @@ def counts_of(control: Control) -> dict[Calls, int]:
 def realign(
     control: Control, team: Team, counts: Sequence[dict[Calls, int]], *, has_failed: bool
 ) -> str:
-    """Makes the members of a team count equally; `counts` has the result of `counts_of` of each.
+    """Sets the call counts of all team members to the largest count of any member.
 
-    Returns a text about a sequence of data calls whose counts differed, "" if there was none. In
-    programs written by hand, sends and receives may be far apart. A send without its receive is
-    therefore an error only where a call `has_failed`.
+    `counts` has each member's result of `counts_of`. Returns a text about a sequence of calls whose
+    counts differed, "" if there was none. In programs written by hand, a send may come long before
+    its receive. Therefore different counts of transfers are an error only if a call `has_failed`.
     """
     told = dict(zip(team, counts, strict=True))
     text = ""
@@ -657,12 +678,12 @@ def realign(
 
 
 def _whole(key: Calls) -> Calls:
-    """Returns the key under which both halves of a transfer are compared: the sender's."""
+    """Returns the key under which both ends of a transfer are compared: the sender's key."""
     return key._replace(kind=SEND) if key.ends else key
 
 
 def _members(stream: Calls, team: Team) -> list[tuple[int, Calls]]:
-    """Returns the ranks of a team that count a sequence, each with the key that it uses."""
+    """Returns the ranks of a team that count calls of a sequence, each with its key."""
     if not stream.ends:
         return [(rank, stream) for rank in stream.team if rank in team]
     source, target = stream.ends

@@ -67,8 +67,8 @@ class Communicator:
 
     @staticmethod
     def instance() -> Communicator:
-        """Returns the communicator of the simulated rank that runs in this context, else of this
-        process.
+        """Returns the communicator of this process, or of the simulated rank that runs in this
+        context.
         """
         simulated = current_communicator.get()
         if simulated is not None:
@@ -92,15 +92,15 @@ class Communicator:
         return self._launch.local_size
 
     def local_rank(self) -> int:
-        """Returns the rank of this process among those of its host."""
+        """Returns the position of this process among the ranks of its host."""
         return self._launch.local_rank
 
     def is_available(self) -> bool:
-        """Returns whether a launcher started this process as a rank of a job."""
+        """Whether a launcher started this process as a rank of a job."""
         return self._launch.launcher != "none"
 
     def is_real(self) -> bool:
-        """Returns whether the ranks are processes; simulated ones are threads of one."""
+        """Whether the ranks are processes; simulated ranks are threads of one process."""
         return self._launch.launcher not in ("simulated", "none")
 
     def barrier(self) -> None:
@@ -118,12 +118,13 @@ class Communicator:
             self._control.agree(None, stream=OF_USERS)
 
     def backend_for(self, device: torch.device | str) -> Backend:
-        """Returns the backend that communicates tensors of a device."""
+        """Returns the backend that communicates tensors on `device`."""
         return _found(self._backends, self._make_backend, torch.device(device))
 
     def peers_for(self, device: torch.device | str) -> PeerMemory:
-        """Returns the backend `CommunicatorBackend.cuda`, which copies between the memories of
-        peers.
+        """Returns the backend that copies tensors on `device` directly from the memory of peers.
+
+        This is the backend that users choose by `CommunicatorBackend.cuda`.
         """
         return _found(self._peers, self._make_peers, torch.device(device))
 
@@ -133,17 +134,14 @@ class Communicator:
             made.release()
 
     def are_on_one_host(self, devices: Team) -> bool:
-        """Returns whether all ranks of `devices` run on this host.
-
-        Collective over these ranks at first use.
+        """Whether all ranks in `devices` run on this host; the first call is collective over these
+        ranks.
         """
         channel = self.channel(devices)
         return channel is None or channel.shares_memory
 
     def have_access(self, device: torch.device) -> bool:
-        """Returns whether the ranks of this host can access each other's memory on devices of this
-        kind.
-        """
+        """Whether ranks of this host can access each other's memory on devices like `device`."""
         if device.type != "cuda" or not self.is_real():
             return True
         count = self.local_size()
@@ -156,16 +154,16 @@ class Communicator:
         return is_mappable and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a program on a team; each rank of the team begins the same runs.
+        """Counts a run of a program on a team; all ranks of the team begin the same number of runs.
 
-        The count keeps messages of a failed run from being received by a later one.
+        The count prevents that a later run receives messages of a failed run.
         """
         self._control.begin_run(team)
         for made in tuple(self._peers.values()):
             made.tidy()
 
     def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
-        """Returns the payloads of all members, in team order; the default team is all ranks."""
+        """Returns the payloads of all members, in team order; if `team` is None, of all ranks."""
         return self._control.exchange(payload, team=team, stream=OF_USERS)
 
     def agree(
@@ -173,22 +171,27 @@ class Communicator:
     ) -> None:
         """Returns when no member has an error and all digests (at most 16 bytes) are equal.
 
+        If `team` is None, all ranks are members.
+
         Raises:
-            error: this rank's own, if it has one.
-            PeerError: another member has an error; names rank, type and message.
-            ProgramMismatchError: the digests differ; `compare_texts` then reports where.
+            error: this rank's own error, if there is one.
+            PeerError: another member has an error; the message names rank, type and text.
+            ProgramMismatchError: the digests differ; `compare_texts` then shows where.
         """
         self._control.agree(error, digest=digest, team=team, stream=OF_USERS)
 
     def compare_texts(self, text: str, *, team: Team | None = None) -> None:
-        """Raises ProgramMismatchError, on every member, with the first line that differs."""
+        """Returns when all members have passed the same text.
+
+        Otherwise raises `ProgramMismatchError` on every member, with the first line that differs.
+        """
         self._control.compare_texts(text, team=team, stream=OF_USERS)
 
     def channel(self, devices: Team) -> Channel | None:
-        """Returns the channel on which the ranks of `devices` agree before each call.
+        """Returns the channel on which the ranks in `devices` agree before each call.
 
-        Ranks that the job does not have are left out. Returns None for a rank that agrees with no
-        other.
+        Ranks that the job does not have are left out. Returns None if this rank needs to agree with
+        no other rank.
         """
         if len(_ancestors) > self._ancestors and self.size() > 1:
             raise CommunicationError(
@@ -203,12 +206,12 @@ class Communicator:
         return self._channels[devices]
 
     def drain(self) -> None:
-        """Waits, within the deadline, for communications that devices still carry out."""
+        """Waits, within the deadline, for communications that devices still execute."""
         for backend in self._all_backends():
             backend.drain()
 
     def close(self) -> None:
-        """Closes the backends, in a fixed order."""
+        """Closes all backends, in an order that is the same on all ranks."""
         for backend in self._all_backends():
             backend.close()
 
@@ -220,7 +223,7 @@ class Communicator:
 def _found(
     made: dict[tuple[str, int], B], make: Callable[[torch.device], B], device: torch.device
 ) -> B:
-    """Returns the object for a device, and makes it at first use."""
+    """Returns the object in `made` for a device; the first call creates the object by `make`."""
     index: int | None = device.index
     if device.type == "cuda" and index is None:  # pyright: ignore[reportUnnecessaryComparison]
         index = torch.cuda.current_device()
@@ -231,7 +234,7 @@ def _found(
 
 
 def _create() -> Communicator:
-    """Makes the process's communicator from the launcher's environment."""
+    """Creates the communicator of this process from the launcher's environment."""
     options.check_environment()
     launch = read_launch()
     if launch.rank == 0:
@@ -244,7 +247,7 @@ def _create() -> Communicator:
 
 
 def _local_backend(device: torch.device) -> Backend:
-    """Returns a backend for teams of one, which needs no transport."""
+    """Returns a backend for a job of one rank, which needs no transport."""
     from multidevice.transports.simulated import Baton, SimulatedBackend, SimulatedControl
 
     del device
@@ -252,7 +255,7 @@ def _local_backend(device: torch.device) -> Backend:
 
 
 def _local_peers(device: torch.device) -> PeerMemory:
-    """Returns the peer memory of a rank without peers."""
+    """Returns a backend for peer copies in a job of one rank, which has no peers."""
     from multidevice.transports.simulated import Baton, SimulatedControl, SimulatedPeers
 
     return SimulatedPeers(SimulatedControl(0, 1, Baton(1)), device)
@@ -321,24 +324,23 @@ def _connect(launch: LauncherInfo) -> Communicator:
 
 
 def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
-    """Prepares a call on every rank of `devices`, then runs it once they agree that they run the
-    same.
+    """Prepares a call on every rank in `devices`, then runs it once the ranks agree on it.
 
     `prepare` returns the run signature, the numbers that may change between calls, and a function
-    that runs the call. If `prepare` raises an error on one rank, every rank raises one before
+    that runs the call. If `prepare` raises an error on one rank, every rank raises an error before
     anything is communicated.
 
-    The calls of a rank have an order, and the other ranks must make theirs in the same order. Calls
-    from two threads of one rank have no order. If a thread calls while another one is in a call,
-    both calls raise an error, on all ranks.
+    The calls of a rank have an order, and the other ranks must make their calls in the same order.
+    Calls from two threads of one rank have no order. If a thread calls while another thread is in a
+    call, both calls raise an error, on all ranks.
 
     Raises:
-        UnsupportedError: another thread of this rank called meanwhile.
+        UnsupportedError: another thread of this rank called at the same time.
         Exception: the error of `prepare` or of the run on this rank.
-        PeerError: another rank raised an error while it prepared; names rank, type and message.
+        PeerError: another rank raised an error in `prepare`; the message names rank, type and text.
         InputError: the ranks passed different local extents or different numbers.
-        ProgramMismatchError: they run different programs; names the inputs whose properties (such
-            as strides) cause it, and shows the first differing line.
+        ProgramMismatchError: the ranks run different programs; the message shows the first
+            differing line, and names inputs whose properties (such as strides) cause it.
         DeadlockError: ranks wait for each other in calls of different teams.
     """
     channel = communicator.channel(devices)

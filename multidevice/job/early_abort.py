@@ -1,8 +1,9 @@
-"""Ends the job when a rank fails before it has connected to the others.
+"""Ends the job if a rank fails before it has connected to the other ranks.
 
 The other ranks then wait in MPI_Init, where only the launcher can end them. Open MPI, torchrun and
 Slurm end a job when one of its processes fails. MPICH's launcher does not do so before MPI_Init.
-Its process manager, however, accepts an abort command from any rank over the descriptor `PMI_FD`.
+However, the process manager of MPICH accepts an abort command from any rank over the descriptor
+`PMI_FD`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ _hooks: list[Callable[..., object]] = []
 
 
 def install() -> None:
-    """Sets the hook in a rank that MPICH's launcher has started; the previous hook still runs."""
+    """Replaces the hook for uncaught exceptions, if MPICH's launcher has started this process as a
+    rank.
+
+    The new hook ends the job; the previous hook is still called.
+    """
     if "PMI_FD" not in os.environ or int(os.environ.get("PMI_SIZE", "1")) < 2:
         return
     previous = sys.excepthook
@@ -59,14 +64,15 @@ def install() -> None:
 
 
 def hook_before() -> Callable[..., object]:
-    """Returns the current hook for uncaught exceptions, or the one before it if it is this
-    module's.
+    """Returns the current hook for uncaught exceptions.
+
+    If the current hook is the one of this module, returns the previous hook.
     """
     return _hooks[1] if _hooks and sys.excepthook is _hooks[0] else sys.excepthook
 
 
 def disarm() -> None:
-    """Deactivates the hook, once `failure_guard` handles the failures of a connected rank."""
+    """Deactivates the hook, because `failure_guard` handles the failures of a connected rank."""
     _armed.clear()
 
 
@@ -80,11 +86,12 @@ _PASS_ON_S = 0.2
 
 
 def user_frames(error: BaseException, trace: TracebackType | None) -> str | None:
-    """Returns the user's part of the traceback of an error whose message explains the problem.
+    """Returns the frames of the traceback that are the user's code, as text.
 
-    Returns None for all other errors, whose whole traceback is needed:
+    This part is enough for an error whose message explains the problem. Returns None for all other
+    errors, whose whole traceback is needed:
 
-    - errors that this project does not define, and errors that they caused;
+    - errors that this project does not define, and errors caused by these;
     - errors with a script that reproduces them.
     """
     is_ours = isinstance(error, FuserError) and not getattr(error, "__notes__", None)
@@ -98,7 +105,9 @@ def user_frames(error: BaseException, trace: TracebackType | None) -> str | None
 
 
 def wait_for_reader(*streams: TextIO) -> None:
-    """Waits until the launcher has read and printed what was written to pipes, within limits."""
+    """Waits until the launcher has read and printed the data in the pipes `streams`, up to a time
+    limit.
+    """
     stop = time.monotonic() + _READ_LIMIT_S
     while any(map(_is_unread, streams)) and time.monotonic() < stop:
         time.sleep(0.01)

@@ -1,13 +1,14 @@
-"""Ends the whole job when one rank fails or leaves early, so that its peers do not wait for it.
+"""Ends the whole job if one rank fails or leaves early, so that its peers do not wait for that
+rank.
 
 `Guard.install` sets hooks for three cases:
 
 - An uncaught exception in any thread prints rank and error, and aborts the job.
-- A rank that exits announces how many calls it has entered. A peer that waits for more raises
-  `PeerError` at once.
+- A rank that exits announces how many calls it has entered. A peer that waits for further calls of
+  that rank raises `PeerError` at once.
 - An exit with a non-zero code ends the job, even if the peers never wait.
 
-`start_monitor` starts the process that reports a rank which was killed by a signal.
+`start_monitor` starts the process that reports which rank was killed by a signal.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _ON_DEVICES = ("nccl", "cuda")
 class _ExitRequest(SystemExit):
     """A SystemExit that detects, when it is destroyed, whether it ended the interpreter.
 
-    One that user code catches is destroyed inside a frame. One that ends the program is destroyed
-    in the interpreter's exit code, without any frame.
+    An exception that user code catches is destroyed inside a Python frame. An exception that ends
+    the program is destroyed in the interpreter's exit code, without any frame.
     """
 
     def __init__(self, code: object, record: Callable[[object], None]) -> None:
@@ -68,20 +69,21 @@ class _ExitRequest(SystemExit):
 
 
 def _terminal() -> TextIO:
-    """Returns the stream for the last message.
+    """Returns the stream for the last message, which is the real stderr if sys.stderr is a buffer.
 
-    A hook around this one, such as that of torch.distributed, may collect what is written to
-    sys.stderr until this hook returns. This hook ends the process, so it writes to the real stderr.
+    Another hook, such as that of torch.distributed, may collect the text written to sys.stderr
+    until this hook returns. This hook ends the process, so that such text would be lost.
     """
     collects = isinstance(sys.stderr, io.StringIO)
     return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr
 
 
 class Guard:
-    """The hooks of one process.
+    """The hooks of one process that handle exits and uncaught exceptions.
 
-    `on_exit` hooks run before the rank announces that it leaves, `after_exit` hooks after all peers
-    have left. `reports` return a failure that a device has reported, "" for none.
+    - `on_exit`: functions that are called before the rank announces that it leaves.
+    - `after_exit`: functions that are called after all peers have left.
+    - `reports`: functions that return a failure that a device has reported, "" if there is none.
     """
 
     def __init__(self, control: JobControl) -> None:
@@ -98,7 +100,9 @@ class Guard:
         self.after_exit: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Installs the hooks; the previous hooks still run."""
+        """Installs the hooks for exits and uncaught exceptions; the previous hooks are still
+        called.
+        """
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
         sys.exit = self._exit
@@ -110,10 +114,10 @@ class Guard:
         atexit.register(self._leave)
 
     def watch(self) -> None:
-        """Starts a thread that ends the job when a peer failed, or left before calls that this rank
-        is in.
+        """Starts a thread that ends the job if a device would wait forever for a peer.
 
-        For devices: a rank that waits in the driver for a collective cannot check its peers itself.
+        This is so if the peer failed, or left before it entered a call of devices that this rank
+        has entered. A rank that waits in the driver for a collective cannot check its peers itself.
         """
         if not self._watching:
             self._watching = True
@@ -161,7 +165,11 @@ class Guard:
             self._end(text, 130 if kind is KeyboardInterrupt else 1, frames or "", ranks)
 
     def _is_told_by_another(self, error: BaseException) -> bool:
-        """Returns whether the first of the ranks that have this error has reported it."""
+        """Whether another rank has already reported the error that it shares with this rank.
+
+        Of the ranks that have the error, only the first reports it. Waits up to a second for the
+        report.
+        """
         control = self._control
         ranks = error.ranks if isinstance(error, FuserError) else ()
         if os.getpid() != self._pid or not ranks or ranks[0] == control.rank:
@@ -184,9 +192,10 @@ class Guard:
         self._end(f"{text} in thread {name}", 1)
 
     def _end(self, text: str, code: int, frames: str = "", ranks: Sequence[int] = ()) -> None:
-        """Prints and announces the failure, and aborts the job.
+        """Prints and announces the failure `text`, and aborts the job with the exit code `code`.
 
-        `ranks`: all ranks that have the same failure, if there are several.
+        `frames` is the traceback to print. `ranks` are all ranks that have the same failure, if
+        there are several.
         """
         if os.getpid() != self._pid:
             return
@@ -208,7 +217,7 @@ class Guard:
         control.abort(code)
 
     def _exit(self, status: object = None) -> None:
-        """Replaces sys.exit, and records the code of the exit that ends the program."""
+        """Replaces sys.exit; records the exit code if this exit ends the program."""
         if threading.current_thread() is not threading.main_thread():
             raise SystemExit(status)
 
@@ -218,7 +227,10 @@ class Guard:
         raise _ExitRequest(status, record)
 
     def _leave(self) -> None:
-        """Runs at exit: announces how many calls this rank has entered, and waits for the peers."""
+        """Runs at exit: announces how many calls this rank has entered, and waits for the peers.
+
+        If the exit code is not 0, ends the job.
+        """
         if os.getpid() != self._pid:
             return
         control = self._control
@@ -243,7 +255,7 @@ class Guard:
         self._say(rank_monitor.LEFT)
 
     def _say(self, word: int) -> None:
-        """Records in the wait-for graph why this rank ends, for the monitor of the ranks."""
+        """Records in the wait-for graph why this rank ends, for `rank_monitor`."""
         if self._control.wait_graph is not None:
             self._control.wait_graph.say(word)
 
@@ -251,9 +263,9 @@ class Guard:
 def start_monitor(wait_graph: WaitForGraph) -> None:
     """Starts the process that reports which rank was killed (`rank_monitor`).
 
-    Only the rank that created the wait-for graph starts it. Nothing is started where the launcher
-    is not MPICH's or the system has no pidfds. The process is started through a shell, so it is not
-    a child of this rank: the rank's program may wait for all its children.
+    Only the rank that created the wait-for graph starts the process. No process is started if the
+    launcher is not MPICH's, or if the system has no pidfds. The process is started through a shell,
+    so that it is not a child of this rank, whose program may wait for all its children.
     """
     if wait_graph.file < 0:
         return
@@ -283,10 +295,9 @@ def start_monitor(wait_graph: WaitForGraph) -> None:
 
 
 def _parents_in_mpich() -> tuple[int, int] | None:
-    """Returns the two processes of MPICH's launcher above this rank: this host's proxy, and its
-    parent.
+    """Returns the process numbers of MPICH's proxy on this host, and of the proxy's parent.
 
-    None under another launcher.
+    Returns None under another launcher.
     """
     pid = os.getppid()
     while "PMI_FD" in os.environ and pid > 1:
@@ -301,6 +312,6 @@ def _parents_in_mpich() -> tuple[int, int] | None:
 def _error_text(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> str:
-    """Returns type, message and the last user line of an error."""
+    """Describes an uncaught error: type, message, and the last user line of the traceback."""
     where = last_user_line(trace)
     return f"uncaught {kind.__name__}: {error}{f' ({os.path.basename(where)})' if where else ''}"

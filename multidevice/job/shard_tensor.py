@@ -1,4 +1,4 @@
-"""Cuts a whole tensor into shards, and joins shards to a whole tensor."""
+"""Cuts a whole tensor into the shards of devices, and joins shards to a whole tensor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
 def shard_for_rank(
     tensor: torch.Tensor, tv: TensorView, rank: int, *, copy: bool = False
 ) -> torch.Tensor:
-    """Returns the shard of `tensor` that `rank` stores of `tv`; see `shard_tensor`."""
+    """Returns the shard that rank `rank` stores, if `tensor` is the whole value of `tv`.
+
+    See `shard_tensor`.
+    """
     view, axes, steps = _split_view(tensor, tv)
     assert tv.mesh is not None
     for dim, (_, ptype) in enumerate(axes):
@@ -59,10 +62,9 @@ def shard_for_rank(
 
 
 def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
-    """Returns a shard that is dense in the memory order of `tv`, with one element per expanded
-    axis.
+    """Returns a shard that is dense in the memory order of `tv`; an expanded axis has one element.
 
-    Returns `shard` itself if it already has this layout, else a copy.
+    Returns `shard` itself if it already has this layout, otherwise a copy.
     """
     # The axes in memory order, outermost first. An allocation of other axes than the logical ones
     # defines no order.
@@ -73,9 +75,9 @@ def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
 
 
 def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
-    """Returns the whole tensor whose shards are given.
+    """Joins the shards of all devices to the whole tensor `tv`.
 
-    `shards[i]` is the shard of device i of `tv.mesh.devices`.
+    `shards[i]` is the shard of the device `tv.mesh.devices[i]`.
     """
     from multidevice.sharding.queries import unsharded_sizes
 
@@ -94,13 +96,13 @@ def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
 def _split_view(
     tensor: torch.Tensor, tv: TensorView
 ) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
-    """Views a whole tensor with each device axis as a separate dimension.
+    """Returns a view of a whole tensor in which each device axis is a separate dimension.
 
     Returns three values:
 
     - the view;
-    - per dimension, its axis number and its device type (None: not cut);
-    - the splits in order, as (dimension, number of dimensions that it became).
+    - for each dimension of the view, (number of the axis, its device type or None);
+    - the splits in order, as (dimension that was split, number of dimensions after the split).
     """
     domain = tv.domain
     if tv.mesh is None:
@@ -172,18 +174,17 @@ def _merge_back(view: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tenso
 
 
 class LocalDeviceMesh(IrDeviceMesh):
-    """Ranks arranged in 1 to 3 dimensions; mesh_x is the last one."""
+    """Ranks arranged in 1 to 3 dimensions; mesh_x is the last dimension."""
 
     @checked
     def shard_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Returns this rank's part of `tensor`, cut along `axis` into as many equal parts as
-        devices.
+        """Cuts `tensor` along `axis` into one equal part per device, and returns this rank's part.
 
-        The rank's position in the flat list of devices is the number of its part (part 0 for a rank
-        outside the mesh). The part is a contiguous tensor.
+        Part i belongs to the device at position i in the mesh's list of devices. A rank outside the
+        mesh gets part 0. The part is a contiguous tensor.
 
         Raises:
-            ShardingError: the axis does not exist, or the mesh's size does not divide it.
+            ShardingError: the axis does not exist, or the mesh's size does not divide its extent.
         """
         from multidevice.job.communicator import Communicator
 
@@ -191,7 +192,9 @@ class LocalDeviceMesh(IrDeviceMesh):
 
 
 def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) -> torch.Tensor:
-    """Returns the part of `tensor` that belongs to `rank` when all of `mesh` cuts `axis`."""
+    """Cuts `tensor` along `axis` into one part per device of `mesh`; returns the part of rank
+    `rank`.
+    """
     if not -tensor.dim() <= axis < tensor.dim():
         raise ShardingError(
             f"{mesh}: there is no axis {axis} in a tensor of shape {tuple(tensor.shape)}"

@@ -35,7 +35,7 @@ _JOIN_SLICE_S = 0.1
 
 
 class World:
-    """A set of simulated ranks; each `run` starts new threads for them."""
+    """A set of simulated ranks; each call of `run` starts one new thread per rank."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -49,12 +49,13 @@ class World:
 
         The ranks are threads, of which one runs at a time. Grad mode, the CUDA device and the
         context variables are those of the caller. Each rank has its own states of torch's random
-        number generators, as processes have; they start with the caller's states. Afterwards the
-        caller has those of rank 0.
+        number generators, as processes have. At first these are the caller's states. Afterwards the
+        caller has the states of rank 0.
 
         Raises:
             Exception: the error of the rank that failed first; the other ranks raised `PeerError`.
-            DeadlockError: no rank could continue; shows the call in which each rank waits.
+            DeadlockError: no rank could continue; the message shows the call in which each rank
+                waits.
         """
         if self._closed:
             raise CommunicationError(
@@ -122,13 +123,13 @@ class World:
         )
 
     def close(self) -> None:
-        """Makes later calls of `run` an error."""
+        """Closes the world: later calls of `run` raise an error."""
         self._closed = True
 
 
 @contextmanager
 def simulate(size: int) -> Generator[World, None, None]:
-    """Yields a `World` of `size` simulated ranks."""
+    """Returns a context whose value is a `World` of `size` simulated ranks."""
     world = World(size)
     try:
         yield world
@@ -137,7 +138,9 @@ def simulate(size: int) -> Generator[World, None, None]:
 
 
 def _first_real(errors: list[BaseException]) -> BaseException:
-    """Returns the first error that is not a consequence of another rank's error."""
+    """Returns the first error that is not a `PeerError`, because those follow from other ranks'
+    errors.
+    """
     for error in errors:
         if not isinstance(error, PeerError):
             return error

@@ -1,9 +1,9 @@
-"""Placements: which logical axes of a tensor are cut into blocks along which parallel types.
+"""Placements: which parallel types cut which logical axes of a tensor into blocks.
 
-A loop domain records a sharding as outer splits, whose outer axis has a device (or stream) type.
-This module reads it as *cuts*: per logical axis, in nesting order. `[(mesh_y, 2), (mesh_x, 4)]` is
-an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and decomposition work
-on cuts and write them back as splits.
+A loop domain records a sharding as outer splits whose outer axis has a device or stream type. This
+module represents a sharding as *cuts*, for each logical axis in nesting order. The cuts `[(mesh_y,
+2), (mesh_x, 4)]` describe an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x.
+Propagation and decomposition work on cuts and write them back as splits.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SPREAD_TYPES = (*DEVICE_TYPES, *STREAM_TYPES)
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of an axis into `count` blocks along `ptype`.
+    """A cut of an axis into `count` blocks along the parallel type `ptype`.
 
-    - `whole`: the axis itself has the type and extent `count`; there is no split.
-    - `count` is symbolic only for streams.
-    - `swizzle`: the numbering of the blocks is rotated by the device's coordinate along this type,
-      so that every device starts with its own block.
+    - `count`: the number of blocks, which is symbolic only for streams.
+    - `whole`: True if the axis itself has the type and the extent `count`, without a split.
+    - `swizzle`: a device type, or None. If set, the block numbers are rotated by the device's
+      coordinate along this type, so that every device starts with its own block.
     """
 
     ptype: ParallelType
@@ -52,8 +52,9 @@ class Cut:
 
     @property
     def devices(self) -> int:
-        """The number of devices that share the axis; 1 for a stream, whose steps all run on each
-        device.
+        """The number of devices that share the axis.
+
+        This is 1 for a stream, because all its steps run on each device.
         """
         assert isinstance(self.count, int) or self.ptype.is_stream
         return self.count if isinstance(self.count, int) and self.ptype.is_device else 1
@@ -65,33 +66,34 @@ Placement = tuple[Cuts, ...]
 
 
 def is_plain_broadcast(axis: IterDomain) -> bool:
-    """Whether the axis is one element that all devices share: such an axis is never sharded."""
+    """Whether an axis has a single element that all devices share, so that it is never cut."""
     return axis.is_broadcast and axis.expanded is None
 
 
 def cut_line(tv: TensorView, ptype: ParallelType) -> str:
-    """Returns `file.py:12`, the user's line that cut a tensor along a type.
+    """Returns `file.py:12`, the user's line that cut a tensor along the type `ptype`.
 
-    If there is none, returns the line that defines the tensor, "" if unknown.
+    If the user did not cut the tensor, returns the line that defines the tensor, "" if unknown.
     """
     return tv.cut_lines.get(ptype) or tv.user_line()
 
 
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Returns the loop axes with a device or stream type, including reductions."""
+    """Returns the loop axes that have a device or stream type, including reductions."""
     return tv.domain.spread
 
 
 def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
-    """Returns the non-reduction loop axis with this device or stream type, None if there is
-    none.
-    """
+    """Returns the non-reduction loop axis with the type `ptype`, None if there is none."""
     return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
 
 
 def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
-    """Returns the number of blocks of a spread axis: the mesh's size, or a stream's extent."""
+    """Returns the number of blocks of a loop axis with a device or stream type.
+
+    This is the size of the mesh dimension, or the extent of the stream axis.
+    """
     if axis.ptype.is_device:
         if tv.mesh is None:
             raise ShardingError(
@@ -105,10 +107,10 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
 
 
 def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
-    """Returns (number of the logical axis that a spread loop axis cuts, nesting depth of the cut).
+    """Returns (number of the logical axis that a loop axis cuts, nesting depth of the cut).
 
-    Depth 0 is the logical axis itself. Raises `UnsupportedError` when the axis is not a block of
-    consecutive elements: the inner output of a split, or part of a merge.
+    Depth 0 means that the loop axis is the logical axis itself. Raises `UnsupportedError` if `axis`
+    does not count blocks of consecutive elements: the inner output of a split, or part of a merge.
     """
     domain = tv.domain
     steps = path(domain, (axis,), domain.logical)
@@ -117,7 +119,7 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """The number of splits around a block of consecutive elements."""
+    """Transform rules that count the splits around a block of consecutive elements."""
 
     needs_all = False
 
@@ -157,8 +159,9 @@ class _BlockDepth(Rules[int]):
 
 
 def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
-    """Returns the cuts of every cut logical axis (by number), outermost first, including
-    reductions.
+    """Returns logical axis number -> cuts, outermost first, for every axis that is cut.
+
+    Only cuts along `ptypes` count. Reductions are included.
     """
     spread, known = spread_axes(tv), tv.domain.known
     if not spread:
@@ -183,13 +186,16 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
-    """Returns the cuts per logical axis, without reductions."""
+    """Returns the cuts of each logical axis, without reductions; () for an axis that is not cut.
+
+    Only cuts along `ptypes` count.
+    """
     cuts = axis_cuts(tv, ptypes)
     return tuple(cuts.get(a.number, ()) for a in tv.domain.no_reductions)
 
 
 def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
-    """Returns the cuts of reduction axes, by logical axis number."""
+    """Returns logical axis number -> cuts, for the reduction axes that are cut."""
     reductions = {a.number for a in tv.domain.logical if a.is_reduction()}
     return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
 
@@ -199,10 +205,10 @@ Block = Literal["first", "last", "empty"]
 
 
 def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
-    """Returns the part of an extent that one device has; with `block`, that one step of a stream
-    has.
+    """Returns the part of `extent` that one device has after `cuts`.
 
-    Without `block`, streams do not cut the extent.
+    If `block` is given, returns the part that one device has in one step of a stream. `block`
+    selects the step. If `block` is None, stream cuts are ignored.
     """
     for cut in cuts:
         if cut.ptype.is_device or block is not None:
@@ -216,53 +222,60 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
 
 
 def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
-    """Returns (number of the logical axis, cut) for each stream cut of a tensor, () without one.
+    """Returns (number of the logical axis, cut) for each stream cut of a tensor.
 
-    A merged stream axis has several; the outermost part of a step's number is first.
+    A merged stream axis has several stream cuts. The outermost part of the step number is first.
     """
     cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
     return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
 
 
 def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
-    """Returns (number of the logical axis, cut) of a tensor's first stream cut, None without
-    one.
+    """Returns (number of the logical axis, cut) of a tensor's first stream cut, None if there is
+    none.
     """
     return next(iter(stream_cuts(tv)), None)
 
 
 def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
-    """Returns the types of a tensor's stream axes: several of a merged one, () without steps."""
+    """Returns the types of a tensor's stream axes; () if the tensor is not computed in steps.
+
+    A merged stream axis has several types. Reduction axes are not counted.
+    """
     summed = {a.number for a in tv.domain.logical if a.is_reduction()}
     return tuple(cut.ptype for number, cut in stream_cuts(tv) if number not in summed)
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts outside a stream's: without the stream, the cuts inside would mean other
-    blocks.
+    """Returns the cuts that are outside the first stream cut, or all cuts if there is no stream
+    cut.
+
+    The cuts inside a stream are left out, because without the stream they would make other blocks.
     """
     position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
 
 
 def without_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts without a stream's cut that is innermost.
+    """Removes the innermost cut if it is a stream cut.
 
-    A stream around device cuts is kept: it determines which elements a device has.
+    A stream cut around device cuts is not removed, because it determines which elements a device
+    has.
     """
     last = bool(cuts) and cuts[-1].ptype.is_stream
     return cuts[:-1] if last else cuts
 
 
 def only_devices(cuts: Iterable[Cut]) -> Cuts:
-    """Returns the cuts over devices."""
+    """Returns the cuts that have a device type."""
     return tuple(c for c in cuts if c.ptype.is_device)
 
 
 def is_allocated_per_step(tv: TensorView) -> bool:
     """Whether each step of a stream allocates memory for its own block of the tensor.
 
-    Otherwise the whole tensor is allocated before the loop. `finalize_domains` decides it.
+    Otherwise the whole tensor is allocated before the loop. The pass `finalize_domains` decides
+    which.
     """
     logical = set(tv.domain.logical_numbers)
     return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
@@ -279,8 +292,10 @@ def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
 
 # ------------------------------------------------------------------ writing
 def _remainder(tv: TensorView, number: int) -> IterDomain | None:
-    """Returns the serial loop axis that holds the rest of a logical axis inside its cuts, if
-    any.
+    """Returns the serial loop axis with the elements of one block of a logical axis, inside all its
+    cuts.
+
+    Returns None if there is no such axis.
     """
     while True:
         if number in tv.domain.loop_numbers:
@@ -293,10 +308,10 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
 
 
 def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
-    """Cuts a logical axis further, inside its present cuts; False when its loop axes do not allow
-    it.
+    """Cuts a logical axis once more, inside its present cuts; returns False if that is not
+    possible.
 
-    A `whole` cut parallelizes the axis itself; any other makes an outer split.
+    A `whole` cut gives the axis itself the parallel type. Any other cut makes an outer split.
     """
     rest = _remainder(tv, number)
     if rest is None:
@@ -311,17 +326,18 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
 
 
 def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
-    """Cuts a logical axis several times, outermost cut first; its loop axes must allow it."""
+    """Cuts a logical axis several times, outermost cut first; every cut must be possible."""
     for cut in cuts:
         placed = add_cut(tv, number, cut)
         assert placed, f"axis {number} of {tv} does not take {cut}"
 
 
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Makes the spread loop axes that `drop` accepts serial, and undoes splits that this makes
-    useless.
+    """Makes serial the device and stream axes that `drop` accepts, and removes splits without a
+    use.
 
-    A useless split has two serial outputs in the loop domain and none in the allocation domain.
+    A split has no use if its two outputs are serial axes of the loop domain and are not in the
+    allocation domain.
     """
     domain = tv.domain.with_axes(
         *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
@@ -346,9 +362,9 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 
 
 def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Makes the spread loop axes that `drop` accepts serial, and all cuts inside them.
+    """Makes serial the device and stream axes that `drop` accepts, and all cuts inside these axes.
 
-    Without the outer cut, the inner ones would mean other blocks.
+    The inner cuts are removed because without the outer cut they would make other blocks.
     """
     places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
     dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
@@ -363,7 +379,10 @@ def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> 
 def copy_like(
     source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, dtype: DataType | None = None
 ) -> TensorView:
-    """Creates a tensor with the logical axes of `source` (no reductions), placed on `mesh`."""
+    """Creates a tensor with copies of the logical axes of `source`, with the given mesh and cuts.
+
+    Reductions are left out. If `dtype` is None, the new tensor has the dtype of `source`.
+    """
     fusion = source.fusion
     axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)
     out = fusion.new_tensor(axes, dtype or source.dtype(), mesh=mesh)
@@ -373,7 +392,7 @@ def copy_like(
 
 
 def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
-    """Returns the domain with new axis numbers, and the map from old to new numbers."""
+    """Copies a domain with new axis numbers; returns the copy and the map old -> new number."""
     made = {n: fusion.next_axis() for n in sorted(domain.axes)}
     return domain.map_axes(lambda a: replace(a, number=made[a.number])), made
 
@@ -385,9 +404,10 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Propagates a mark along transforms between axes that are the outermost part of each other.
+    """Transform rules that select the axes that start with the same blocks as a given axis.
 
-    Axes of extent 1 and device axes are ignored.
+    An axis is selected if it is the outermost part of a selected axis, or the other way round. Axes
+    of extent 1 and device axes do not count.
     """
 
     needs_all = False
@@ -416,8 +436,9 @@ class _Outermost(Rules[bool]):
 
 
 class _TowardsRoot(_Outermost):
-    """Propagates a mark from an axis to its sources: the outer input of a merge, otherwise the
-    input.
+    """Transform rules that select the axes from which a given axis derives.
+
+    Of a merge, only the outer input is selected.
     """
 
     def unsplit(self, t: SplitTransform, outer: bool | None, inner: bool | None) -> bool:
@@ -428,9 +449,10 @@ class _TowardsRoot(_Outermost):
 
 
 def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
-    """Returns the logical axis whose outermost part a root axis is, or which is its outermost part.
+    """Returns the logical axis that has the same outermost blocks as a root axis.
 
-    None after a resize, and where a merge puts the root axis on its inner side.
+    One of the two axes is the outermost part of the other. Returns None after a resize, and if a
+    merge has the root axis as its inner input.
     """
     domain = tv.domain
     steps = path(domain, domain.maybe_root, domain.logical)
@@ -439,7 +461,9 @@ def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
 
 
 def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
-    """Returns the root axis whose outermost part a logical axis is; None when there is none."""
+    """Returns the root axis that has the same outermost blocks as a logical axis, None if there is
+    none.
+    """
     domain = tv.domain
     steps = path(domain, (logical,), domain.maybe_root)
     marked = replay(steps, {logical.number: True}, _Outermost(tv))
@@ -447,6 +471,6 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
-    """Returns the numbers of the axes from a logical axis to its root axis, both included."""
+    """Returns the numbers of the axes from a logical axis to its root axis, including both."""
     steps = path(tv.domain, (logical,), tv.domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

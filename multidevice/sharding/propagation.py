@@ -1,12 +1,13 @@
-"""Sharding propagation: from the few tensors that the user annotated to all others.
+"""Sharding propagation: from the few tensors that the user annotated to all other tensors.
 
-Before: some tensors have a mesh that the user set, and cuts on it. After: every tensor reachable
-from them has a mesh. It also has the cuts with which its op needs no communication, as far as its
-operands agree.
+Before: some tensors have a mesh that the user set, and cuts over that mesh. After: every tensor
+that ops connect with these tensors has a mesh. It also has the cuts with which its op needs no
+communication, as far as the operands agree.
 
-The user's own tensors keep their placement. Only their reduction axes may still get device types:
-these say how a tensor is computed, not how it is stored. A mesh that an op copied from an operand
-is dropped first, so annotations before and after the definition of ops give the same program.
+Tensors that the user annotated keep their placement. Only their reduction axes may still get device
+types, because these say how a tensor is computed, not how it is stored. A mesh that an op copied
+from an operand is dropped first. So annotations before and after the definition of ops give the
+same program.
 
     out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
     out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
@@ -51,10 +52,11 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Fact:
-    """The reason why a tensor has a mesh (`cut` is None) or a cut of its logical axis number
-    `axis`.
+    """The reason why a tensor has a mesh or a cut: it was propagated from the tensor `source`.
 
-    It was propagated from the tensor `source`.
+    `cut` is None if the fact is about the mesh. Otherwise `axis` is the number of the logical axis
+    that `cut` cuts. `direction` says whether `source` is an operand (forward) or a result
+    (backward).
     """
 
     source: TensorView
@@ -73,15 +75,16 @@ Transfers = tuple[tuple[IterDomain, Cuts], ...]
 
 # ------------------------------------------------------------------ through one op
 def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Returns the operand's cuts as cuts of `out`'s logical axes (including reductions).
+    """Translates the cuts of operand `operand_index` to cuts of the logical axes of the result
+    `out`.
 
-    Left out are:
+    Reduction axes of `out` are included. Two kinds of cuts are left out:
 
-    - cuts of axes that the op resizes, or that `out` does not iterate;
-    - cuts that a reshape does not keep: of the inner input of a merge, or into more blocks than the
-      outermost part of a split has.
+    - cuts of axes that the op resizes, or that `out` does not have;
+    - cuts that a reshape does not preserve: cuts of the inner input of a merge, and cuts into more
+      blocks than the outermost part of a split has.
 
-    If an axis has several cuts, the outer ones may be kept.
+    If an axis has several cuts, only the outer ones may be translated.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(source)
@@ -105,10 +108,12 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
 
 
 def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Returns `out`'s cuts as cuts of the operand's logical axes, those of reduction axes first.
+    """Translates the cuts of the result `out` to cuts of the logical axes of operand
+    `operand_index`.
 
-    Cuts of the inner part of a reshaped axis have no counterpart and are left out: a local slice
-    after the reshape has the same effect.
+    Cuts of reduction axes are first. Cuts of the inner part of a reshaped axis are left out,
+    because the operand has no corresponding axis. A local slice after the reshape has the same
+    effect.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(out)
@@ -145,8 +150,10 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
 
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
-    """Whether cuts of a logical axis are cuts of a root axis too, so that operands can match
+    """Whether the cuts of a logical axis are also cuts of a root axis, so that operands can have
     them.
+
+    `cuts` maps axis numbers to cuts.
     """
     root = origin_root(tv, logical)
     if root is None:
@@ -158,9 +165,9 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the numbers of the logical axes of a result whose cuts no operand can match.
+    """Returns the numbers of the logical axes of a result that are cut as no operand can be cut.
 
-    `out`: the result; None for the first.
+    Only cuts along `ptypes` count. If `out` is None, the first result of the op is used.
     """
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
@@ -171,10 +178,10 @@ def uncuttable_axes(
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Whether cutting the logical axis cuts the root axis into the same blocks.
+    """Whether the cuts of the logical axis cut the root axis into the same blocks, for any extent.
 
-    That is so if they are one axis, or if the logical one counts the (maybe ragged) blocks of a
-    reduction.
+    This is the case if both are the same axis. It is also the case if the logical axis counts the
+    blocks into which a stream cuts a reduction axis.
     """
     is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
@@ -186,8 +193,9 @@ def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
 
 
 def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
-    """Returns the cuts for an axis of another extent: a cut without a split then becomes a
-    split.
+    """Returns the cuts of `source` as cuts of `target`, which may have another extent.
+
+    If the extents differ, a cut that is a whole axis of `source` becomes a split of `target`.
     """
     if fusion.canonical(source.size) == fusion.canonical(target.size):
         return cuts
@@ -195,10 +203,11 @@ def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDom
 
 
 def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts may divide the axis evenly.
+    """Whether the cuts may divide the axis into blocks of equal size.
 
-    A symbolic extent that may be divisible is checked when it is bound. For streams it must be
-    proved, because their blocks may be ragged elsewhere.
+    For device cuts, a symbolic extent is accepted, because it is checked when its value is known.
+    For stream cuts, divisibility must be proved, because the blocks of a stream may have unequal
+    sizes.
     """
     extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
     if any(c.ptype.is_stream for c in cuts):
@@ -209,18 +218,16 @@ def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
 
 
 def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts make the same blocks of a logical axis and of its root axis.
+    """Whether the cuts divide both a logical axis and its root axis into blocks of equal size.
 
-    One of the two is the outermost part of the other. Ragged blocks would end at different
-    elements.
+    One of the two axes is the outermost part of the other. Blocks of unequal size would end at
+    different elements of the two axes.
     """
     return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
 
 
 def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Returns the outermost cuts of a root axis that make the same blocks of the logical
-    axis.
-    """
+    """Returns the longest list of outer cuts of a root axis that make the same blocks of `axis`."""
     prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
     return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
 
@@ -229,10 +236,10 @@ def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) ->
 def apply_transfers(
     target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
 ) -> tuple[Cut, ...]:
-    """Adds cuts of the types `ptypes` to a tensor; returns the cuts that were added.
+    """Adds cuts along `ptypes` to a tensor; returns the cuts that were added.
 
-    A cut is added under two conditions: the mesh has its dimension in the same size, and the axis
-    has exactly the cuts that belong outside it.
+    A cut is added under two conditions: the mesh has this dimension in the same size, and the axis
+    already has exactly the cuts that belong outside the new cut.
     """
     taken: list[Cut] = []
     for axis, cuts in transfers:
@@ -255,10 +262,9 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Adds cuts from `source` like `apply_transfers`, but either all stream cuts of `source` or
-    none.
+    """Adds cuts like `apply_transfers`, but adds either all stream cuts of `source` or none.
 
-    With only some of the parts of a merged stream axis, the steps would be those of another loop.
+    If only some parts of a merged stream axis were added, the steps would be those of another loop.
     """
     parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
     taken = apply_transfers(target, transfers, ptypes)
@@ -295,9 +301,9 @@ def fitting_placement(
     mesh: DeviceMesh | None,
     parts: Collection[ParallelType],
 ) -> Placement:
-    """Returns the placement that a copy of `source` on `mesh` gets from `transfers`.
+    """Returns the placement that `transfers` give to a copy of `source` on `mesh`.
 
-    `parts` are the stream types of the reader's steps.
+    `parts` are the stream types of the steps of the op that reads the copy.
     """
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
@@ -326,10 +332,15 @@ def fitting_placement(
 def _is_copied_in_steps(
     source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None
 ) -> bool:
-    """Whether a copy can be made step by step of a stream in `cuts`.
+    """Whether a copy of `source` with these cuts can be made in the steps of the innermost stream
+    cut.
 
-    That is so if the source has the same steps, if the device cuts stay unchanged, or if each step
-    has the block of one device. A stream around device cuts must be kept.
+    `cuts` are the cuts of the axis at `position` of the copy. There are three cases in which this
+    is possible:
+
+    - the source has the same steps;
+    - the device cuts stay unchanged;
+    - each step needs the block of one device.
     """
     have = placement(source)[position]
     if not cuts or not cuts[-1].ptype.is_stream or have[: len(cuts)] == cuts:
@@ -339,10 +350,10 @@ def _is_copied_in_steps(
 
 
 def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
-    """Whether one block per device becomes one block per step of a stream in a copy on `mesh`.
+    """Whether a copy on `mesh` turns one block per device into one block per step of a stream.
 
-    `cuts` are the cuts of the copy's axis. If the steps are rotated, each device's own block is
-    first.
+    `cuts` are the cuts of the axis at `position` of the copy. If the steps are rotated, each device
+    starts with its own block.
     """
     have = placement(source, DEVICE_TYPES)[position]
     if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
@@ -356,9 +367,10 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
 
 # ------------------------------------------------------------------ the pass
 def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
-    """Gives every tensor reachable from an annotated one a mesh and cuts; returns their sources.
+    """Propagates meshes and cuts from annotated tensors to all tensors that ops connect with them.
 
-    Raises `ShardingError` where the user cut a summed axis of a result and no operand is cut.
+    Returns the facts that explain the mesh and the cuts of each tensor. Raises `ShardingError` if
+    the user cut a summed axis of a result and no operand is cut.
     """
     for tv in fusion.tensors():
         if not tv.mesh_is_user_set and not any(a.is_device for a in spread_axes(tv)):
@@ -381,15 +393,16 @@ def _is_bare(tv: TensorView) -> bool:
 
 
 def _rank_of(tv: TensorView) -> tuple[int, int]:
-    """Returns a sort key: tensors with more cut axes first, then those with more mesh
-    dimensions.
+    """Returns a sort key for tensors.
+
+    Tensors with more cut axes are first, then tensors with more mesh dimensions.
     """
     count = sum(not a.is_reduction() for a in spread_axes(tv))
     return (-count, -(tv.mesh.ndim if tv.mesh else 0))
 
 
 def reference_operands(op: TensorOp) -> list[int]:
-    """Returns the tensor operands (by index) in the order in which their shardings take
+    """Returns the indices of the tensor operands, in the order in which their shardings take
     precedence.
     """
     indices = [i for i, _ in tensor_operands(op)]
@@ -402,7 +415,7 @@ def spread_reductions(fusion: Fusion) -> None:
     """Gives every reduction axis the device types of the operand's axis, and changes nothing else.
 
     The user decides how results are stored, but not how they are summed: each device sums its own
-    part. Raises `ShardingError` where the user cut a summed axis of a result and no operand is cut.
+    part. Raises `ShardingError` if the user cut a summed axis of a result and no operand is cut.
     """
     summed = _summed_cuts(fusion)
     for op in fusion.exprs:
@@ -417,7 +430,7 @@ _Summed = tuple[TensorOp, TensorView, IterDomain, Cut]
 
 
 def _summed_cuts(fusion: Fusion) -> list[_Summed]:
-    """Returns the cuts of summed axes over several devices that the user has made."""
+    """Returns the user's cuts of summed axes over more than one device."""
     return [
         (op, out, axis, cut)
         for op in fusion.exprs
@@ -432,9 +445,10 @@ def _summed_cuts(fusion: Fusion) -> list[_Summed]:
 def _check_summed(summed: Sequence[_Summed]) -> None:
     """Raises `ShardingError` for a cut of a summed axis along which no operand is cut.
 
-    The result would be whole on each device, and each device would slice its operands. If an
-    operand is cut, the cut says how devices share the sum. Users may have meant an axis of the
-    result, so they get a warning, unless they write the partial sums themselves (`rfactor`).
+    Such a cut would have no use: each device would slice its operands, and the result would be
+    replicated. If an operand is cut, the cut says how devices share the sum. Even then the user may
+    have meant an axis of the result. Therefore there is a warning, unless the user writes the
+    partial sums (`rfactor`).
     """
     for op, out, axis, cut in summed:
         given = (c for i, _ in tensor_operands(op) for c in forward_cuts(op, i, out))
@@ -456,14 +470,14 @@ def _check_summed(summed: Sequence[_Summed]) -> None:
 
 
 def _is_partial_sum(tv: TensorView) -> bool:
-    """Whether `rfactor` made a tensor: it sums over some of the axes that its transforms
+    """Whether `rfactor` made a tensor, which then sums over some of the axes that its transforms
     made.
     """
     return bool(tv.domain.root) and any(a.is_reduction() for a in tv.domain.logical)
 
 
 def _how_to_cut(tv: TensorView, cut: Cut) -> str:
-    """Returns the calls that cut an axis of a result that is not summed."""
+    """Returns the calls that cut an axis of a result that is not summed, for error messages."""
     places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
     if not places:
         return f"{tv.label} has no other axis"
@@ -545,7 +559,7 @@ class _Propagation:
 
 
 def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
-    """Returns the cuts of one result of an op as cuts of another."""
+    """Translates the cuts of the result `out` of an op to cuts of another result `sibling`."""
     cuts = axis_cuts(out)
     for position in op.whole_axes(out):
         cuts.pop(out.domain.logical[position].number, None)
@@ -555,8 +569,9 @@ def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfer
 
 
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
-    """Returns the operand's device cuts that apply to reduction axes of a tensor that the user
-    placed.
+    """Returns the operand's device cuts that apply to reduction axes of the result `out`.
+
+    The user has placed `out`, so that its other axes stay as they are.
     """
     if not any(a.is_reduction() for a in out.domain.logical):
         return ()

@@ -1,6 +1,4 @@
-"""Queries on shardings: where a tensor is cut, whether an op reshards, global and local
-sizes.
-"""
+"""Queries on shardings: cut axes of a tensor, global and local sizes, ops that reshard."""
 
 from __future__ import annotations
 
@@ -43,9 +41,10 @@ from multidevice.sharding.placement import (
 
 # ------------------------------------------------------------------ one tensor
 def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
-    """Returns the tensor dimension (reductions not counted) that `ptype` cuts, -1 for none.
+    """Returns the position of the logical axis that `ptype` cuts, -1 if there is none.
 
-    Raises `UnsupportedError` when the cut is not on the outer side of a split.
+    Reductions are not counted. Raises `UnsupportedError` if the cut is not the outer output of a
+    split.
     """
     for position, cuts in enumerate(placement(tv)):
         if any(c.ptype is ptype for c in cuts):
@@ -55,21 +54,25 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The placement of a tensor on its mesh; `cuts` are those of each axis, outermost first."""
+    """The placement of a tensor on its mesh.
+
+    `axes` maps each device or stream type to the logical axis that the type cuts. `cuts` has the
+    cuts of each axis, outermost first.
+    """
 
     mesh: DeviceMesh
     axes: Mapping[ParallelType, int]
     cuts: Placement = field(default=(), repr=False, compare=False)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """Returns the logical axis cut along a device type, -1 when the tensor is replicated along
-        it.
+        """Returns the logical axis that a device type cuts, -1 if the tensor is replicated along
+        that type.
         """
         return self.axes.get(parallel_type, -1)
 
 
 def sharding_of(tv: TensorView) -> Sharding | None:
-    """Returns the sharding of a tensor, None when it has no mesh."""
+    """Returns the sharding of a tensor, None if the tensor has no mesh."""
     if tv.mesh is None:
         return None
     found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
@@ -77,9 +80,11 @@ def sharding_of(tv: TensorView) -> Sharding | None:
 
 
 def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
-    """Returns the positions of the logical axes that count the parts of a reduction.
+    """Returns the positions of the axes of a partial sum that have one index per part of the
+    reduction.
 
-    A partial sum `[M, N, iDIDx{d}rf, r{K/d}]` has one at 2: its local shape is [M, N, 1].
+    For example, the partial sum `[M, N, iDIDx{d}rf, r{K/d}]` has such an axis at position 2. Its
+    local shape is [M, N, 1].
     """
     return tuple(
         position
@@ -95,7 +100,10 @@ def _is_part_of_reduction(tv: TensorView, axis: IterDomain) -> bool:
 
 # ------------------------------------------------------------------ sizes
 def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Returns the symbolic shape of a shard, e.g. `ceilDiv(i0, 2)`, without reductions."""
+    """Returns the symbolic shape of a device's shard, without reductions.
+
+    An axis i0 on two devices, for example, has the local extent `ceilDiv(i0, 2)`.
+    """
     fusion = tv.fusion
     return tuple(
         local_extent(fusion.canonical(axis.size), cuts)
@@ -104,7 +112,10 @@ def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
-    """Returns extent -> number of devices, for the axes that are device axes without a split."""
+    """Returns extent -> number of devices, for the axes with a device type and no split.
+
+    Such an axis must have exactly one index per device.
+    """
     return {
         tv.fusion.canonical(tv.domain.axes[number].size): cut.devices
         for tv in tensors
@@ -118,7 +129,7 @@ def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the global shape of a tensor whose shards have the shape `sizes`.
 
     For a tensor that is allocated per step, `sizes` is the shape of one step's block. Raises
-    `ShardingError` when the number of axes is wrong.
+    `ShardingError` if `sizes` has the wrong length.
     """
     _check_rank(tv, sizes)
     out: list[int] = []
@@ -132,10 +143,10 @@ def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of a shard of a tensor with global shape `sizes`.
+    """Returns the shape of a device's shard of a tensor with the global shape `sizes`.
 
-    A stream does not change it: the shard has the blocks of all steps, which may be ragged. Raises
-    `ShardingError`, with tensor, extent and mesh, when the mesh does not divide an extent.
+    Stream cuts do not change the shape, because the shard has the blocks of all steps. Raises
+    `ShardingError`, with tensor, extent and mesh, if the mesh does not divide an extent.
     """
     _check_rank(tv, sizes)
     if not tv.domain.has_devices:
@@ -145,9 +156,10 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
-    """Returns the part of a concrete extent that one device has; raises when it is not divisible.
+    """Returns the part of the extent `extent` that a device has after `cuts`.
 
-    The blocks of a stream may be ragged, unless devices share each of them.
+    Raises `ShardingError` if the devices do not divide the extent. The last block of a stream may
+    be shorter than other blocks, unless devices share each block.
     """
     last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
     rest, streams = extent, 1
@@ -172,10 +184,10 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
-    """Returns (attention op, name of its operand) if an axis is the heads of its keys or values.
+    """Finds the attention op for which an axis of `tv` is the heads of its keys or values.
 
-    The search follows the readers of the tensor as long as they keep the axis. Returns None
-    otherwise.
+    Returns (attention op, name of its operand), or None if there is no such op. The search follows
+    the readers of the tensor as long as the readers keep the axis.
     """
     position = tv.domain.no_reductions.index(axis)
     seen, left = {tv}, [(tv, position)]
@@ -201,8 +213,10 @@ def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] 
 def _heads_are_not_shared(
     op: AttentionOp, name: str, tv: TensorView, heads: int, cut: Cut
 ) -> ShardingError:
-    """Returns the error for heads of keys that cannot be divided among the devices of the
-    queries.
+    """Returns the error for key or value heads that the devices of the queries cannot divide.
+
+    `name` is the operand of `op` that has the `heads` heads; `tv` is the tensor whose axis `cut`
+    cuts.
     """
     queries = next(tensor for field, tensor in op.tensors() if field == "query")
     made_by = tv.definition()
@@ -241,19 +255,17 @@ def has_mesh(fusion: Fusion) -> bool:
 
 
 def requested_devices(fusion: Fusion) -> tuple[int, ...]:
-    """Returns the ranks of all meshes of the fusion, in order; () without meshes."""
+    """Returns the ranks in all meshes of the fusion, in order; () if no tensor has a mesh."""
     return ranks_of(tv.mesh for tv in fusion.tensors() if tv.mesh is not None)
 
 
 def requested_number_of_devices(fusion: Fusion) -> int:
-    """Returns 1 + the largest rank of any mesh (1 without meshes)."""
+    """Returns one more than the largest rank in any mesh; 1 if no tensor has a mesh."""
     return 1 + max(requested_devices(fusion), default=0)
 
 
 def check_world(fusion: Fusion, size: int) -> None:
-    """Raises `ShardingError` when a mesh contains a rank that a job of `size` ranks does not
-    have.
-    """
+    """Raises `ShardingError` if a mesh contains a rank that a job of `size` ranks lacks."""
     for tv in fusion.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -269,7 +281,7 @@ def has_streams(fusion: Fusion) -> bool:
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Checks the user's device and stream axes.
+    """Checks the device and stream axes that the user has annotated.
 
     Raises:
         ShardingError: a device axis does not fit its tensor's mesh, or two axes have one type.
@@ -302,10 +314,10 @@ def check_annotations(fusion: Fusion) -> None:
 
 
 def check_dropout(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for attention with dropout on several ranks.
+    """Raises `UnsupportedError` if an attention op with dropout has a tensor on several ranks.
 
-    torch draws random numbers for each shard as if it were the whole tensor, and each rank from its
-    own generator.
+    The dropped elements would be wrong: torch draws random numbers for each shard as if the shard
+    were the whole tensor, and each rank draws from its own generator.
     """
     for op in ops:
         if not isinstance(op, AttentionOp) or not op.draws:
@@ -320,10 +332,9 @@ def check_dropout(ops: Iterable[Op]) -> None:
 
 
 def check_shared_keys(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for the gradient of one head of keys whose queries are on several
-    ranks.
+    """Raises `UnsupportedError` for a gradient of one key head that queries on several ranks share.
 
-    Each rank would have only a part of the sum.
+    Each rank would compute only a part of the sum over the query heads.
     """
     for op in ops:
         if not isinstance(op, SdpaBwdOp) or not op.enable_gqa:
@@ -344,7 +355,7 @@ def check_shared_keys(ops: Iterable[Op]) -> None:
 
 
 def check_types(fusion: Fusion) -> None:
-    """Raises `ShardingError` when two axes of a tensor have one device or stream type."""
+    """Raises `ShardingError` if two axes of one tensor have the same device or stream type."""
     for tv in fusion.tensors():
         spread = [a for a in tv.domain.loop if a.is_device or a.is_stream]
         for axis in spread:
@@ -359,9 +370,11 @@ def check_types(fusion: Fusion) -> None:
 
 
 def check_swizzles(fusion: Fusion) -> None:
-    """Raises `ShardingError` when blocks are rotated along a mesh dimension that the tensor lacks.
+    """Raises `ShardingError` if blocks are rotated along a mesh dimension that the tensor's mesh
+    lacks.
 
-    Call it when every tensor has its final mesh. Tensors that the user cut are checked first.
+    Must be called after every tensor has its final mesh. Tensors that the user cut are checked
+    first.
     """
     for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
         for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):
@@ -389,17 +402,18 @@ def _check_stream(tv: TensorView) -> None:
 
 
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
-    """Raises `ShardingError`, with tensor, extent and mesh, when a mesh does not divide an extent.
+    """Raises `ShardingError`, with tensor, extent and mesh, if a mesh does not divide an extent.
 
-    `sizes` maps the symbols of (global) extents to values. Tensors that the user cut are checked
+    `sizes` maps the symbols of global extents to values. Tensors that the user cut are checked
     first.
     """
     check_cuts(cut_axes(fusion), sizes)
 
 
 def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
-    """Returns every axis that a mesh or a stream cuts, in the order in which sizes are
-    checked.
+    """Returns every axis that a mesh or a stream cuts, with tensor, extent and cuts.
+
+    Axes of tensors that the user cut come first, so that errors name the user's tensors.
     """
     return tuple(
         (tv, axis, fusion.canonical(axis.size), cuts)
@@ -411,7 +425,7 @@ def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
 
 
 def check_cuts(axes: Iterable[CutAxis], sizes: Mapping[Symbol, int]) -> None:
-    """Raises the errors of `check_divisible`, for axes that `cut_axes` has returned."""
+    """Checks the axes that `cut_axes` has returned; raises the same errors as `check_divisible`."""
     for tv, axis, extent, cuts in axes:
         _local_size(tv, axis, int(sc.evaluate(extent, sizes)), cuts)
 
@@ -430,11 +444,14 @@ def have_different_shardings(
 ) -> bool:
     """Whether an operand and a result of `op` are cut differently along some of `ptypes`.
 
+    - `operand_index`: the index of the operand.
+    - `out`: the result; if None, the first result of the op.
+
     The loop axes of a type are written as index expressions over the logical axes that both tensors
-    have. The shardings are equal when these simplify to the same expression. An axis that depends
-    on no shared axis does not count, unless the op needs all of it. Shardings that cannot be proved
-    equal are different. Extents are assumed to be divisible by the meshes that cut them; this is
-    checked when sizes are known.
+    have. The shardings are equal if these expressions simplify to the same expression. An axis that
+    depends on no shared axis is ignored, unless the op needs all of that axis. Shardings that
+    cannot be proved equal count as different. Extents are assumed to be divisible by the meshes
+    that cut them. This is checked when sizes are known.
     """
     producer = op.inputs[operand_index]
     consumer = out if out is not None else op.out_tensor
@@ -473,7 +490,10 @@ def have_different_shardings(
 
 
 def is_resharding(op: TensorOp) -> bool:
-    """Whether devices must exchange or drop data: some operand and result differ in sharding."""
+    """Whether an operand and a result of the op have different shardings.
+
+    Devices must then exchange or drop data.
+    """
     return any(
         have_different_shardings(op, index, out=out)
         for out in op.outputs
@@ -486,10 +506,12 @@ def is_resharding(op: TensorOp) -> bool:
 
 
 class Comparison:
-    """The loop axes of a producer and a consumer as indices over their shared logical axes.
+    """The loop axes of an operand (producer) and a result (consumer), as indices over shared
+    logical axes.
 
-    `names_quotients`: replace an extent that is a quotient (such as the size of a head) by a new
-    symbol. Then the proof knows that devices divide it, but no longer which quotient it is.
+    - `names_quotients`: if True, an extent that is a quotient (such as the size of a head) is
+      replaced by a new symbol. The proof then knows that devices divide the extent, but no longer
+      its value.
 
         x [DIDx{2}(i1 / 4), 4] -> y [DIDx{2}(i1)]     q = i1 / 4 = 2 q':  x0 / q' on both sides
     """
@@ -531,7 +553,7 @@ class Comparison:
         self.producer = _View(producer, producer.domain.no_reductions, shared, domain, self)
 
     def differs(self, ptypes: Collection[ParallelType]) -> bool:
-        """Whether the two tensors are cut differently along some of `ptypes`."""
+        """Whether the producer and the consumer are cut differently along some of `ptypes`."""
         for ptype in ptypes:
             p, c = self.producer.index_of(ptype), self.consumer.index_of(ptype)
             if p == c:
@@ -541,10 +563,10 @@ class Comparison:
         return False
 
     def rewrite(self, x: Scalar) -> Scalar:
-        """Writes an extent in terms of canonical symbols and their known factors.
+        """Rewrites an extent in terms of canonical symbols and the known factors of these symbols.
 
-        A sum (from a pad or a cat) gets one new symbol: its multiples would otherwise be written as
-        sums too, which hide the factor.
+        A sum (from a pad or a cat) is replaced by one new symbol. Otherwise its multiples would be
+        written as sums, too, which hide the factor.
         """
         x = self._fusion.canonical(x)
         if isinstance(x, sc.Poly) and len(x.terms) > 1:
@@ -559,7 +581,10 @@ class Comparison:
             x = sc.substitute(x, found)
 
     def _named_quotients(self, x: Scalar) -> dict[Scalar, Scalar]:
-        """Returns a symbol for the first quotient in an extent, {} where there is none."""
+        """Maps the first quotient in an extent to a new symbol; {} if there is no quotient.
+
+        Returns {} unless `names_quotients` was set.
+        """
         if self._quotients is None:
             return {}
         quotient = _first_quotient(x)
@@ -569,14 +594,19 @@ class Comparison:
         return {quotient: self._quotients.setdefault(quotient, sc.name_for(name, quotient))}
 
     def index(self, name: str, extent: Scalar) -> Scalar:
-        """Returns the index symbol of an axis with this extent; 0 if the extent is 1."""
+        """Creates the index symbol of an axis with the extent `extent`; returns 0 if the extent is
+        1.
+        """
         extent = self.rewrite(extent)
         if sc.int_value(extent) == 1:
             return sc.ZERO
         return sc.index(name, extent)
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
-        """Returns the domain over rewritten extents; `sizes` has those of the source axes."""
+        """Returns the domain of `tv` with rewritten extents.
+
+        `sizes` has the extents of the axes from which all other axes are derived, by axis number.
+        """
         sizes = replay(forward(tv.domain.transforms), sizes, SizeRules(self.rewrite))
 
         def rewritten(a: IterDomain) -> IterDomain:
@@ -589,10 +619,13 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Records `s = part * s'` for the splits of views and of devices, which have no remainder.
+        """Records which extents of a tensor are products, because a split divides them without a
+        remainder.
 
-        For a view whose parts have their own symbols, it records `s = outer * inner`. Splits of
-        streams are left out, because they may have a remainder.
+        - The splits of devices and of views: records `s = part * s'` with a new symbol s'.
+        - A view whose two parts both have their own symbols: records `s = outer * inner`.
+
+        Splits of streams are left out, because they may have a remainder.
         """
         for t in tv.domain.splits.values():
             outer = tv.domain.rotated(t.outer)
@@ -628,8 +661,8 @@ class Comparison:
 
 
 def _first_quotient(x: Scalar) -> Scalar | None:
-    """Returns the innermost rounded-down quotient in an extent, the first in order of
-    evaluation.
+    """Returns the first rounded-down quotient in an extent, in order of evaluation (innermost
+    first).
     """
     seen: set[Scalar] = set()
     for y in postorder(x, seen.__contains__):
@@ -640,10 +673,11 @@ def _first_quotient(x: Scalar) -> Scalar | None:
 
 
 def _as_digits(x: Scalar) -> Scalar:
-    """Returns `x` with each quotient of a remainder rewritten as the remainder of a quotient.
+    """Rewrites each quotient of a remainder in `x` as the remainder of a quotient.
 
-    (i % 4) / 2  ->  (i / 2) % 2
-    Nested cuts have the first form before a reshape and the second form after it.
+        (i % 4) / 2  ->  (i / 2) % 2
+
+    Nested cuts have the first form before a reshape, and the second form after a reshape.
     """
     done: dict[Scalar, Scalar] = {}
     for y in postorder(x, done.__contains__):
@@ -652,8 +686,9 @@ def _as_digits(x: Scalar) -> Scalar:
 
 
 def _digit(x: Scalar) -> Scalar:
-    """Returns (i % n) / d, where d divides n and no operand is negative, as (i / d) % (n /
-    d).
+    """Rewrites (i % n) / d as (i / d) % (n / d), if d divides n and no operand is negative.
+
+    Returns any other expression unchanged.
     """
     if not isinstance(x, sc.Apply) or x.op not in ("/", "floorDiv"):
         return x
@@ -667,7 +702,12 @@ def _digit(x: Scalar) -> Scalar:
 
 
 class _View:
-    """The loop indices of one tensor, computed from the indices of some of its source axes."""
+    """The index expressions of the loop axes of one tensor, derived from the indices of its source
+    axes.
+
+    `shared` has the index of each source axis that both tensors have. Other source axes get new
+    index symbols.
+    """
 
     def __init__(
         self,
@@ -692,7 +732,11 @@ class _View:
         self._indices = indices_forward(domain, indices, coordinate=coordinate)
 
     def index_of(self, ptype: ParallelType) -> Scalar | None:
-        """Returns the index of the loop axis with this type; None when no such axis counts."""
+        """Returns the index expression of the loop axis with this type.
+
+        Returns None if there is no such axis, if the axis depends on no shared axis, or if its mesh
+        dimension has one device.
+        """
         axis = sharded_axis(self._tv, ptype)
         if axis is None:
             return None

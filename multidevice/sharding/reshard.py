@@ -1,7 +1,9 @@
-"""The communication of a `Reshard`: its type, its team, and the axes that it gathers or scatters.
+"""The communication of a `Reshard`: its type, its team, and the axes that are gathered or
+scattered.
 
-Decomposition makes every change of placement a `Reshard`; `as_reshard` proves once which change it
-is. All later stages read the node. All answers hold for all ranks, except those of `TeamOf.ranks`.
+Decomposition makes every change of placement a `Reshard`. `as_reshard` proves once which change an
+op is, and all later stages read the node. All answers are the same on all ranks, except those of
+`TeamOf.ranks`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "ma
 
 @dataclass(frozen=True)
 class TeamOf:
-    """The team of each rank: the ranks of `mesh` that differ from it only along `ptypes`."""
+    """The team of each rank: the ranks of `mesh` that differ from that rank only along `ptypes`."""
 
     mesh: DeviceMesh
     ptypes: tuple[ParallelType, ...]
@@ -68,12 +70,12 @@ class TeamOf:
         )
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the team of `rank` in mesh order; () when the mesh does not contain it."""
+        """Returns the team of `rank` in mesh order; () if the mesh does not contain the rank."""
         return self.mesh.team(rank, self.ptypes) if self.mesh.has(rank) else ()
 
     @property
     def size(self) -> int:
-        """The number of ranks of each team."""
+        """The number of ranks in each team."""
         return math.prod(self.mesh.size_of(p) for p in self.ptypes)
 
     def __str__(self) -> str:
@@ -86,10 +88,11 @@ class TeamOf:
 def communication_type(op: Reshard) -> CommunicationType:
     """Returns the type of a `Reshard`, which follows from its axes, its reduction and its meshes.
 
-    If every device exchanges blocks with every other one in steps, the type is AllToAll. If blocks
-    of devices become steps of a stream, it is the type of one step: Broadcast from the step's
-    device, or CollectivePermute if every device starts with its own block. The lowering may choose
-    any other way that brings each device the block of the step.
+    If every device exchanges blocks with every other device in steps, the type is AllToAll. If
+    blocks of devices become steps of a stream, the type is that of one step. One step is a
+    Broadcast from the step's device, or a CollectivePermute if every device starts with its own
+    block. The lowering may choose any other communication that brings each device the block of the
+    step.
     """
     if any(p.is_stream for p in op.ptypes):
         if not any(p.is_device for p in op.ptypes):
@@ -115,14 +118,17 @@ def communication_type(op: Reshard) -> CommunicationType:
 
 
 def _stored(tv: TensorView, position: int | None) -> int | None:
-    """Returns the position, None for an expanded axis: every device stores its only element."""
+    """Returns `position`, or None if the axis at this position is a broadcast.
+
+    Every device stores the only element of an expanded axis, so that nothing is cut.
+    """
     if position is None or tv.domain.no_reductions[position].is_broadcast:
         return None
     return position
 
 
 def communicates(op: TensorOp) -> bool:
-    """Whether devices exchange data: a `Reshard` that is more than a slice."""
+    """Whether devices exchange data: the op is a `Reshard` and more than a local slice."""
     return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
 
 
@@ -132,14 +138,16 @@ def is_step_slice(op: TensorOp) -> bool:
 
 
 def is_device_to_stream(op: TensorOp) -> bool:
-    """Whether each step of a stream loop brings every device the block of one device."""
+    """Whether each step of a stream loop sends the block of one device to every device."""
     return _has_steps(op) and op.source == op.target
 
 
 def is_exchange(op: TensorOp) -> bool:
-    """Whether in each step of a stream loop every device sends a block to another and receives one.
+    """Whether in each step of a stream loop every device sends a block to another and receives a
+    block.
 
-    An axis in steps becomes an axis over devices, and an axis over devices becomes one in steps.
+    An axis in steps becomes an axis over devices, and an axis over devices becomes an axis in
+    steps.
     """
     return _has_steps(op) and op.source != op.target
 
@@ -149,10 +157,10 @@ def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
 
 
 def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
-    """Returns the positions (source, target) of the axes that an exchange in steps swaps.
+    """Returns the positions (source, target) of the two axes that an exchange in steps swaps.
 
-    The source axis is cut over devices in the operand and in steps in the result; the target axis
-    the other way round. None for any other op.
+    The source axis is cut over devices in the operand and in steps in the result. The target axis
+    is cut in steps in the operand and over devices in the result. Returns None for any other op.
 
         u [stream, DIDx, ...] = set(t [DIDx, stream, ...])   ->   (0, 1)
     """
@@ -182,9 +190,7 @@ def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
 
 
 def is_same_cut(a: Cuts, b: Cuts) -> bool:
-    """Whether one cut makes one block per step and the other makes the same blocks, one per
-    device.
-    """
+    """Whether `a` and `b` make the same blocks, one along a stream, the other over devices."""
     if len(a) != 1 or len(b) != 1:
         return False
     (one,), (other,) = a, b
@@ -198,8 +204,8 @@ def is_same_cut(a: Cuts, b: Cuts) -> bool:
 def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
     """Returns the logical positions, in `inp` and `out`, of the axis that is gathered or scattered.
 
-    None on a side that has no such axis. Both are None for an allreduce, and where every step moves
-    a block unchanged.
+    An entry is None if that tensor has no such axis. Both entries are None for an allreduce, and if
+    every step moves a block unchanged.
     """
     if _has_steps(op):
         return None, None
@@ -214,9 +220,7 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
 
 
 def sliced_axis(op: Reshard) -> int:
-    """Returns the logical position, in `inp` and `out`, of the axis that a local slice
-    changes.
-    """
+    """Returns the position of the logical axis, in `inp` and `out`, that a local slice changes."""
     if op.target is not None:
         return op.target
     assert op.source is not None, f"{op} changes no axis"
@@ -224,8 +228,9 @@ def sliced_axis(op: Reshard) -> int:
 
 
 def position_map(op: TensorOp) -> dict[int, int]:
-    """Returns producer position -> consumer position for the first operand, without
-    reductions.
+    """Returns position in the first operand -> position in the result, for mapped axes.
+
+    Reductions are not counted.
     """
     positions = _numbered(op.out_tensor.domain.no_reductions)
     sources = _numbered(op.inputs[0].domain.no_reductions)
@@ -241,7 +246,7 @@ def _numbered(axes: tuple[IterDomain, ...]) -> dict[int, int]:
 
 
 def team_of(op: Reshard) -> TeamOf:
-    """Returns the teams of a communication: the ranks along the mesh axes that change.
+    """Returns the teams of a communication: the ranks along the mesh dimensions that change.
 
     Raises `UnsupportedError` for types that are not collectives of one mesh.
     """
@@ -256,7 +261,7 @@ def team_of(op: Reshard) -> TeamOf:
 
 # ------------------------------------------------------------------ finding it out, once
 def as_reshard(op: TensorOp) -> Reshard | None:
-    """Returns the `Reshard` that the op is; None for an op that is local on every device.
+    """Returns the `Reshard` that is equal to an op, None if the op needs no communication.
 
     Raises:
         ShardingError: the op is neither a copy nor a reduction over devices, or more than one
@@ -324,10 +329,10 @@ def check_lowerable(op: Reshard) -> None:
 
 
 def _changing_type(op: TensorOp) -> ParallelType:
-    """Returns the one device type whose sharding changes.
+    """Returns the one device type along which the shardings of operand and result differ.
 
-    Between two meshes, all their types count as different. Then it is the type that cuts either
-    side, or mesh_x.
+    Between two meshes, all types count as different. Then the result is the type that cuts the
+    operand or the result, or else mesh_x.
     """
     producer, consumer = op.inputs[0], op.out_tensor
     types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
@@ -358,7 +363,7 @@ def _position(tv: TensorView, ptype: ParallelType) -> int | None:
 
 
 class Copies:
-    """The resharding copies of a fusion, by source, mesh and placement."""
+    """The resharding copies of a fusion, found by source tensor, mesh and placement."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -367,8 +372,9 @@ class Copies:
     def get(
         self, source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, before: TensorOp
     ) -> TensorView:
-        """Returns a copy of `source` with this placement that is defined before the op
-        `before`.
+        """Returns a copy of `source` with the mesh `mesh` and the cuts `cuts`.
+
+        Creates the copy if there is none that is defined before the op `before`.
         """
         known = self._known.get((source, mesh, cuts))
         if known is not None and self._is_before(known, before):
@@ -381,7 +387,7 @@ class Copies:
     def feed(
         self, op: TensorOp, index: int, *, mesh: DeviceMesh | None, cuts: Placement
     ) -> TensorOp:
-        """Replaces operand `index` of the op by a copy with this placement; returns the new
+        """Replaces operand `index` of an op by a copy with the given mesh and cuts; returns the new
         op.
         """
         made = self.get(op.inputs[index], mesh, cuts, before=op)
@@ -403,7 +409,7 @@ class Copies:
 
 
 def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
-    """Returns the op with its operand number `index` (as in `op.inputs`) replaced."""
+    """Returns the op with operand number `index` (as in `op.inputs`) replaced by `new`."""
     position = -1
     changes: dict[str, object] = {}
     for f in dataclasses.fields(op):  # pyright: ignore[reportArgumentType]
@@ -423,10 +429,10 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 
 
 def split_copies(fusion: Fusion, copies: Copies) -> None:
-    """Rewrites every copy as a chain of copies in which one device type changes at a time.
+    """Rewrites every copy as a chain of copies in each of which one device type changes.
 
-    Device blocks inside the blocks of a stream are gathered step by step: the whole data of a
-    device is not one block.
+    `copies` supplies copies that exist already. Device blocks inside the blocks of a stream are
+    gathered step by step, because the data of a device consists of several blocks.
 
         y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
     """
@@ -444,11 +450,11 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
 
 
 def plan_steps(source: Placement, target: Placement) -> list[Placement]:
-    """Returns the placements between `source` and `target`, both left out.
+    """Returns the placements between `source` and `target`, excluding both.
 
-    Each step removes or adds one device type:
+    From one placement to the next, one device type is removed or added:
 
-    - Types are added first where the axis has no changing types, so that less data is gathered.
+    - First, types are added to axes without changing types, so that less data is gathered later.
     - Then types are removed, inner cuts before outer ones, mesh_x first.
     - Then the remaining types are added, outer cuts first.
 
@@ -500,9 +506,10 @@ def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
 
 
 def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Returns the cuts outside the one over `ptype`, or all if there is none.
+    """Returns the cuts outside the cut along `ptype`; all cuts but an innermost stream if there is
+    none.
 
-    A stream's order of blocks no longer depends on `ptype`.
+    The order of a stream's blocks no longer depends on `ptype` in the result.
     """
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]

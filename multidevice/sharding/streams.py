@@ -1,7 +1,8 @@
-"""Streams in fusions: which axis of a tensor is computed in steps, in which memory, in which loop.
+"""Stream axes in fusions: the axis along which a tensor is computed in steps, its memory, its loop.
 
-A tensor with a stream axis is computed in steps, one per block of the axis. `shard_fusion` makes
-sure that an op in steps reads, of every operand, either the block of the same step or the whole.
+A tensor with a stream axis is computed in steps of a loop, one step per block of the axis. An op
+that is computed in steps reads, of each operand, either the block of the same step or the whole
+operand. `shard_fusion` makes sure of that.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ from multidevice.sharding.reshard import (
 class StreamAxis:
     """The axis along which a tensor is computed in steps.
 
-    - `position`: the position of the logical axis, without reductions.
+    - `position`: the position of the logical axis; reductions are not counted.
     - `count`: the number of steps.
-    - `is_logical`: the axis itself has the type, and a step is one index. Otherwise a step is a
-      block of ceilDiv(n, count) of the device's n indices. The last block may be shorter; blocks
-      after it are empty.
-    - `swizzle`: step i has block (i + this device's coordinate along the type) % count; None: block
-      i.
+    - `is_logical`: True if the logical axis itself has a stream type; a step is then one index.
+      Otherwise a step is a block of ceilDiv(n, count) of the n indices on a device. The last block
+      may be shorter, and blocks after the last one are empty.
+    - `swizzle`: a device type, or None. If set, step i computes block (i + c) % count, where c is
+      the device's coordinate along the type. If None, step i computes block i.
+    - `ptype`: the stream type of the axis.
     """
 
     position: int
@@ -81,9 +83,9 @@ class StreamAxis:
 
 
 def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
-    """Returns the stream axes of a tensor, () for one that is computed at once.
+    """Returns the stream axes of a tensor; () if the tensor is not computed in steps.
 
-    A merged stream axis has several; the outermost part of a step's number is first.
+    A merged stream axis has several entries, the outermost part of the step number first.
     """
     positions = {a.number: p for p, a in enumerate(tv.domain.no_reductions)}
     return tuple(
@@ -94,13 +96,14 @@ def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
 
 
 def stream_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the first stream axis of a tensor, None for one that is computed at once."""
+    """Returns the first stream axis of a tensor; None if the tensor is not computed in steps."""
     return next(iter(stream_axes(tv)), None)
 
 
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Returns the axes of a kernel's operand `tv` that a slice with `rank` dimensions lacks, in
-    order.
+    """Returns the axes of the tensor `tv` that a kernel's argument with `rank` dimensions lacks.
+
+    A kernel may receive one step's slice of `tv`, without the stream axes. The result is sorted.
     """
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
@@ -111,27 +114,29 @@ def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
 
     `block` selects the step:
 
-    - "last": the last step that has elements; its block may be shorter than the others;
-    - "first": any step before it;
-    - "empty": a step after it.
+    - "last": the last step that has elements; its block may be shorter than earlier blocks;
+    - "first": any step before the last one with elements;
+    - "empty": a step after the last one with elements.
 
-    An axis that is a stream as a whole has extent 1.
+    A logical axis that itself has a stream type has extent 1.
     """
     axes = zip(tv.domain.no_reductions, placement(tv), strict=True)
     return tuple(local_extent(tv.fusion.canonical(a.size), cuts, block) for a, cuts in axes)
 
 
 def held_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Returns the shape of one allocation of the tensor: of a step's block, or of a device's
-    shard.
+    """Returns the symbolic shape of one allocation of the tensor.
+
+    This is one step's block if the tensor is allocated per step, otherwise the device's shard.
     """
     return block_extents(tv) if is_allocated_per_step(tv) else local_extents(tv)
 
 
 def scatters_steps(op: TensorOp) -> bool:
-    """Whether each step of the operand's loop computes the part of the result of one device.
+    """Whether `op` is a reduction over devices in which each step computes one device's part of the
+    result.
 
-    t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
+        t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
     """
     if not isinstance(op, Reshard) or op.reduction is None or op.target is None:
         return False
@@ -147,11 +152,12 @@ def scatters_steps(op: TensorOp) -> bool:
 
 @dataclass(frozen=True)
 class StreamLoop:
-    """A loop over steps that ops may share.
+    """A loop over the steps of a stream, which several ops may share.
 
-    `axes` identify the stream axes of the ops, which are all mapped to each other. No op of a loop
-    with a given `order` needs a result of a later loop, or the whole of a result of this one. An op
-    that scatters the steps of a loop belongs to it.
+    `axes` are numbers that identify the stream axes of the ops in the loop. `order` is the position
+    of the loop among the loops of the fusion: no op of a loop needs a result of a later loop. No op
+    of a loop needs the whole of a result that the loop itself computes. An op that scatters the
+    steps of a loop belongs to that loop.
     """
 
     axes: tuple[int, ...]
@@ -159,11 +165,12 @@ class StreamLoop:
 
 
 class StreamLoops:
-    """The ops of a sharded fusion that run in steps, and the loops that they may share.
+    """The ops of a sharded fusion that are computed in steps, and the loops that these ops may
+    share.
 
-    Two ops may share a loop when their stream axes correspond and no op on a path between them
-    needs a whole tensor that the loop computes. Then replacing each loop by one node makes no cycle
-    in the program, also when unrelated ops are between them.
+    Two ops may share a loop if their stream axes correspond. In addition, no op on a path between
+    the two may need a whole tensor that the loop computes. Then no cycle arises if each loop is
+    replaced by one node, even if unrelated ops are between the two ops.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -197,16 +204,20 @@ class StreamLoops:
                 self._loop[op] = StreamLoop(self._axes(stepping), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
-        """Returns the loop in which the op runs, None for an op that is computed at once."""
+        """Returns the loop in which an op runs; None if the op is not computed in steps."""
         return self._loop.get(op)
 
     def may_share_kernel(self, a: TensorOp, b: TensorOp) -> bool:
-        """Whether two ops run in the same loop, or both in none with no loop between them."""
+        """Whether two ops run in the same loop, or both outside all loops with no loop between
+        them.
+        """
         is_loop = self._loop.get(a) == self._loop.get(b)
         return is_loop and self._order.get(a) == self._order.get(b)
 
     def fits_in_loop(self, tv: TensorView) -> bool:
-        """Whether only steps of the tensor's own loop read it, each its own block."""
+        """Whether every reader of a tensor is in the tensor's own loop and reads the block of its
+        own step.
+        """
         definition = self._fusion.definition(tv)
         loop = None if definition is None else self._loop.get(definition)
         return loop is not None and all(
@@ -234,7 +245,10 @@ class StreamLoops:
                 self._same[max(a, b)] = min(a, b)
 
     def _parts(self, tv: TensorView) -> dict[ParallelType, int]:
-        """Returns the representative of each stream axis of a tensor, by type."""
+        """Returns, by stream type, the number that identifies each stream axis of a tensor.
+
+        Mapped axes have the same number.
+        """
         found: dict[ParallelType, int] = {}
         for axis in tv.domain.loop:
             if axis.is_stream:
@@ -253,14 +267,20 @@ class StreamLoops:
         return tuple(self._parts(tv)[ptype] for ptype in step_parts(tv))
 
     def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
-        """Yields the ops that define the op's operands, with the operands' indices."""
+        """Yields, for each operand of `op`, the op that defines the operand, and the operand's
+        index.
+
+        Operands that are inputs of the fusion are left out.
+        """
         for index, operand in tensor_operands(op):
             made_by = self._fusion.definition(operand)
             if made_by is not None:
                 yield made_by, index
 
     def _leaves(self, op: TensorOp, reader: TensorOp) -> bool:
-        """Whether a reader needs more of an op in steps than the block of its own step."""
+        """Whether `reader` needs a result of `op` after the loop, not only the block of its own
+        step.
+        """
         if scatters_steps(op):
             return True
         if not self._has_steps(op.out_tensor) or scatters_steps(reader):
@@ -273,11 +293,12 @@ class StreamLoops:
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:
-    """Returns the intermediates that only steps of their own loop read, each its own block.
+    """Returns the intermediates whose readers are all in the same loop and read the block of their
+    step.
 
-    Left out are inputs and outputs, because callers are outside the loop; tensors whose steps are
-    single indices; and slices of other tensors. A view is allocated per step if and only if its
-    tensor is.
+    Three kinds of tensors are left out: inputs and outputs, because callers are outside the loop;
+    tensors whose steps are single indices; and slices of other tensors. A view is allocated per
+    step if and only if the tensor that it is a view of is allocated per step.
     """
     loops = StreamLoops(fusion)
     outside = {*fusion.inputs, *fusion.outputs}
@@ -307,9 +328,10 @@ def _may_be_view(op: TensorOp) -> bool:
 
 
 def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
-    """Whether a device's shard of a tensor, or a step's block of it, has one element along an axis.
+    """Whether a tensor has at most one element along an axis in a device's shard.
 
-    Such an axis may be at any position in the memory order.
+    If `in_steps` is True, one step's block of the shard is considered instead of the whole shard.
+    An axis with one element may be at any position in the memory order.
     """
     axis = tv.domain.no_reductions[position]
     if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
@@ -321,9 +343,9 @@ class StepMemory:
     """Decides whether one step's block of a tensor is dense in memory.
 
         y [istream{3}(i0), i1]     memory order (0, 1): dense     (1, 0): a block has gaps in y,
-                                   but not where each step has its own memory
+                                   unless each step allocates its own memory
 
-    The set of tensors with memory per step is computed again when the ops of the fusion have
+    The set of tensors that are allocated per step is computed again if the ops of the fusion have
     changed.
     """
 
@@ -343,9 +365,10 @@ class StepMemory:
 
 
 def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
-    """Returns the memory order with the stream axes outermost whose steps are single indices.
+    """Returns a memory order in which stream axes with single-index steps are outermost.
 
-    The blocks of these axes are in the memory of the whole tensor, and must be dense there.
+    The block of such a step is a part of the whole tensor's memory, and must be dense there. If the
+    block is dense already, `order` is returned unchanged.
     """
     streams = [s.position for s in stream_axes(tv) if s.is_logical]
     if not streams or _is_dense_in_whole(tv, order):
@@ -354,7 +377,9 @@ def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
 
 
 def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
-    """Whether one step's block of a tensor with this memory order has no gaps in the whole."""
+    """Whether one step's block has no gaps in the memory of the whole tensor, with this memory
+    order.
+    """
     streams = stream_axes(tv)
     assert streams, f"{tv} is not computed in steps"
     outside = order[: max(order.index(s.position) for s in streams)]
@@ -370,7 +395,7 @@ def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
 
 # ------------------------------------------------------------------ one op
 def _stream_positions(tv: TensorView) -> list[tuple[int, Cut]]:
-    """Returns (position among all logical axes, cut) of each stream axis."""
+    """Returns (position, cut) for each stream axis; the position counts all logical axes."""
     return [(tv.domain.logical_numbers.index(n), cut) for n, cut in stream_cuts(tv)]
 
 
@@ -382,7 +407,7 @@ def is_computable_in_steps(op: TensorOp) -> bool:
     """Whether blocks along the stream axis of an op's results depend only on blocks of its
     operands.
 
-    True without stream axes.
+    True if the results have no stream axis.
     """
     if _is_one_step(op):
         return not any(map(_stream_positions, op.outputs))
@@ -396,10 +421,10 @@ def is_computable_in_steps(op: TensorOp) -> bool:
 
 
 def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
-    """Returns the axes of a tensor operand of which a step of the op needs only one block.
+    """Returns the axes of operand `index` of which one step of the op needs only one block.
 
-    The keys are positions without reductions; the values are the cuts of these axes, including the
-    stream's. Returns {} if a step needs the whole operand.
+    The keys are positions of axes, without reductions. The values are the cuts of these axes,
+    including the stream's cut. Returns {} if a step needs the whole operand.
     """
     exchanged = exchanged_axes(op)
     if exchanged is not None:
@@ -414,8 +439,8 @@ def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
 
 
 def is_in_step(op: TensorOp, index: int) -> bool:
-    """Whether each step of an op needs exactly the block of the operand that has the same
-    step.
+    """Whether each step of an op needs exactly the block of operand `index` that has the same step
+    number.
     """
     operand = op.inputs[index]
     needed, found = needed_blocks(op, index), stream_cuts(operand)
@@ -442,11 +467,12 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 
 # ------------------------------------------------------------------ passes
 def drop_steps_of_devices(fusion: Fusion) -> None:
-    """Removes the stream from every reduced axis of which a device has one index: it has no steps.
+    """Removes the stream type from every reduced axis that has a device type in the operand.
 
-    c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
-    Users write it to say that the steps of `c` are reduced one by one; the stream axis of `c` says
-    the same.
+        c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
+
+    A device has one index of such an axis, so there are no steps. Users write the stream type to
+    say that the steps of `c` are reduced one by one, which the stream axis of `c` says already.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):
@@ -459,10 +485,10 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
 
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
-    """Removes the stream axis from every result that cannot be computed in steps along it.
+    """Removes the stream axis from every result that cannot be computed in steps along that axis.
 
-    Device cuts inside it are removed, too. Raises `UnsupportedError`, with op and axis, for a
-    tensor in `asked`, where the user has put the stream axis.
+    Device cuts inside the stream axis are removed, too. `asked` are the tensors on which the user
+    has put the stream axis. Raises `UnsupportedError`, with op and axis, for a tensor in `asked`.
     """
     for op in fusion.exprs:
         if is_computable_in_steps(op):
@@ -474,17 +500,18 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
 
 
 def slice_operands(fusion: Fusion) -> None:
-    """Gives every op that is computed in steps its operands as the blocks that the steps need.
+    """Inserts slices, so that every op in steps reads of its operands the blocks that the steps
+    need.
 
         y [stream(M), N] = add(x [M, N], b)  ->  s [stream(M), N] = Reshard(x, along stream)
                                                  y = add(s, b)
 
-    Afterwards an operand of such an op is in step with it, or used whole. Three kinds of ops are
-    computed first, as a whole, and their results are sliced:
+    Afterwards each operand of such an op is in step with the op, or is used whole. Three kinds of
+    ops are first computed as a whole, and then their results are sliced:
 
     - a communication whose steps need other blocks than the devices have;
-    - a communication between devices that are at different blocks, because each starts with its
-      own;
+    - a communication between devices that compute different blocks in the same step, because each
+      device starts with its own block;
     - an op such as a reshape whose blocks cannot be proved to be blocks of its operands.
     """
     made: _Slices = {}
@@ -493,7 +520,9 @@ def slice_operands(fusion: Fusion) -> None:
 
 
 def slice_per_loop(fusion: Fusion) -> None:
-    """Gives every loop its own slices: a slice has no meaning outside its loop."""
+    """Copies slices, so that every loop has its own, because a slice has no meaning outside its
+    loop.
+    """
     slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
     if not slices:
         return
@@ -541,17 +570,19 @@ def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
 def _slice_key(
     op: TensorOp, operand: TensorView, cuts: Placement
 ) -> tuple[TensorView, Placement, TensorOp | None]:
-    """Returns the key under which slices are cached.
+    """Returns the key under which slices of `operand` with these cuts are cached.
 
-    If the operand has only some parts of a merged axis, the key includes the op. The parts alone do
-    not determine which step has which block.
+    If the operand has only some parts of a merged axis, the key includes the op. The reason is that
+    these parts do not determine which block belongs to which step.
     """
     parts = {c.ptype for mine in cuts for c in mine if c.ptype.is_stream}
     return operand, cuts, None if parts == {*step_parts(op.out_tensor)} else op
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
-    """Whether devices that are at different blocks in the same step would communicate."""
+    """Whether the op would communicate between devices that compute different blocks in the same
+    step.
+    """
     found = stream_axis_of(op.out_tensor)
     by = None if found is None else found[1].swizzle
     if by is None or not is_resharding(op) or exchanged_axes(op) is not None:
@@ -565,10 +596,11 @@ def _mixes_rotated_steps(op: TensorOp) -> bool:
 
 
 def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
-    """Whether devices would communicate in steps of single elements of one axis and blocks of
-    another.
+    """Whether the op would communicate blocks that have gaps in memory, because two axes are
+    merged.
 
-    These have gaps in the memory of the whole tensor, and the steps have no memory of their own.
+    In such an op a step is single elements of one axis and a block of another axis. The blocks have
+    gaps in the memory of the whole tensor, and the steps have no memory of their own.
     """
     cuts = [cut for _, cut in stream_cuts(op.out_tensor)]
     return len(cuts) > 1 and not all(cut.whole for cut in cuts) and is_resharding(op)
@@ -577,7 +609,8 @@ def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
 def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int]] | None:
     """Returns operand index -> (block that a step needs, position of the axis to slice).
 
-    It has the operands that are not in step. Returns None where some operand cannot be sliced.
+    The result contains only the operands that are not in step with the op. Returns None if an
+    operand cannot be sliced.
     """
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
@@ -603,7 +636,7 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
 
 
 def _is_ring(op: TensorOp, index: int) -> bool:
-    """Whether each step of the op would bring the block of one device."""
+    """Whether each step of the op would send the block of one device to all devices."""
     needed = needed_blocks(op, index)
     if len(needed) != 1 or len(step_parts(op.out_tensor)) != 1:
         return False
@@ -612,10 +645,11 @@ def _is_ring(op: TensorOp, index: int) -> bool:
 
 
 def _is_read_both_ways(tv: TensorView) -> bool:
-    """Whether some steps read a tensor's own blocks and others read the whole.
+    """Whether some ops in steps read blocks of a tensor and other ops in steps read the whole
+    tensor.
 
-    One kernel may do both and needs both tensors. Communications are left out: they are not in
-    kernels.
+    One kernel may contain both kinds of ops, and needs the tensor and a slice. Communications do
+    not count, because they are not in kernels.
     """
     ways = {
         is_in_step(op, index)
@@ -628,9 +662,10 @@ def _is_read_both_ways(tv: TensorView) -> bool:
 
 
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
-    """Computes an op at once, and copies its results in steps; returns the ops that do so.
+    """Replaces an op in steps by an op that computes the whole result and copies that run in steps.
 
-    Where devices share each step, the op is computed in steps that are the same on all devices.
+    Returns the new ops. If devices share each step, the whole result is instead computed in steps
+    that are the same on all devices.
     """
     first, copies = op, list[TensorOp]()
     for out in op.outputs:

@@ -1,13 +1,13 @@
-"""Small allreduces, each one kernel over memory that the ranks of a host have mapped.
+"""Small allreduces, each of which is one kernel over memory that the ranks of a host have mapped.
 
-A backend first asks `AllreduceKernels` to take a call, and carries out the rest itself. The
-decision depends only on the team, the size, the dtype and the reduction, so it is the same on all
-ranks. A team either has mapped the areas of all its members, or none of them.
+A backend first offers each call to `AllreduceKernels`, and executes the calls that are not taken.
+The decision depends only on the team, the size, the dtype and the reduction. So it is the same on
+all ranks. Either all members of a team have mapped the areas of all members, or none has.
 
 The kernels of a team are matched by their order alone, like the collectives of a library. Each rank
 runs them one after another, in the order in which its host starts them, on any streams and in any
-graphs (`LaunchOrder`). Therefore they may share one area per rank, and one rank may replay a kernel
-from a graph while another launches it directly.
+graphs (`LaunchOrder`). Therefore the kernels may share one area per rank. One rank may replay a
+kernel from a graph while another rank launches it directly.
 
 A kernel that waits for a rank longer than `FUSER_TIMEOUT_S` writes a report into host memory and
 ends. Later kernels of the team do nothing. An error that names the missing rank is then raised in
@@ -64,44 +64,48 @@ class MappedMemory(Protocol):
     """Memory of a device that the peers of its host can map."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that peers can map, as uint8."""
+        """Allocates memory that peers can map, as a uint8 tensor."""
         ...
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
         bytes.
+
+        Returns None if peers cannot map the memory.
         """
         ...
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:
         """Returns the address of a peer's memory in this process.
 
-        Raises `UnsupportedError` where it cannot be mapped.
+        Raises `UnsupportedError` if the memory cannot be mapped.
         """
         ...
 
     def close(self) -> None:
-        """Unmaps the memory of peers."""
+        """Unmaps all memory of peers."""
         ...
 
 
 class OrdersLaunches(Protocol):
-    """The interface of `LaunchOrder`."""
+    """The interface of `LaunchOrder`; callers of `AllreduceKernels` may implement it otherwise."""
 
     def before(self, stream: int) -> bool:
-        """Same as `LaunchOrder.before`: called before a launch on a stream."""
+        """Same as `LaunchOrder.before`: makes the next launch wait for the latest launch."""
         ...
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Same as `LaunchOrder.after`: called after a launch."""
+        """Same as `LaunchOrder.after`: records a launch as the latest one."""
         ...
 
     def is_capturing(self, stream: int) -> bool:
-        """Same as `GraphDriver.is_capturing`: whether a stream is being captured."""
+        """Same as `GraphDriver.is_capturing`: whether work on the stream is being captured into a
+        graph.
+        """
         ...
 
     def is_done(self, stream: int) -> bool:
-        """Same as `GraphDriver.is_done`: whether a stream has done all its work."""
+        """Same as `GraphDriver.is_done`: whether a stream has completed all its work."""
         ...
 
 
@@ -110,7 +114,13 @@ Key = tuple[torch.dtype, RedOp, Way]
 
 @dataclass(eq=False)
 class _Area:
-    """The area of this rank for a team, the addresses of the others' areas, and its kernels."""
+    """The memory area of this rank for the kernels of a team.
+
+    - `me`: the position of this rank in the team.
+    - `addresses`: the addresses of all members' areas in this process, in team order.
+    - `report`: host memory to which a kernel writes when it gives up.
+    - `kernels`, `launches`: the compiled kernels, and their prepared launches.
+    """
 
     team: Team
     me: int
@@ -132,7 +142,7 @@ class _Area:
         return self.tags.setdefault(what, len(self.tags))
 
     def failure(self) -> str:
-        """Returns the report of a kernel that gave up, as text; "" where there is none."""
+        """Returns the report of a kernel that gave up, as text; "" if no kernel has given up."""
         if not self.words[0]:
             return ""
         _, missing, tag, number, _ = self.words
@@ -144,18 +154,21 @@ class _Area:
         )
 
     def check(self) -> None:
-        """Raises `CommunicationTimeout` where a kernel gave up."""
+        """Raises `CommunicationTimeout` if a kernel has given up."""
         if self.words[0]:
             self.mark_read()
             raise CommunicationTimeout(self.failure())
 
     def mark_read(self) -> None:
-        """Marks the report as read, so that the kernel that gave up can end."""
+        """Marks the report as read, so that the kernel that gave up ends.
+
+        A kernel whose report nobody reads fails after some seconds.
+        """
         self.words[REPORT_WORDS - 1] = 1
 
 
 class _Launches:
-    """The launches of one kernel on messages of one size, one for each stream."""
+    """The prepared launches of one kernel on messages of one size, one for each stream."""
 
     def __init__(
         self, area: _Area, kernel: CompiledKernel, shape: Shape, count: int, tag: int
@@ -168,9 +181,9 @@ class _Launches:
         self._found: dict[int, tuple[Any, ...]] = {}
 
     def run(self, out: int, inp: int, stream: int) -> None:
-        """Launches the kernel on the tensors at these addresses.
+        """Launches the kernel on the output and the input at the addresses `out` and `inp`.
 
-        Raises `CommunicationTimeout` where an earlier kernel of the team gave up.
+        Raises `CommunicationTimeout` if an earlier kernel of the team gave up.
         """
         area = self._area
         if area.words[0]:
@@ -198,16 +211,18 @@ class _Launches:
 
 
 class _KernelWork:
-    """An allreduce on a stream; the stream orders everything that follows it."""
+    """An allreduce kernel that is enqueued on a stream; later work of the stream runs after it."""
 
     def __init__(self, control: Control, area: _Area, call: CollectiveCall, stream: int) -> None:
         self._control, self._area, self._call, self._stream = control, area, call, stream
 
     def wait(self) -> None:
-        """Returns at once: the stream orders later work after the kernel."""
+        """Implements `Work.wait`: returns at once, because the stream orders later work."""
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: polls the stream until the deadline."""
+        """Implements `Work.synchronize`: polls the stream until the deadline, and checks the
+        report.
+        """
         area = self._area
 
         def is_done() -> bool:
@@ -224,8 +239,8 @@ class _KernelWork:
 class AllreduceKernels:
     """The allreduces of one backend that are one kernel each.
 
-    `largest_nbytes` bounds the messages. `make_memory` and `make_order` are called when the first
-    team needs them.
+    - `largest_nbytes`: the size of the largest message for which a kernel is used.
+    - `make_memory`, `make_order`: called when a team first needs mapped memory and a launch order.
     """
 
     def __init__(
@@ -250,11 +265,13 @@ class AllreduceKernels:
 
     @property
     def is_used(self) -> bool:
-        """Whether kernels may be running."""
+        """Whether any team uses kernels, so that kernels may be running."""
         return any(self._areas.values())
 
     def takes(self, call: CollectiveCall) -> bool:
-        """Whether a call is one kernel; the answer is the same on all members of its team."""
+        """Whether a call is executed by one kernel; the answer is the same on all members of the
+        team.
+        """
         if call.row is not ALLREDUCE or call.inp is None or call.reduce is None:
             return False
         count, dtype = call.inp.numel(), call.inp.dtype
@@ -264,10 +281,10 @@ class AllreduceKernels:
         return is_known(dtype, call.reduce) and self._areas.get(call.team, self) is not None
 
     def start(self, call: CollectiveCall, stream: int) -> Work | None:
-        """Starts a call on a stream; None where the backend must carry it out.
+        """Starts a call on a stream; returns None if the backend must execute the call.
 
-        Raises `CommunicationError` for a captured call that was never made outside a capture
-        before.
+        Raises `CommunicationError` if the call is being captured and was never made outside a
+        capture.
         """
         if not self.takes(call):
             return None
@@ -280,9 +297,10 @@ class AllreduceKernels:
         return _KernelWork(self._control, area, call, stream)
 
     def bind(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts calls like this one, for which `takes` is true.
+        """Returns a function that starts calls like `call`, for which `takes` must be True.
 
-        Returns None where this rank has not started one before.
+        Returns None if this rank has not started an allreduce of this team before, or if the
+        members cannot map each other's memory.
         """
         if self._areas.get(call.team) is None:
             return None
@@ -310,10 +328,11 @@ class AllreduceKernels:
         return start
 
     def failure(self) -> str:
-        """Returns the report of a kernel that nobody has read; "" where there is none.
+        """Returns the report of a kernel that gave up, if no wait has raised it; "" if there is
+        none.
 
-        The first call leaves a new report to the ranks that wait for the result; the next call
-        returns it.
+        The first call that finds a new report returns "", so that a wait for the result can raise
+        the error. The next call returns the report.
         """
         for area in (*self._areas.values(), *self._kept):
             if area is None or not area.words[0] or area.words[REPORT_WORDS - 1]:
@@ -324,16 +343,16 @@ class AllreduceKernels:
         return ""
 
     def close(self) -> None:
-        """Unmaps the memory of peers."""
+        """Unmaps the memory areas of peers."""
         if self._memory is not None:
             self._memory.close()
 
     # ------------------------------------------------------------ teams
     def _launches(self, call: CollectiveCall) -> tuple[_Area, _Launches] | None:
-        """Returns the area and the launches of a call for which `takes` is true; None for a team
-        without areas.
+        """Returns the area and the launches of a call, for which `takes` must be True.
 
-        Collective over the team at first use.
+        Returns None if the team's members cannot map each other's memory. The first call for a team
+        is collective over the team.
         """
         assert call.inp is not None and call.reduce is not None, "it fits"
         count, dtype, team = call.inp.numel(), call.inp.dtype, call.team
@@ -368,8 +387,9 @@ class AllreduceKernels:
         return kernel
 
     def _connect(self, team: Team, key: Key) -> _Area | None:
-        """Makes the area and maps those of the others; None, on all members, where one of them
-        cannot.
+        """Allocates this rank's area for a team, and maps the areas of the other members.
+
+        Returns None on all members if this fails on any of them.
         """
         area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
         if not options.disabled("allreduce_kernel"):
@@ -395,7 +415,7 @@ class AllreduceKernels:
         return area
 
     def _told_by(self, team: Team, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Returns the answer of each member of a team."""
+        """Sends `mine` to all members of a team; returns the answer of each member, by rank."""
         answers = self._control.exchange(json.dumps(mine).encode(), team=team)
         return dict(zip(team, map(json.loads, answers), strict=True))
 
@@ -424,7 +444,7 @@ class AllreduceKernels:
         return area, {"host": host(), "name": name, "at": at}
 
     def _forget(self, key: Calls) -> None:
-        """Drops the area of a team whose members no longer count its calls equally."""
+        """Drops the area of the team in `key`, whose members no longer count calls equally."""
         area = self._areas.pop(key.team, None)
         if area is not None:
             self._kept.append(area)

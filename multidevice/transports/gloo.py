@@ -1,7 +1,7 @@
-"""Gloo on torch's TCP store: control channel and CPU data of jobs started by torchrun or Slurm.
+"""Gloo on torch's TCP store: control channel and CPU backend of jobs started by torchrun or Slurm.
 
-One torch process group per team is created directly, so torch's default group remains the user's.
-The control channel uses only the store.
+One torch process group per team is created directly, so that torch's default group remains the
+user's. The control channel uses only the store.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ _LISTEN_S = 1.5
 
 
 class StoreControl(JobControl):
-    """The control channel over a TCP store: rank 0's own store, or that of torchrun's agent.
+    """The control channel over a TCP store, which rank 0 or torchrun's agent serves.
 
     Raises:
-        CommunicationError: the store cannot be reached or its port is in use; names host and port.
+        CommunicationError: the store cannot be reached, or its port is in use; the message names
+            host and port.
     """
 
     def __init__(self, launch: LauncherInfo) -> None:
@@ -99,7 +100,9 @@ class StoreControl(JobControl):
         return values
 
     def listen(self) -> None:
-        """Records the announcements that have arrived."""
+        """Implements `Control.listen`: records the announcements that have been written to the
+        store.
+        """
         with self._listening:
             count = self.store.add("events", 0)
             while self._heard < count:
@@ -112,7 +115,7 @@ class StoreControl(JobControl):
                     self.peers.record(event)
 
     def announce(self, event: Event) -> None:
-        """Writes the event to the store."""
+        """Implements `JobControl.announce`: writes the event to the store."""
         try:
             self.store.set(f"event/{self._claim()}", event.encode())
         except torch.distributed.DistError:
@@ -123,8 +126,9 @@ class StoreControl(JobControl):
         return self.store.add("events", 1)
 
     def finish(self) -> None:
-        """Waits until all peers have announced that they leave; rank 0 may serve the store and
-        leaves last.
+        """Implements `JobControl.finish`: waits until all peers have announced that they leave.
+
+        If rank 0 serves the store, it leaves last.
         """
         try:
             if not self.wait_for_leavers(lambda: time.sleep(_FINISH_SLEEP_S)):
@@ -134,7 +138,7 @@ class StoreControl(JobControl):
             return  # Rank 0 served the store and has left after all others announced.
 
     def _leave_store(self) -> None:
-        """Makes the rank that serves the store wait for the last reader."""
+        """Counts this rank as gone; the rank that serves the store waits for all other ranks."""
         gone = self.store.add("gone", 1)
         if self.rank != 0 or uses_agent_store():
             return
@@ -144,8 +148,9 @@ class StoreControl(JobControl):
             gone = self.store.add("gone", 0)
 
     def abort(self, code: int) -> None:
-        """Ends this process; its supervisor ends the others, and waiting peers read the
-        announcement.
+        """Implements `JobControl.abort`: ends this process only.
+
+        The launcher ends the other processes, and peers that wait read this rank's announcement.
         """
         sys.stderr.flush()
         os._exit(code)
@@ -179,7 +184,7 @@ def _open_store(launch: LauncherInfo) -> Any:
 
 
 class _GlooWork:
-    """Started torch works; torch keeps their buffers alive."""
+    """A started communication: torch works, which keep their buffers alive."""
 
     def __init__(
         self, backend: GlooBackend, works: list[Any], call: CollectiveCall | Exchange
@@ -189,7 +194,7 @@ class _GlooWork:
         self._call = call
 
     def wait(self) -> None:
-        """Implements `Work.wait`: waits until the buffers may be used."""
+        """Implements `Work.wait`: blocks until all torch works have ended, and explains errors."""
         control = self._backend.control
         for work in self._works:
             try:
@@ -205,12 +210,15 @@ class _GlooWork:
         self._works = []
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: waits until the data has arrived."""
+        """Implements `Work.synchronize` in the same way as `wait`."""
         self.wait()
 
 
 def _is_done(work: Any) -> bool:
-    """Waits a moment for a torch work, without using the core, which gloo's own threads need."""
+    """Waits up to 10 ms for a torch work; returns whether the work has ended.
+
+    The wait blocks, so that gloo's own threads can use the core.
+    """
     try:
         work.wait(_WORK_SLICE)
     except RuntimeError:
@@ -222,8 +230,9 @@ def _is_done(work: Any) -> bool:
 
 
 class _Transfer:
-    """A gloo send or receive. Its only test for completion is a blocking wait, which a thread
-    makes.
+    """A gloo send or receive, whose end is detected by a thread.
+
+    The thread is needed because gloo offers only a blocking wait for a transfer.
     """
 
     def __init__(self, work: Any, timeout: timedelta) -> None:
@@ -238,11 +247,14 @@ class _Transfer:
             self._error = error
 
     def is_completed(self) -> bool:
-        """Returns whether the blocking wait has ended."""
+        """Whether the thread's blocking wait has ended."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits; raises the transfer's error, or a RuntimeError when it is not done in time."""
+        """Waits up to `timeout` for the transfer.
+
+        Raises the transfer's error, or a RuntimeError if the transfer has not ended in time.
+        """
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
             raise RuntimeError("not done yet")
@@ -251,7 +263,7 @@ class _Transfer:
 
 
 class GlooBackend(CheckedBackend):
-    """Collectives on CPU tensors over gloo."""
+    """Collectives and transfers of CPU tensors over gloo."""
 
     name = "gloo"
 
@@ -264,8 +276,9 @@ class GlooBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Drops the groups of a sequence of calls: later calls must not match leftover
-        messages.
+        """Drops the process groups of a sequence of calls.
+
+        Otherwise later calls could match messages of a failed call.
         """
         for team in list(self._groups):
             if is_of(key, self.name, team):
@@ -281,7 +294,9 @@ class GlooBackend(CheckedBackend):
         return timedelta(seconds=options.timeout_s() + 10)
 
     def _group(self, team: Team) -> Any:
-        """Returns the team's process group; collective over the team at first use."""
+        """Returns the process group of a team; the first call creates it and is collective over the
+        team.
+        """
         group = self._groups.get(team)
         if group is None:
             dist: Any = import_module("torch.distributed")
@@ -312,8 +327,9 @@ class GlooBackend(CheckedBackend):
         return group
 
     def explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
-        """Returns the peer's announced failure that caused a transport error, or the error
-        itself.
+        """Returns the announced failure of a peer that caused the transport error `error`.
+
+        If no peer announces a failure in time, returns `error` as a `CommunicationError`.
         """
         stop = time.monotonic() + _LISTEN_S
         try:
@@ -353,7 +369,7 @@ class GlooBackend(CheckedBackend):
         return _GlooWork(self, works, batch)
 
     def close(self) -> None:
-        """Drops the process groups."""
+        """Implements `Backend.close`: drops the process groups."""
         super().close()
         self._groups.clear()
 
@@ -383,7 +399,10 @@ def _reduction(call: CollectiveCall) -> Any:
 
 
 def _in_place(call: CollectiveCall) -> torch.Tensor:
-    """Returns the output filled with the input: gloo's allreduce works in place."""
+    """Copies the input to the output and returns the output, because gloo reduces in place.
+
+    On a rank without output, returns a copy of the input.
+    """
     assert call.inp is not None, "every member of a reduction has an input"
     if call.out is None:
         return call.inp.clone()
@@ -414,8 +433,9 @@ def _reduce(group: Any, call: CollectiveCall) -> list[Any]:
 
 
 class _ReduceParts:
-    """An all-to-all followed by the local reduction of the parts: half the traffic of an
-    allreduce.
+    """A reduce-scatter: an all-to-all, followed by a local reduction of the received parts.
+
+    This sends half as much data as an allreduce.
     """
 
     def __init__(self, work: Any, parts: torch.Tensor, call: CollectiveCall) -> None:
@@ -425,7 +445,7 @@ class _ReduceParts:
         self.is_completed = work.is_completed
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits, then reduces the parts in team order."""
+        """Waits up to `timeout` for the all-to-all, then reduces its parts in team order."""
         self._work.wait(timeout)
         assert self._call.out is not None, "every member of a reduce-scatter has an output"
         parts = self._parts.view(len(self._call.team), -1)

@@ -1,13 +1,13 @@
-"""MPI through mpi4py: the control channel of MPI jobs, and the data backend of their CPU tensors.
+"""MPI through mpi4py: the control channel of MPI jobs, and the backend of their CPU tensors.
 
-All operations are nonblocking and polled: a blocking MPI call has no deadline, and does not share
-its core. No communicator is made after start-up: that would block, and after an error a rank could
-never be sure that all others take part.
+All operations are nonblocking and polled, because a blocking MPI call has no deadline and occupies
+its core. No communicator is created after start-up: creating one would block, and after an error a
+rank could never be sure that all other ranks take part.
 
-MPI's own collectives are used in the team of all ranks while the ranks are in step. Other teams,
-and ranks that are out of step, exchange messages; tags tell the calls apart. Data and control have
-separate communicators, so they never mix with each other or with the user's traffic on
-MPI.COMM_WORLD.
+MPI's own collectives are used in the team of all ranks, until an error has put the ranks out of
+step. Other teams, and all teams after such an error, exchange messages, whose tags tell the calls
+apart. Data and control have separate communicators, so they never mix with each other or with the
+user's messages on MPI.COMM_WORLD.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _DTYPES = {
 
 
 def _no_mpi4py(error: Exception) -> str:
-    """Returns the message for the user when mpi4py cannot be imported, or finds no MPI."""
+    """Returns the error message for an `error` in the import of mpi4py."""
     python = sys.executable or "python"
     if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
         remedy = f"{python} -m pip install 'mpi4py>=4.1,<5' installs it"
@@ -77,10 +77,10 @@ def _no_mpi4py(error: Exception) -> str:
 
 
 class MpiControl(JobControl):
-    """The control channel over MPI; it also creates the communicators for control, data and events.
+    """The control channel over MPI; also creates the communicators for control, data and events.
 
     Raises:
-        CommunicationError: mpi4py's MPI is not the one whose launcher started this job.
+        CommunicationError: mpi4py uses another MPI than the launcher of this job.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -121,9 +121,9 @@ class MpiControl(JobControl):
         return comm
 
     def tag(self, key: Calls, seq: int) -> int:
-        """Returns the tag of a call's messages.
+        """Returns the tag of the messages of call number `seq` of a sequence.
 
-        Messages of an abandoned call never match a later call, because their numbers differ.
+        Messages of an abandoned call never match a later call, because the numbers differ.
         """
         return (zlib.crc32(str(key).encode()) + seq) % self.tags
 
@@ -150,7 +150,7 @@ class MpiControl(JobControl):
         return [bytes(part) for part in found.values()]
 
     def listen(self) -> None:
-        """Records the announcements that have arrived."""
+        """Implements `Control.listen`: records announcements that arrived as MPI messages."""
         status = self.mpi.Status()
         # A matched probe, because the guard's thread may listen at the same time.
         while message := self._events.Improbe(self.mpi.ANY_SOURCE, _EVENT_TAG, status):
@@ -159,7 +159,7 @@ class MpiControl(JobControl):
             self.peers.record(Event.decode(bytes(data)))
 
     def announce(self, event: Event) -> None:
-        """Sends the event to every peer without waiting."""
+        """Implements `JobControl.announce`: sends the event to every peer without waiting."""
         if self.mpi.Is_finalized():
             return
         data = event.encode()
@@ -169,7 +169,7 @@ class MpiControl(JobControl):
                 self._posted.append(self._events.Isend(message, rank, _EVENT_TAG))
 
     def finish(self) -> None:
-        """Keeps MPI progressing until all peers have announced that they leave, or until the
+        """Implements `JobControl.finish`: lets MPI progress until all peers leave, or until the
         deadline.
         """
         if self.mpi.Is_finalized():
@@ -186,7 +186,7 @@ class MpiControl(JobControl):
         self.wait_for_leavers(progress)
 
     def abort(self, code: int) -> None:
-        """Ends all ranks of the job."""
+        """Implements `JobControl.abort` by MPI_Abort, which ends all ranks of the job."""
         if not self.mpi.Is_finalized():
             shared_page.unlink_mpich_segments()
             self.mpi.COMM_WORLD.Abort(code)
@@ -194,8 +194,9 @@ class MpiControl(JobControl):
 
 
 class MpiWork:
-    """A communication in steps: the requests of a step are posted when those of the last have
-    ended.
+    """A started communication: MPI requests in steps.
+
+    The requests of a step are posted when those of the step before have ended.
     """
 
     def __init__(
@@ -211,9 +212,7 @@ class MpiWork:
         self._requests = next(steps, None)
 
     def done(self) -> bool:
-        """Progresses MPI and the steps as far as possible; returns whether all steps have
-        ended.
-        """
+        """Lets MPI and the steps progress without waiting; returns whether all steps have ended."""
         testall = self._control.mpi.Request.Testall
         while self._requests is not None and testall(self._requests):
             try:
@@ -224,18 +223,18 @@ class MpiWork:
         return self._requests is None
 
     def wait(self) -> None:
-        """Implements `Work.wait`: waits until the buffers may be used."""
+        """Implements `Work.wait`: blocks until all steps have ended."""
         if self._requests is not None:
             self._control.poll_until(self.done, what=self._call.describe, needs=self._call.needs)
         self._control.works.discard(self)
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: waits until the data has arrived."""
+        """Implements `Work.synchronize` in the same way as `wait`."""
         self.wait()
 
 
 class MpiBackend(CheckedBackend):
-    """Collectives on CPU tensors over MPI."""
+    """Collectives and transfers of CPU tensors over MPI."""
 
     name = "mpi"
     in_place_parts = frozenset({ALLGATHER})
@@ -250,7 +249,10 @@ class MpiBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Stops using MPI's own collectives: later calls must not match leftover messages."""
+        """Stops using MPI's own collectives if `key` is that of the team of all ranks.
+
+        Otherwise later collectives could match messages of a failed one.
+        """
         if key == self._world_key:
             self.control.ledger.entered[self._direct_key] = 1
 
@@ -305,14 +307,14 @@ class MpiBackend(CheckedBackend):
         return work
 
     def _bytes(self, tensor: torch.Tensor | None) -> Any:
-        """Returns the tensor as an MPI message of bytes."""
+        """Returns the memory of a tensor as an MPI message of bytes."""
         if tensor is None:
             return None
         nbytes = tensor.numel() * tensor.element_size()
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), self.mpi.BYTE]
 
     def _numbers(self, tensor: torch.Tensor | None) -> Any:
-        """Returns the tensor as an MPI message of typed elements."""
+        """Returns the memory of a tensor as an MPI message of elements with the tensor's dtype."""
         if tensor is None:
             return None
         nbytes = tensor.numel() * tensor.element_size()
@@ -320,7 +322,10 @@ class MpiBackend(CheckedBackend):
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), datatype]
 
     def _operands(self, call: CollectiveCall) -> tuple[Any, Any, Any]:
-        """Returns (input, output, op) of a reduction."""
+        """Returns (input, output, op) of a reduction, as arguments of MPI.
+
+        The input is MPI.IN_PLACE if it is the same memory as the output.
+        """
         same = (
             call.out is not None
             and call.inp is not None
@@ -332,7 +337,7 @@ class MpiBackend(CheckedBackend):
 
     # ------------------------------------------------------------ MPI's own calls
     def post_allgather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts an allgather; the input may be this rank's part of the output."""
+        """Posts MPI's allgather; the input may be this rank's own part of the output."""
         assert call.inp is not None and call.out is not None, "checked"
         nbytes = call.inp.numel() * call.inp.element_size()
         own = call.inp.data_ptr() == call.out.data_ptr() + call.index * nbytes and nbytes > 0
@@ -340,40 +345,40 @@ class MpiBackend(CheckedBackend):
         return comm.Iallgather(inp, self._bytes(call.out))
 
     def post_allreduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts an allreduce."""
+        """Posts MPI's allreduce, and returns the request."""
         return comm.Iallreduce(*self._operands(call))
 
     def post_reduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts a reduce."""
+        """Posts MPI's reduce, and returns the request."""
         return comm.Ireduce(*self._operands(call), call.root_index)
 
     def post_reduce_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts a reduce-scatter of equal blocks."""
+        """Posts MPI's reduce-scatter with blocks of equal size, and returns the request."""
         return comm.Ireduce_scatter_block(*self._operands(call))
 
     def post_alltoall(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts an all-to-all of equal parts."""
+        """Posts MPI's all-to-all with parts of equal size, and returns the request."""
         return comm.Ialltoall(self._bytes(call.inp), self._bytes(call.out))
 
     def post_broadcast(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts a broadcast."""
+        """Posts MPI's broadcast, and returns the request."""
         return comm.Ibcast(self._bytes(call.out), call.root_index)
 
     def post_gather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts a gather."""
+        """Posts MPI's gather, and returns the request."""
         return comm.Igather(self._bytes(call.inp), self._bytes(call.out), call.root_index)
 
     def post_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts a scatter."""
+        """Posts MPI's scatter, and returns the request."""
         return comm.Iscatter(self._bytes(call.inp), self._bytes(call.out), call.root_index)
 
     def post_barrier(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts a barrier."""
+        """Posts MPI's barrier, and returns the request."""
         del call
         return comm.Ibarrier()
 
 
-# MPI's own calls, for teams of all ranks; sends and receives carry out the rest.
+# MPI's own calls, for teams of all ranks; all other calls are sends and receives.
 _COLLECTIVES: dict[Collective, Callable[[MpiBackend, Any, CollectiveCall], Any]] = {
     ALLGATHER: MpiBackend.post_allgather,
     ALLREDUCE: MpiBackend.post_allreduce,
@@ -388,7 +393,10 @@ _COLLECTIVES: dict[Collective, Callable[[MpiBackend, Any, CollectiveCall], Any]]
 
 
 def local_layout(rank: int, size: int) -> tuple[int, int]:
-    """Returns (local rank, local size) for launchers that do not say; collective over all ranks."""
+    """Returns (local rank, local size) of this rank on its host, determined by MPI.
+
+    Used if the launcher does not define these numbers. Collective over all ranks.
+    """
     from mpi4py import MPI
 
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, rank)

@@ -1,14 +1,14 @@
 """NCCL on the current CUDA stream, or on a stream that the caller passes.
 
-A collective is enqueued, and its stream alone orders it. `wait` therefore does nothing: the stream
-switches of the host program define the order, and a CUDA graph can capture collectives. A
+A collective is enqueued on a stream, which alone orders it. Therefore `wait` does nothing. The
+stream switches of the host program define the order, and a CUDA graph can capture collectives. A
 communicator is created at the first use of a team, so each call must be made once before it is
 captured.
 
 Two kinds of calls do not use NCCL:
 
-- An allreduce of at most MAX_NBYTES among GPUs of one host that can map each other's memory is one
-  kernel (`peer_allreduce`).
+- An allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`), if the GPUs are on one host
+  and can map each other's memory.
 - A team in which ranks share a GPU, which NCCL refuses, communicates through host memory
   (`Staging`).
 """
@@ -68,7 +68,7 @@ _ABORT_LIMIT_S = 10.0
 
 
 class _StreamWork:
-    """A communication on a stream, which orders all later work after it."""
+    """A communication that is enqueued on a stream; later work of the stream runs after it."""
 
     def __init__(
         self, backend: NcclBackend, comm: NcclComm, stream: int, call: CollectiveCall | Exchange
@@ -79,10 +79,12 @@ class _StreamWork:
         self._call = call
 
     def wait(self) -> None:
-        """Returns at once: the stream orders later work after the communication."""
+        """Implements `Work.wait`: returns at once, because the stream orders later work."""
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: polls the stream until the deadline."""
+        """Implements `Work.synchronize`: polls the stream until the deadline, and checks NCCL's
+        errors.
+        """
         stream = stream_at(self._stream, self._backend.device)
 
         def done() -> bool:
@@ -93,7 +95,7 @@ class _StreamWork:
 
 
 class NcclBackend(CheckedBackend):
-    """Collectives on the tensors of one CUDA device over NCCL."""
+    """Collectives and transfers of the tensors of one CUDA device over NCCL."""
 
     name = "nccl"
     stages_half = False
@@ -111,9 +113,11 @@ class NcclBackend(CheckedBackend):
     ) -> None:
         """Creates a backend for the tensors of `device`.
 
-        `kernels_nbytes`: the size of the largest allreduces that are kernels instead of NCCL calls.
-        `on_cpu` returns the backend for communications of ranks that share a GPU; without it, they
-        are refused.
+        - `binding`: the Python binding of NCCL; None for the first that works.
+        - `kernels_nbytes`: the size of the largest allreduces that are kernels instead of NCCL
+          calls.
+        - `on_cpu`: returns the backend for communications of ranks that share a GPU. If None, such
+          communications raise an error.
         """
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
@@ -136,8 +140,9 @@ class NcclBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Aborts the communicators of a sequence of calls: later calls must not match leftover
-        ones.
+        """Aborts the communicators of a sequence of calls.
+
+        Otherwise later calls could match calls that were left unfinished.
         """
         # All members must drop the entry, because they make the next one together.
         self._shared.pop(key.team, None)
@@ -148,7 +153,7 @@ class NcclBackend(CheckedBackend):
             _abort([self._comms.pop(team)])
 
     def can_capture(self, what: str) -> bool:
-        """Implements `Captured.can_capture`: whether a graph may repeat a communication."""
+        """Implements `Captured.can_capture`: False for a barrier, and if ranks share a GPU."""
         return what != "barrier" and not any(self._shared.values())
 
     def poll(
@@ -157,7 +162,10 @@ class NcclBackend(CheckedBackend):
         what: Callable[[], str],
         needs: Callable[[], list[Need]],
     ) -> None:
-        """Waits until the deadline; NCCL's own errors become `CommunicationError`."""
+        """Waits for `done()` until the deadline; NCCL's own errors become `CommunicationError`.
+
+        `what` and `needs` are those of `Control.poll_until`.
+        """
         try:
             self.control.poll_until(done, what=what, needs=needs)
         except CommunicationError:
@@ -181,7 +189,9 @@ class NcclBackend(CheckedBackend):
         return stream_handle(stream, self.device)
 
     def _comm(self, team: Team) -> NcclComm:
-        """Returns the team's communicator; collective over the team at first use."""
+        """Returns the communicator of a team; the first call creates it and is collective over the
+        team.
+        """
         comm = self._comms.get(team)
         if comm is None:
             comm = self._connect(team)
@@ -189,10 +199,10 @@ class NcclBackend(CheckedBackend):
         return comm
 
     def _staging(self, team: Team) -> Staging | None:
-        """Returns the staging of a team in which ranks share a GPU; None where each rank has its
-        own.
+        """Returns the staging of a team in which ranks share a GPU; None if each rank has its own
+        GPU.
 
-        All members get the same answer. Collective over the team at first use.
+        All members get the same answer. The first call is collective over the team.
         """
         if team not in self._shared:
             self._shared[team] = self._meet(team)
@@ -226,9 +236,9 @@ class NcclBackend(CheckedBackend):
         return staging
 
     def settle(self, call: CollectiveCall | Exchange) -> None:
-        """Returns when the device has done all work that the stream of a call contains so far.
+        """Blocks the host until the device has done all work that is now on the stream of a call.
 
-        Raises `UnsupportedError` where the stream is being captured.
+        Raises `UnsupportedError` if the stream is being captured.
         """
         with self._on(call.stream):
             if torch.cuda.is_current_stream_capturing():
@@ -366,8 +376,10 @@ class NcclBackend(CheckedBackend):
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
     def drain(self) -> None:
-        """Waits for the device until the deadline; the guard's thread reports a wait that cannot
-        end.
+        """Implements `Backend.drain`: waits for the device until the deadline.
+
+        Does not raise an error at the deadline, because the guard's thread reports a wait that
+        cannot end.
         """
         is_used = self._comms or self.kernels.is_used
         if self._closed or not is_used or not torch.cuda.is_initialized():
@@ -382,7 +394,9 @@ class NcclBackend(CheckedBackend):
             return
 
     def close(self) -> None:
-        """Frees the communicators, in a fixed order."""
+        """Implements `Backend.close`: frees the communicators, in an order that is the same on all
+        ranks.
+        """
         super().close()
         self.make_void()
         _abort([self._comms[team] for team in sorted(self._comms)])
@@ -392,7 +406,10 @@ class NcclBackend(CheckedBackend):
     def post_copies(
         self, comm: NcclComm, copies: list[tuple[str, int, int, int]], stream: int
     ) -> None:
-        """Enqueues sends and receives (kind, address, bytes, team index) as one group."""
+        """Enqueues sends and receives as one NCCL group.
+
+        A copy is ("send" or "recv", address, bytes, position of the peer in the team).
+        """
         self.binding.group_start()
         try:
             for kind, address, nbytes, index in copies:
@@ -403,9 +420,10 @@ class NcclBackend(CheckedBackend):
 
 
 def _abort(comms: list[NcclComm]) -> None:
-    """Frees communicators, within a time limit.
+    """Frees communicators in a thread, and waits for that thread up to a time limit.
 
-    A graph may still use one, for example in the traceback of an error; a thread then waits for it.
+    The limit is needed because NCCL waits for a graph that uses the communicator. Such a graph may
+    still exist, for example in the traceback of an error.
     """
 
     def abort() -> None:
@@ -431,7 +449,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _reduction(call: CollectiveCall) -> tuple[int, int]:
-    """Returns NCCL's numbers of dtype and reduction."""
+    """Returns NCCL's numbers of the dtype and of the reduction of a call."""
     assert call.inp is not None and call.reduce is not None, "checked"
     return DTYPES[str(call.inp.dtype).removeprefix("torch.")], RED_OPS[call.reduce]
 
@@ -551,12 +569,11 @@ _COLLECTIVES = TransportTable[Callable[[NcclBackend, NcclComm, CollectiveCall], 
 
 
 class Staging:
-    """Communicates tensors of a device by the backend `host` of CPU tensors.
+    """Communicates tensors of a device by the backend `host`, which communicates CPU tensors.
 
-    - `on(stream)`: a context in which torch's ops are enqueued on a stream.
-    - `pinned(stream)`: the stream that this means now.
-    - `settle(call)`: returns when the device has done all work that the stream of a call contains
-      so far.
+    - `on(stream)`: returns a context in which torch's ops are enqueued on a stream.
+    - `pinned(stream)`: returns the stream that `stream` means at the time of this call.
+    - `settle(call)`: blocks until the device has done all work that is now on the stream of a call.
     """
 
     def __init__(
@@ -570,11 +587,11 @@ class Staging:
 
     @property
     def name(self) -> str:
-        """The name of the host's backend."""
+        """The name of the backend that communicates the CPU tensors."""
         return self._host.name
 
     def start(self, call: CollectiveCall) -> Work:
-        """Starts a collective; its result is on the device when `wait` has returned."""
+        """Starts a collective; the result is on the device when `wait` has returned."""
         self._settle(call)
         self._host.where = call.where
         try:
@@ -603,7 +620,7 @@ class Staging:
         return self._finishing(work, received, call.stream)
 
     def start_batch(self, batch: Exchange) -> Work:
-        """Starts transfers; received data is on the device when `wait` has returned."""
+        """Starts transfers; the received data is on the device when `wait` has returned."""
         self._settle(batch)
         staged = [
             replace(
@@ -620,7 +637,7 @@ class Staging:
         return self._finishing(work, received, batch.stream)
 
     def _copied(self, tensor: torch.Tensor, stream: object) -> torch.Tensor:
-        """Returns a copy of a tensor in new host memory."""
+        """Copies a tensor of the device to new host memory."""
         with self._on(stream):
             return _room_for(tensor).copy_(tensor.detach())
 
@@ -643,5 +660,5 @@ class Staging:
 
 
 def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns new host memory for the elements of a tensor."""
+    """Allocates host memory for a tensor of the same shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype)

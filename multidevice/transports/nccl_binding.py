@@ -1,4 +1,4 @@
-"""The two Python bindings of NCCL, behind one small interface: raw pointers, counts and streams.
+"""The two Python bindings of NCCL behind one interface of raw pointers, counts and streams.
 
 All raw NCCL calls of the package are in this file. The numbers of dtypes and reductions are part of
 NCCL's stable binary interface.
@@ -31,48 +31,55 @@ _ALLTOALL_SINCE = 22800
 
 
 class NcclComm(Protocol):
-    """One NCCL communicator; every call is enqueued on `stream`, a raw handle."""
+    """One NCCL communicator; every call is enqueued on `stream`, a raw handle.
+
+    `inp` and `out` are addresses, `count` counts elements, and `dtype` and `op` are NCCL's numbers.
+    `root` and `peer` are positions in the team.
+    """
 
     has_alltoall: bool
 
     def allreduce(self, inp: int, out: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Calls ncclAllReduce."""
+        """Calls ncclAllReduce with `count` elements."""
         ...
 
     def reduce(
         self, inp: int, out: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        """Calls ncclReduce."""
+        """Calls ncclReduce with `count` elements; only the root's `out` is written."""
         ...
 
     def reduce_scatter(
         self, inp: int, out: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        """Calls ncclReduceScatter; `count` elements per member."""
+        """Calls ncclReduceScatter; each member receives `count` elements."""
         ...
 
     def allgather(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
-        """Calls ncclAllGather; `count` elements per member."""
+        """Calls ncclAllGather; each member sends `count` elements."""
         ...
 
     def broadcast(self, inp: int, out: int, count: int, dtype: int, root: int, stream: int) -> None:
-        """Calls ncclBroadcast."""
+        """Calls ncclBroadcast with `count` elements; only the root's `inp` is read."""
         ...
 
     def alltoall(self, inp: int, out: int, count: int, dtype: int, stream: int) -> None:
-        """Calls ncclAlltoAll; only if `has_alltoall`."""
+        """Calls ncclAlltoAll; allowed only if `has_alltoall` is True.
+
+        Each member sends `count` elements to each member.
+        """
         ...
 
     def send(self, inp: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Calls ncclSend."""
+        """Calls ncclSend: sends `count` elements to the member `peer`."""
         ...
 
     def recv(self, out: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Calls ncclRecv."""
+        """Calls ncclRecv: receives `count` elements from the member `peer`."""
         ...
 
     def check(self) -> None:
-        """Raises the communicator's asynchronous error, if it has one."""
+        """Raises the asynchronous error of the communicator, if there is one."""
         ...
 
     def abort(self) -> None:
@@ -81,7 +88,7 @@ class NcclComm(Protocol):
 
 
 class NcclBinding(Protocol):
-    """The calls of one binding that need no communicator."""
+    """The functions of a Python binding of NCCL that need no communicator."""
 
     name: str
 
@@ -90,19 +97,22 @@ class NcclBinding(Protocol):
         ...
 
     def unique_id(self) -> bytes:
-        """Returns a new id of 128 bytes."""
+        """Returns a new id of 128 bytes, with which ranks find each other in `connect`."""
         ...
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Returns member `index` of a new communicator; blocks until all members call it."""
+        """Creates a communicator of `size` ranks, in which this rank is member `index`.
+
+        Blocks until all members have called it with the same `unique_id`.
+        """
         ...
 
     def group_start(self) -> None:
-        """Opens a group: the calls up to `group_end` start together."""
+        """Opens a group: NCCL starts the calls up to `group_end` together."""
         ...
 
     def group_end(self) -> None:
-        """Closes the group and enqueues its calls."""
+        """Closes the group, and enqueues the calls of the group."""
         ...
 
 
@@ -128,7 +138,7 @@ class _CupyComm:
 
 
 class CupyBinding:
-    """The binding `cupy.cuda.nccl`."""
+    """The binding of NCCL in `cupy.cuda.nccl`."""
 
     name = "cupy"
 
@@ -141,15 +151,15 @@ class CupyBinding:
         self.group_end = nccl.groupEnd
 
     def version(self) -> int:
-        """Implements `NcclBinding.version`: returns the version of NCCL."""
+        """Implements `NcclBinding.version` by `get_version`."""
         return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
-        """Implements `NcclBinding.unique_id`: returns a new id."""
+        """Implements `NcclBinding.unique_id` by `get_unique_id`."""
         return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Implements `NcclBinding.connect`: returns one member of a new communicator."""
+        """Implements `NcclBinding.connect` by `NcclCommunicator`."""
         return _CupyComm(self._nccl.NcclCommunicator(size, unique_id, index))
 
 
@@ -199,7 +209,7 @@ class _Nccl4pyComm:
 
 
 class Nccl4pyBinding:
-    """The binding `nccl.bindings` of nccl4py."""
+    """The binding of NCCL in `nccl.bindings` of the package nccl4py."""
 
     name = "nccl4py"
 
@@ -210,15 +220,15 @@ class Nccl4pyBinding:
         self.group_end = self._raw.group_end
 
     def version(self) -> int:
-        """Implements `NcclBinding.version`: returns the version of NCCL."""
+        """Implements `NcclBinding.version` by `get_version`."""
         return int(self._raw.get_version())
 
     def unique_id(self) -> bytes:
-        """Implements `NcclBinding.unique_id`: returns a new id."""
+        """Implements `NcclBinding.unique_id` by `get_unique_id`."""
         return bytes(self._raw.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Implements `NcclBinding.connect`: returns one member of a new communicator."""
+        """Implements `NcclBinding.connect` by `comm_init_rank_scalable`."""
         comm = self._raw.comm_init_rank_scalable(size, index, 1, bytearray(unique_id), 0)
         return _Nccl4pyComm(self._raw, comm)
 
@@ -226,8 +236,11 @@ class Nccl4pyBinding:
 def load_binding() -> NcclBinding:
     """Returns the binding that `FUSER_NCCL` names, or the first that works: nccl4py, then cupy.
 
+    Also sets defaults for two environment variables of NCCL.
+
     Raises:
-        CommunicationError: no binding is installed, or none can load libnccl; names what was tried.
+        CommunicationError: no binding is installed, or none can load libnccl; the message says
+            which bindings were tried.
     """
     # NVLink multicast stays off unless the user asks for it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -1,18 +1,20 @@
-"""Peer copies: a receiver copies out of the sender's memory, which its process has mapped.
+"""Peer copies: a receiver copies out of the sender's memory, which the receiver's process has
+mapped.
 
 All members of a team share memory on their host, the *mailbox*. A transfer has these steps:
 
-1. The sender writes a *record* to the mailbox, under the number of the transfer. It says where the
-   data is stored: the name of the memory, the offset and the size.
+1. The sender writes a *record* to the mailbox, under the number of the transfer. The record says
+   where the data is stored: the name of the memory, the offset and the size.
 2. The receiver reads the record, maps that memory (once), copies the data, and writes an answer.
 
 Data in memory that peers cannot map is first copied to memory that they can map (`empty`).
 Otherwise there is no intermediate copy. Collectives are made of such transfers (`p2p_collectives`).
 
-A rank may repeat a run by a CUDA graph only while all others repeat theirs, because graphs contain
-the addresses of its data. The ranks therefore vote in each run (`PeerBackend.vote`).
+A rank may repeat a run by a CUDA graph only if all other ranks repeat the run, too. The reason is
+that graphs contain the addresses of other ranks' data. Therefore the ranks vote in each run
+(`PeerBackend.vote`).
 
-This module has the mailbox and the parts that all devices share; `peer_copy_cpu` and
+This module has the mailbox and the parts that all devices share. `peer_copy_cpu` and
 `peer_copy_cuda` move data.
 """
 
@@ -62,10 +64,12 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Record:
-    """The location of a transfer's data.
+    """The location of a transfer's data, as the receiver reads it from the mailbox.
 
-    `name` is the name of the memory, `offset` and `nbytes` are in bytes. `use` counts the transfers
-    of the slot.
+    - `slot`: the slot of the mailbox that the transfer uses.
+    - `name`: the name of the memory that has the data.
+    - `offset`: the offset of the data in this memory, in bytes.
+    - `use`: the number of transfers that have used the slot, including this one.
     """
 
     slot: int
@@ -83,8 +87,12 @@ class Record:
 
 @dataclass(eq=False)
 class Sent:
-    """A transfer that this rank has posted, on the stream `stream`; `held` keeps the data
-    alive.
+    """A transfer to `peer` whose record this rank has posted.
+
+    - `slot`, `use`: the slot of the mailbox, and the number of transfers that have used it.
+    - `tag`: the number under which sender and receiver match the transfer.
+    - `held`: the data, which must exist until the receiver has answered.
+    - `stream`: the raw handle of the CUDA stream of the transfer.
     """
 
     peer: int
@@ -96,8 +104,10 @@ class Sent:
 
 
 class Mailbox:
-    """The mailbox of one team, as this rank sees it: records between all pairs of members, and
-    votes.
+    """The mailbox of one team, as seen by this rank.
+
+    The mailbox contains slots for the records and answers between each pair of members, and the
+    members' votes.
     """
 
     def __init__(self, words: memoryview, team: Team, control: Control) -> None:
@@ -116,7 +126,7 @@ class Mailbox:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Returns the size in bytes of the mailbox of a team of `size` ranks."""
+        """Returns the size in bytes of a mailbox for a team of `size` ranks."""
         return size * size * _LINK_WORDS * 8 + size * LINE_NBYTES
 
     def _what(self, number: int, about: object) -> str:
@@ -130,7 +140,7 @@ class Mailbox:
         return (self.team.index(rank) * self._size + self._me) * _LINK_WORDS
 
     def free_slot(self, peer: int) -> int:
-        """Returns a slot whose last transfer the peer has answered; -1 when there is none."""
+        """Returns a slot whose last transfer to `peer` has been answered; -1 if there is none."""
         base, first = self._to(peer), self._next[peer]
         words = self._words
         for k in range(SLOTS):
@@ -140,11 +150,11 @@ class Mailbox:
         return -1
 
     def uses(self, peer: int, slot: int) -> int:
-        """Returns how many transfers to the peer have used the slot."""
+        """Returns how many transfers to `peer` have used the slot."""
         return self._uses[peer][slot]
 
     def next_use(self, peer: int, slot: int) -> int:
-        """Counts one more transfer of a slot; returns the new number."""
+        """Counts one more transfer to `peer` in a slot; returns the new count."""
         uses = self._uses[peer]
         uses[slot] += 1
         return uses[slot]
@@ -159,7 +169,12 @@ class Mailbox:
         at: int,
         use: int,
     ) -> Sent:
-        """Writes the record of a transfer for the peer."""
+        """Writes the record of a transfer to the mailbox, for `peer` to read.
+
+        - `tag`: the number under which the peer finds the record.
+        - `name`, `at`: the name of the memory that has the data, and the offset in bytes.
+        - `use`: the number of transfers that have used the slot, including this one.
+        """
         self._next[peer] = slot + 1
         words, base = self._words, self._to(peer)
         dtype = zlib.crc32(str(tensor.dtype).encode())
@@ -171,7 +186,7 @@ class Mailbox:
         return Sent(peer, slot, use, tag, tensor)
 
     def find(self, peer: int, tag: int) -> Record | None:
-        """Returns the record that the peer has posted under a tag; None if there is none yet."""
+        """Returns the record that `peer` has posted under a tag; None if there is none yet."""
         base = self._from(peer)
         tags = self._words[base : base + SLOTS].tolist()
         if tag not in tags:
@@ -182,12 +197,14 @@ class Mailbox:
         return Record(slot, elements, _DTYPES[dtype], at, use, tuple(name))
 
     def answer(self, peer: int, slot: int, tag: int, *, fits: bool = True) -> None:
-        """Notifies the sender that its record is no longer needed."""
+        """Writes the answer to a record of `peer`: the data has been copied, or does not fit."""
         self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
 
     def unanswered(self) -> list[tuple[int, int]]:
-        """Returns the posted records that receivers have not answered yet, as (position,
+        """Returns the records of this rank that receivers have not answered yet, as (position,
         tag).
+
+        The position is that of the tag in the words of the mailbox.
         """
         found: list[tuple[int, int]] = []
         for rank in self.team:
@@ -197,7 +214,7 @@ class Mailbox:
         return self.still_unanswered(found)
 
     def still_unanswered(self, some: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns those of the given records that receivers have not answered yet."""
+        """Returns those records in `some` that have no answer yet, as (position, tag)."""
         words = self._words
         return [
             (at, tag)
@@ -206,9 +223,9 @@ class Mailbox:
         ]
 
     def answered(self, sent: Sent) -> bool:
-        """Whether the receiver has answered.
+        """Whether the receiver has answered a transfer.
 
-        Raises `CommunicationError` when it found that the transfer does not fit.
+        Raises `CommunicationError` if the receiver found that the transfer does not fit.
         """
         base = self._to(sent.peer) + sent.slot
         if self._words[base] != sent.tag:
@@ -224,9 +241,9 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A transfer and the tag under which its two halves are matched.
+    """A transfer and the tag under which sender and receiver match it.
 
-    `count`: how many transfers of its kind with that peer this rank has entered, including this
+    `count` is how many transfers of this kind with this peer this rank has entered, including this
     one.
     """
 
@@ -236,7 +253,7 @@ class Numbered:
 
 
 class PeerBackend(CheckedBackend):
-    """The common part of the peer copies of all devices."""
+    """The part of a peer copy backend that is the same for all devices."""
 
     name = "cuda"
     # 16-bit floats are added in float32 and rounded once (`p2p_collectives`).
@@ -257,55 +274,60 @@ class PeerBackend(CheckedBackend):
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that peers can map, as uint8; it is freed when it has no users."""
+        """Implements `PeerMemory.empty`; the memory is freed when it has no users."""
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.lasting`: returns memory for many runs of a program."""
+        """Implements `PeerMemory.lasting` in the same way as `empty`, unless overridden."""
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.shard`: returns memory for a shard."""
+        """Implements `PeerMemory.shard` in the same way as `empty`, unless overridden."""
         return self.empty(nbytes)
 
     @abstractmethod
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records that a program was deleted."""
+        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
 
     @abstractmethod
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory without users."""
+        """Implements `PeerMemory.tidy`: frees memory that has no user."""
 
     @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
         bytes.
 
-        None where they cannot map it.
+        Returns None if peers cannot map the memory.
         """
 
     @abstractmethod
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
+        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range of
+        memory.
+        """
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Implements `PeerMemory.rendezvous`: waits until all members have come to the call."""
+        """Implements `PeerMemory.rendezvous`: blocks until all members have called it."""
         await_members(self.control, team, what)
 
     @abstractmethod
     def _carry_out(
         self, mailbox: Mailbox, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> Work:
-        """Starts transfers; those of a step end before the next step begins."""
+        """Starts the transfers of `steps` in order: a step begins when the step before has ended.
+
+        `call` is the collective or batch that the transfers belong to, for error messages.
+        """
 
     # ------------------------------------------------------------ teams
     def connect(self, team: Team) -> None:
-        """Makes the mailbox of a team if there is none; collective over the team then."""
+        """Implements `PeerMemory.connect`: creates the mailbox of a team if there is none."""
         self.mailbox(team)
 
     def mailbox(self, team: Team) -> Mailbox:
-        """Returns the team's mailbox; collective over the team at first use.
+        """Returns the mailbox of a team; the first call creates it and is collective over the team.
 
-        Raises `UnsupportedError` where the ranks do not share a host.
+        Raises `UnsupportedError` if the ranks do not share a host.
         """
         found = self._mailboxes.get(team)
         if found is None:
@@ -321,10 +343,12 @@ class PeerBackend(CheckedBackend):
         return found
 
     def _connected(self, mailbox: Mailbox) -> None:
-        """Prepares a new mailbox; all of its members call this."""
+        """Prepares a new mailbox; called by all of its members. This base class does nothing."""
 
     def _forget(self, key: Calls) -> None:
-        """Drops the mailbox of a team whose members no longer count its calls equally."""
+        """Drops the mailbox of the team in `key`, because its members no longer count calls
+        equally.
+        """
         self._give_up([t for t in self._mailboxes if t == key.team])
 
     def _give_up(self, teams: Sequence[Team]) -> None:
@@ -335,12 +359,18 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ votes
     def vote(self, team: Team, kind: int) -> tuple[int, ...]:
-        """Implements `Captured.vote`: collective over the team. Raises the errors of its wait."""
+        """Implements `Captured.vote`: exchanges the votes through the mailbox; collective over the
+        team.
+
+        Raises the errors of `CallTokens.tell`.
+        """
         mailbox = self._voting = self.mailbox(team)
         return mailbox.said.tell(kind, self.control.ledger.enter(mailbox.votes))
 
     def start_over(self, team: Team) -> None:
-        """Implements `Captured.start_over`: unanswered records never match later calls."""
+        """Implements `Captured.start_over`: creates a new mailbox, so that old records match no
+        later call.
+        """
         self.control.begin_run(team)
         # Teams that are part of this one have mailboxes, too, with records that will not be
         # answered.
@@ -348,17 +378,21 @@ class PeerBackend(CheckedBackend):
         self.mailbox(team)
 
     def take_back(self, team: Team) -> None:
-        """Implements `Captured.take_back`: makes the others drop graphs captured together."""
+        """Implements `Captured.take_back`: counts a failed repetition in this rank's ledger.
+
+        The other ranks see the different count, and drop the graphs captured together.
+        """
         # The number of votes must not be decreased: old tokens with the same number would be taken
         # for new ones.
         self.control.ledger.enter(Calls("failed repetition", team))
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:
-        """Returns the number of the next call of a kind in the run that this rank is in.
+        """Returns the number of the next call of a kind (`key`) in the run that this rank is in.
 
-        Records of a failed run never match a later one. Ranks may have left it at different calls,
-        but they agree on the number of the next run.
+        The tags of a run contain the number of the run, so that records of a failed run match no
+        later run. Ranks may have left the failed run at different calls, but agree on the number of
+        the next run.
         """
         run = self.control.run
         if run is not self._run:
@@ -394,7 +428,10 @@ class PeerBackend(CheckedBackend):
         return self._carry_out(mailbox, [step], batch)
 
     def _post(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Posts the record of the data, in memory that the receiver can map."""
+        """Posts the record of the data that a transfer sends.
+
+        If the receiver cannot map the memory of the data, the data is first copied to other memory.
+        """
         tensor, peer = one.transfer.tensor.detach(), one.transfer.peer
         place = self.name_of(tensor) if tensor.numel() else ((0,) * NAME_WORDS, 0)
         if place is None:
@@ -412,11 +449,11 @@ class PeerBackend(CheckedBackend):
         return sent
 
     def _use(self, mailbox: Mailbox, peer: int, slot: int) -> int:
-        """Returns the number of the transfer that uses a slot now."""
+        """Counts a transfer to `peer` in a slot of the mailbox; returns the new count."""
         return mailbox.next_use(peer, slot)
 
     def _check_fits(self, mailbox: Mailbox, one: Numbered, record: Record) -> None:
-        """Raises `CommunicationError`, on both sides, where sender and receiver disagree."""
+        """Raises `CommunicationError` on sender and receiver if their dtypes or sizes differ."""
         tensor, peer = one.transfer.tensor, one.transfer.peer
         if (record.dtype, record.elements) == (tensor.dtype, tensor.numel()):
             return
@@ -434,7 +471,9 @@ class PeerBackend(CheckedBackend):
         call: CollectiveCall | Exchange,
         open_ones: Sequence[Numbered],
     ) -> None:
-        """Waits, until the deadline, for the peers of these transfers."""
+        """Waits for `done()`, until the deadline, and checks the peers of the transfers
+        `open_ones`.
+        """
 
         def needs() -> list[Need]:
             if isinstance(call, CollectiveCall):

@@ -1,8 +1,8 @@
 """Peer copies among the processes of a host: buffers in shared memory, copied by the receiver.
 
-A rank copies the data of its receives during any wait. So no rank must wait for another that is not
-in a communication itself. A receive returns when the data has arrived: CPU ranks execute the work
-of streams at once.
+A rank copies the data of its receives during any wait. So no rank must wait for a rank that is not
+in a communication itself. A receive returns when the data has arrived, because CPU ranks execute
+the work of streams at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _FAILURES = (FuserError, RuntimeError, MemoryError, OSError)
 
 
 class _Copies:
-    """Transfers in steps: those of a step are posted when those of the last one have ended."""
+    """A started communication: transfers in steps, where each step begins when the one before has
+    ended.
+    """
 
     def __init__(
         self,
@@ -63,8 +65,9 @@ class _Copies:
             self._is_posting = False
 
     def done(self) -> bool:
-        """Copies data that has arrived and continues as far as possible; returns whether all has
-        ended.
+        """Copies data that has arrived, and continues with the next steps as far as possible.
+
+        Returns whether all steps have ended.
         """
         try:
             while not self._ended:
@@ -84,11 +87,11 @@ class _Copies:
         return True
 
     def _missing(self) -> list[Numbered]:
-        """Returns the transfers whose other half is still missing."""
+        """Returns the transfers of the current step for which the peer has done nothing yet."""
         return [*self._open, *(one for _, one in self._sent)]
 
     def receive(self) -> None:
-        """Returns when all data that this step receives has arrived."""
+        """Blocks until all data that the current step receives has arrived."""
 
         def is_there() -> bool:
             return self.done() or not self._open
@@ -97,7 +100,9 @@ class _Copies:
             self._backend.finish(is_there, self._call, self._missing())
 
     def wait(self) -> None:
-        """Implements `Work.wait`: waits until the buffers may be used."""
+        """Implements `Work.wait`: blocks until all steps have ended, and raises the error of a
+        failed one.
+        """
         if not self._ended:
             self._backend.finish(self.done, self._call, self._missing())
         self._backend.control.works.discard(self)
@@ -105,12 +110,12 @@ class _Copies:
             raise self._error
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: waits until the data has arrived."""
+        """Implements `Work.synchronize` in the same way as `wait`."""
         self.wait()
 
 
 class CpuPeerBackend(PeerBackend):
-    """Peer copies of CPU tensors."""
+    """Peer copies of CPU tensors, through memory that the processes of a host share."""
 
     def __init__(self, control: Control) -> None:
         super().__init__(control)
@@ -124,8 +129,8 @@ class CpuPeerBackend(PeerBackend):
         works -= {w for w in works if isinstance(w, _Copies) and w.mailbox not in kept}
 
     def _mend(self, team: Team) -> None:
-        """Drops the mailboxes of a team and of parts of it: slots may contain records without
-        answers.
+        """Drops the mailboxes of a team and of its subsets, because slots may have unanswered
+        records.
         """
         self._give_up([t for t in self._mailboxes if {*t} <= {*team}])
 
@@ -136,23 +141,25 @@ class CpuPeerBackend(PeerBackend):
             )
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.empty`: returns memory that peers can map."""
+        """Implements `PeerMemory.empty`: allocates memory that the processes of the host share."""
         return self._memory.empty(nbytes)
 
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory without users."""
+        """Implements `PeerMemory.tidy`: frees memory that has no user."""
         self._memory.tidy()
 
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records that a program was deleted."""
+        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
         self._memory.release()
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
+        """Implements `PeerBackend.name_of` for tensors in shared memory of the host."""
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
+        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range of
+        memory.
+        """
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def _carry_out(
@@ -170,11 +177,13 @@ class CpuPeerBackend(PeerBackend):
         return work
 
     def posted(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Posts a send."""
+        """Posts the record of a transfer that sends, and returns the posted transfer."""
         return self._post(mailbox, one, call)
 
     def received(self, mailbox: Mailbox, one: Numbered) -> bool:
-        """Copies the data that a peer has posted; returns False if it has not posted yet."""
+        """Copies the data of a transfer that receives; returns False if the peer has not posted it
+        yet.
+        """
         peer, tensor = one.transfer.peer, one.transfer.tensor.detach()
         record = mailbox.find(peer, one.tag)
         if record is None:
@@ -193,13 +202,17 @@ class CpuPeerBackend(PeerBackend):
     def finish(
         self, done: Callable[[], bool], call: CollectiveCall | Exchange, open_ones: list[Numbered]
     ) -> None:
-        """Waits until a work has ended."""
+        """Waits until `done()`, which says whether a communication has ended.
+
+        `open_ones` are the transfers for which the peers are still needed.
+        """
         self._poll(done, call, open_ones)
 
     def drain(self) -> None:
-        """Serves the peers that still copy out of this rank's memory.
+        """Waits until peers have copied what they need out of this rank's memory.
 
-        Only those of the last run matter: an earlier run has ended, or nobody will copy its data.
+        Only the communications of the last run count. An earlier run has ended, or no peer will
+        copy its data.
         """
         works, run = self.control.works, self.control.run
         mine = [w for w in works if isinstance(w, _Copies) and w.run is run]
@@ -213,6 +226,6 @@ class CpuPeerBackend(PeerBackend):
             )
 
     def close(self) -> None:
-        """Implements `Backend.close`: releases all resources."""
+        """Implements `Backend.close`: also unmaps and closes the shared memory."""
         super().close()
         self._memory.close()

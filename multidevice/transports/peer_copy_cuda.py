@@ -1,29 +1,29 @@
 """Peer copies between the GPUs of a host: copy engines read over NVLink, and streams wait for
 flags.
 
-The host only finds out where the data is stored; streams define the order:
+The host only determines where the data is stored. Streams define the order:
 
-1. The sender's stream writes the flag *ready* into the receiver's memory.
-2. The receiver's stream waits for *ready*, copies, and writes the flag *done* into the sender's
+1. The sender's stream writes the flag *ready* into the receiver's memory. 2. The receiver's stream
+waits for *ready*, copies, and writes the flag *done* into the sender's
    memory.
 3. Work that overwrites the data waits for *done*.
 
 Flags count the uses of their slot, so they are never reset. No kernel runs, so the multiprocessors
 stay free. Only an allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
 
-In CUDA graphs, each transfer has two flags of its own. The rank that waits for a flag sets it back
-to 0. All ranks repeat a graph equally often (`PeerBackend.vote`), and at its end all its flags are
-0.
+In CUDA graphs, each transfer has two flags of its own. The rank that waits for a flag sets the flag
+back to 0. All ranks repeat a graph equally often (`PeerBackend.vote`), and at the end of a graph
+all its flags are 0.
 
-Each node of flags costs a GPU microseconds. Therefore:
+Each graph node with flag operations takes microseconds on the GPU. Therefore:
 
 - Flag operations at the same time are one node.
 - No later work waits for the write of *done*.
 - The wait for *ready* runs parallel to the stream's work before the copy, once this rank has itself
   written *ready* for its earlier sends.
 
-One node both writes *ready* and waits. A GPU may run the nodes of a graph in any order, but ranks
-still cannot wait for each other in a cycle: the order is the same on all ranks.
+One node both writes *ready* and waits. A GPU may run the nodes of a graph in any order. Ranks still
+cannot wait for each other in a cycle, because the order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ _READY, _DONE = 0, 1
 
 @dataclass
 class _Capture:
-    """The state of a capture of a run that `stream` will repeat.
+    """The state while a run is captured into a CUDA graph, which `stream` will launch later.
 
     - `held`: objects that must live as long as the graph.
-    - `open`: sends for which no stream has waited yet.
-    - `writes`: flags that are still to be written, after the nodes `after`.
+    - `open`: sends for whose end no stream has waited yet.
+    - `writes`: the flag writes that are delayed; they must come after the nodes `after`.
     """
 
     stream: int
@@ -107,9 +107,10 @@ class _Capture:
 
 
 class _Enqueued:
-    """Copies that streams carry out.
+    """A communication whose copies the streams execute.
 
-    `sent`: the sends whose data may not be overwritten yet, because no stream has waited for them.
+    `sent` are the sends whose data may not be overwritten yet, because no stream has waited for the
+    receivers' copies.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class _Enqueued:
         self._backend, self._mailbox, self._sent, self._call = backend, mailbox, sent, call
 
     def wait(self) -> None:
-        """Makes the current stream wait until the peers have copied the data that this rank
+        """Makes the current stream wait until the receivers have copied the data that this rank
         sends.
         """
         self._wait_on(None)
@@ -133,13 +134,13 @@ class _Enqueued:
             self._sent = []
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: polls the stream until the deadline."""
+        """Implements `Work.synchronize`: polls the stream of the call until the deadline."""
         self._wait_on(self._call.stream)
         self._backend.synchronize(self._call)
 
 
 class CudaPeerBackend(PeerBackend):
-    """Peer copies of the tensors of one GPU, on the current stream or the one that is passed."""
+    """Peer copies of the tensors of one GPU, on the current stream or on the stream of the call."""
 
     def __init__(self, control: Control, device: torch.device) -> None:
         super().__init__(control)
@@ -184,7 +185,7 @@ class CudaPeerBackend(PeerBackend):
         return torch.cuda.stream(stream_at(stream_handle(stream, self.device), self.device))
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.empty`: returns memory that peers can map."""
+        """Implements `PeerMemory.empty`; during a capture, the memory belongs to the CUDA graph."""
         capture = self._capture
         if capture is None:
             return self._memory.empty(nbytes)
@@ -194,26 +195,30 @@ class CudaPeerBackend(PeerBackend):
         return made
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.lasting`: returns memory for many runs of a program."""
+        """Implements `PeerMemory.lasting` by separate pieces of memory, except during a capture."""
         if self._capture is not None or self._captures_now(self._current()):
             return self.empty(nbytes)
         return self._memory.lasting(nbytes)
 
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory without users."""
+        """Implements `PeerMemory.tidy`: frees memory that has no user, except during a capture."""
         if self._capture is None and not self._captures_now(self._current()):
             self._memory.tidy()
             if self._shards is not None:
                 self._shards.tidy()
 
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records that a program was deleted."""
+        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
         self._memory.release()
         if self._shards is not None:
             self._shards.release()
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.shard`: returns memory for a shard."""
+        """Implements `PeerMemory.shard`: allocates memory that can be mapped beside other ranks'
+        shards.
+
+        If this GPU cannot share such memory, returns memory of `empty`.
+        """
         shards = self._find_shards()
         if shards.why_not:
             return self.empty(nbytes)
@@ -225,10 +230,11 @@ class CudaPeerBackend(PeerBackend):
         return self._shards
 
     def _told(self) -> Callable[[], bool]:
-        """Returns a function that says whether peers have read all records that this rank has
-        posted so far.
+        """Returns a function that says whether peers have read all records posted by this rank
+        until now.
 
-        They have mapped the memory then. A stream may wait for a peer even where the host does not.
+        A peer that has read a record has mapped the memory that the record names. The host cannot
+        conclude this from its own progress, because only a stream may wait for the peer.
         """
         open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 
@@ -243,7 +249,7 @@ class CudaPeerBackend(PeerBackend):
     def _is_idle(self) -> bool:
         """Waits, until the deadline, until the device has done all its work.
 
-        Returns False where that cannot be decided because of a capture.
+        Returns False if a capture of a CUDA graph makes it impossible to wait for the device.
         """
         done: list[bool] = []
 
@@ -265,28 +271,34 @@ class CudaPeerBackend(PeerBackend):
         return bool(done)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
+        """Implements `PeerBackend.name_of`: returns the piece of a tensor, and the tensor's offset
+        in it.
+        """
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
+        """Implements `PeerMemory.side_by_side`; first waits until the current stream has written
+        the shard.
+        """
         # The data must be written before the other members continue.
         self._finish(what)
         return side_by_side(self.control, self._find_shards(), tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Implements `PeerMemory.rendezvous`: first waits for the work of the current stream."""
+        """Implements `PeerMemory.rendezvous`; first waits for the work of the current stream."""
         self._finish(what)
         super().rendezvous(team, what)
 
     def _finish(self, what: str) -> None:
-        """Returns when the current stream has done its work."""
+        """Blocks the host until the current stream has done its work, which `what` names in error
+        messages.
+        """
         stream = torch.cuda.current_stream(self.device)
         self.control.poll_until(stream.query, what=lambda: f"the work before {what}", needs=list)
 
     # ------------------------------------------------------------ flags
     def _connected(self, mailbox: Mailbox) -> None:
-        """Makes the flags, and maps those of the others."""
+        """Allocates this rank's flags for a new mailbox, and maps the other members' flags."""
         team = mailbox.team
         flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
         # Also waits for all earlier work: a stream that waits for a failed rank may never finish.
@@ -323,10 +335,11 @@ class CudaPeerBackend(PeerBackend):
     def _flag(
         self, mailbox: Mailbox, kind: int, of: int, about: int, slot: int, use: int
     ) -> tuple[int, int]:
-        """Returns the address of a flag, and the value that it reaches by this use of the slot.
+        """Returns the address of a flag, and the value of the flag after use number `use` of the
+        slot.
 
-        The flag has a kind (_READY, _DONE), is in the memory of rank `of`, and is about rank
-        `about`.
+        The flag is of the kind `kind` (_READY or _DONE), is stored in the memory of rank `of`, and
+        is written by rank `about`.
         """
         base = self._flags[mailbox].data_ptr() if of == self.rank else self._theirs[mailbox][of]
         member = kind * len(mailbox.team) + mailbox.team.index(about)
@@ -334,7 +347,7 @@ class CudaPeerBackend(PeerBackend):
         return base + (member * _FLAGS + place) * _FLAG_NBYTES, value
 
     def _set(self, mailbox: Mailbox, kind: int, of: int, slot: int, use: int, stream: int) -> None:
-        """Makes a stream set a flag in the memory of rank `of`."""
+        """Enqueues, or delays in a capture, a write of a flag in the memory of rank `of`."""
         address, value = self._flag(mailbox, kind, of, self.rank, slot, use)
         capture = self._capture
         if capture is None:
@@ -351,7 +364,10 @@ class CudaPeerBackend(PeerBackend):
     def _await(
         self, mailbox: Mailbox, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
-        """Makes a stream wait for flags of ranks: (rank, slot, use)."""
+        """Makes a stream wait for flags in this rank's memory.
+
+        `uses` has (rank that writes the flag, slot, use) for each flag.
+        """
         flags = [self._flag(mailbox, kind, self.rank, by, slot, use) for by, slot, use in uses]
         capture = self._capture
         if capture is None:
@@ -366,8 +382,10 @@ class CudaPeerBackend(PeerBackend):
             self._memory.use_flags(ops, stream)
 
     def _use_beside(self, capture: _Capture, waits: Sequence[FlagOp], stream: int) -> None:
-        """Writes the delayed flags, after the work that they report, and then waits for
-        others.
+        """Writes the delayed flags of a capture, and then waits for the flags in `waits`, as one
+        graph node.
+
+        The node comes after the work that the delayed flags report.
         """
         ops, after = [*capture.writes, *waits], [*capture.after.values()]
         capture.writes.clear()
@@ -375,7 +393,7 @@ class CudaPeerBackend(PeerBackend):
         self._memory.beside(lambda: self._memory.use_flags(ops, stream), after, stream)
 
     def flush(self) -> None:
-        """Implements `Captured.flush`: enqueues delayed flag writes."""
+        """Implements `Captured.flush`: enqueues the flag writes that the capture has delayed."""
         capture = self._capture
         if capture is not None and capture.writes:
             stream = capture.last
@@ -383,12 +401,16 @@ class CudaPeerBackend(PeerBackend):
 
     # ------------------------------------------------------------ graphs
     def can_capture(self, what: str) -> bool:
-        """Implements `Captured.can_capture`: whether a graph may repeat a communication."""
+        """Implements `Captured.can_capture`: a CUDA graph can repeat all but a barrier."""
         return what != "barrier"
 
     @contextmanager
     def capturing(self, stream: int) -> Generator[list[object]]:
-        """Implements `Captured.capturing`: returns the context of a capture."""
+        """Implements `Captured.capturing`.
+
+        Raises `CommunicationError` at the end of the context if no stream waits for some send of
+        the run.
+        """
         self._capture = capture = _Capture(stream)
         try:
             yield capture.held
@@ -489,8 +511,10 @@ class CudaPeerBackend(PeerBackend):
         call: CollectiveCall | Exchange,
         stream: int,
     ) -> None:
-        """Makes a stream copy the data of peers: one copy after another, when all of it is
+        """Makes a stream copy the data that peers send, when the data of all transfers in `ones` is
         ready.
+
+        The copies run one after another.
         """
         found = [(one.transfer, *self._find(mailbox, one, call)) for one in ones]
         if not found:
@@ -509,10 +533,10 @@ class CudaPeerBackend(PeerBackend):
     def _find(
         self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange
     ) -> tuple[Record, Seen | None]:
-        """Returns a peer's record once its host has posted it, and the address of its memory;
-        answers it.
+        """Waits for the record of a transfer that a peer sends, maps the peer's memory, and
+        answers.
 
-        The address is None if the data is empty.
+        Returns the record and the mapped memory, which is None if the data is empty.
         """
         peer = one.transfer.peer
         record = mailbox.find(peer, one.tag)
@@ -537,7 +561,7 @@ class CudaPeerBackend(PeerBackend):
         return seen
 
     def settle(self, mailbox: Mailbox, sent: list[Sent], stream: object) -> None:
-        """Makes a stream wait until the receivers have copied the data of `sent`."""
+        """Makes a stream wait until the receivers have copied the data of the sends `sent`."""
         handle = self._handle(stream)
         if sent:
             uses = [(one.peer, one.slot, one.use) for one in sent]
@@ -563,12 +587,14 @@ class CudaPeerBackend(PeerBackend):
         return nothing if self._capture is None else self._capture.copied.get(stream, nothing)
 
     def synchronize(self, call: CollectiveCall | Exchange) -> None:
-        """Returns when the stream of a call has done its work."""
+        """Blocks the host until the stream of a call has done its work."""
         stream = stream_at(self._handle(call.stream), self.device)
         self.control.poll_until(stream.query, what=call.describe, needs=call.needs)
 
     def drain(self) -> None:
-        """Waits for the device, until the deadline: peers may read this rank's memory."""
+        """Implements `Backend.drain`: waits for the device until the deadline, because peers may
+        still read.
+        """
         if self._closed or not (self._mailboxes or self.kernels.is_used):
             return
         done = torch.cuda.Event()
@@ -585,6 +611,6 @@ class CudaPeerBackend(PeerBackend):
             return
 
     def close(self) -> None:
-        """Implements `Backend.close`: releases all resources."""
+        """Implements `Backend.close`: also unmaps the memory of peers."""
         super().close()
         self._memory.close()

@@ -1,10 +1,10 @@
-"""N ranks as threads of one process that pass a baton: exactly one runs at any time.
+"""Simulated ranks: threads of one process, exactly one of which runs at any time.
 
-A switch happens only when a rank waits in a communicator call. The next rank is the one that has
-been ready longest, so a run is deterministic. When no rank can run, every rank raises
-`DeadlockError`, which says in which call each of them waits. Ranks that enter a collective with
-different arguments raise an error that shows both sides. Tensors may be on the CPU, or on CUDA if
-all ranks share one device.
+Control passes to another rank only when the running rank waits in a communicator call. The next
+rank is the one that has been ready longest, so a run is deterministic. When no rank can run, every
+rank raises `DeadlockError`, which says in which call each rank waits. Ranks that enter a collective
+with different arguments raise an error that shows both calls. Tensors may be on the CPU, or on CUDA
+if all ranks share one device.
 """
 
 from __future__ import annotations
@@ -53,14 +53,20 @@ class _DescribesPosition(Protocol):
 
 @dataclass(frozen=True)
 class _LazyPosition:
-    """The call that a rank waits in, described only when the description is needed."""
+    """The call in which a rank waits; the functions are called only if an error needs the text."""
 
     describe: Callable[[], str]
     needs: Callable[[], Iterable[Need]]
 
 
 class Baton:
-    """The scheduler of the simulated ranks of one run."""
+    """The scheduler of the simulated ranks of one run: the rank that holds the baton runs.
+
+    - `pending`: the collectives that some members have entered and others have not.
+    - `mailboxes`: the sends and receives that wait for the matching transfer.
+    - `pages`: the shared memory of each team.
+    - `generators`: the random number generators of the ranks.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -75,16 +81,19 @@ class Baton:
         self.generators = Generators(size)
 
     def start(self) -> None:
-        """Lets the first rank run."""
+        """Lets the first rank run; called once, when the threads of all ranks have been started."""
         self._pass_on()
 
     def begin(self, rank: int) -> None:
-        """Blocks the thread of a rank until it is its turn."""
+        """Blocks the thread of a rank until the rank may run for the first time."""
         self._gates[rank].acquire()
         self.generators.take(rank)
 
     def end(self, rank: int, error: BaseException | None) -> None:
-        """Records that a rank has finished, and passes the baton on."""
+        """Records that a rank has finished, and lets the next rank run.
+
+        If `error` is not None, all other ranks raise a `PeerError`.
+        """
         self.generators.leave(rank)
         if error is None:
             self._ended[rank] = "finished"
@@ -96,19 +105,21 @@ class Baton:
         self._pass_on()
 
     def fail(self, failure: Callable[[], CommunicationError]) -> None:
-        """Makes every waiting rank, and every later call, raise the error."""
+        """Makes every waiting rank and every later call raise the error of `failure()`."""
         self._failure = failure
         for rank in sorted(self._waiting):
             self._ready.append(rank)
         self._waiting.clear()
 
     def check(self) -> None:
-        """Raises the error when the run has failed."""
+        """Raises the error of the run if the run has failed."""
         if self._failure is not None:
             raise self._failure()
 
     def wait(self, rank: int, done: Callable[[], bool], position: _DescribesPosition) -> None:
-        """Blocks a rank until `done()`; other ranks run meanwhile.
+        """Blocks a rank until `done()` is True; other ranks run meanwhile.
+
+        `position` describes the call in which the rank waits.
 
         Raises:
             DeadlockError: no rank can run.
@@ -123,7 +134,7 @@ class Baton:
             self.generators.take(rank)
 
     def wake(self, ranks: Iterable[int]) -> None:
-        """Makes waiting ranks ready, in the given order."""
+        """Marks waiting ranks as ready to run, in the given order."""
         for rank in ranks:
             if self._waiting.pop(rank, None) is not None:
                 self._ready.append(rank)
@@ -147,7 +158,14 @@ class Baton:
 
 
 class Rendezvous:
-    """The members of a team that have entered one collective so far."""
+    """One collective, with the members of the team that have entered it so far.
+
+    - `entries`: the call of each member, by position in the team.
+    - `arrivals`: the CUDA event at which each member's data is ready; None on the CPU.
+    - `done`: whether all members have entered.
+    - `error`: the message if the members' calls do not match.
+    - `finished`: the CUDA event after which the results are complete.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[int, Any] = {}
@@ -171,7 +189,12 @@ def join_rendezvous(
     arrival: Any,
     complete: Callable[[Rendezvous], None],
 ) -> Rendezvous:
-    """Enters a collective; the last member to enter runs `complete` for all."""
+    """Enters a collective, without waiting for the other members.
+
+    The last member to enter calls `complete` for all members. `entry` and `arrival` are stored in
+    the returned rendezvous under `index`, the position in the team. `key` and `seq` identify the
+    collective.
+    """
     baton.check()
     rendezvous = baton.pending.setdefault((key, seq), Rendezvous())
     rendezvous.entries[index] = entry
@@ -192,11 +215,11 @@ class SimulatedControl(Control):
         self.baton = baton
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Implements `Control.page`: the ranks are threads, so any memory is shared."""
+        """Implements `Control.page`: returns ordinary memory, because all ranks are threads."""
         return self.baton.pages.setdefault(team, memoryview(bytearray(nbytes)).cast("Q"))
 
     def wake(self, team: Team) -> None:
-        """Makes waiting members check their conditions again."""
+        """Implements `Control.wake`: makes waiting members check their conditions again."""
         self.baton.wake(team)
 
     def poll_until(
@@ -206,7 +229,9 @@ class SimulatedControl(Control):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """Implements `Control.poll_until`: the baton detects every deadlock."""
+        """Implements `Control.poll_until`: waits without a deadline, because `Baton` finds every
+        deadlock.
+        """
         self.baton.wait(self.rank, done, _LazyPosition(lambda: what() + self.trouble, needs))
 
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
@@ -235,7 +260,11 @@ class SimulatedControl(Control):
 
 
 class _Letter:
-    """A send or receive that waits for its other half."""
+    """A send or a receive that waits for the matching transfer of the peer.
+
+    `rank` is the rank that started the transfer. `arrival` and `finished` are CUDA events, as in
+    `Rendezvous`.
+    """
 
     def __init__(self, transfer: Transfer, rank: int, stream: object, arrival: Any) -> None:
         self.transfer = transfer
@@ -248,7 +277,7 @@ class _Letter:
 
 
 class _SimulatedWork:
-    """A communication: collectives or transfers that must be done."""
+    """A started communication, complete when its collective or transfers (`parts`) are done."""
 
     def __init__(
         self,
@@ -261,11 +290,15 @@ class _SimulatedWork:
         self._call = call
 
     def is_done(self) -> bool:
-        """Whether the data has moved."""
+        """Whether the data of all collectives and transfers has moved."""
         return all(part.done for part in self._parts)
 
     def wait(self) -> None:
-        """Implements `Work.wait`: blocks the rank until the data has moved, also on CUDA."""
+        """Implements `Work.wait`: blocks the rank until the data has moved.
+
+        On CUDA, the data is moved by work that has been enqueued. The stream of the call waits for
+        that work.
+        """
         backend = self._backend
         backend.baton.wait(backend.rank, self.is_done, self._call)
         for part in self._parts:
@@ -275,7 +308,7 @@ class _SimulatedWork:
                 _current_stream(self._call.stream).wait_event(part.finished)
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: waits until the data has arrived."""
+        """Implements `Work.synchronize`: blocks the host until the data has arrived."""
         self.wait()
         for part in self._parts:
             if part.finished is not None:
@@ -283,7 +316,7 @@ class _SimulatedWork:
 
 
 class SimulatedBackend(CheckedBackend):
-    """Collectives among simulated ranks.
+    """Collectives and transfers among simulated ranks, which copy between the ranks' tensors.
 
     Reductions of 16-bit floats accumulate in float32, in team order.
     """
@@ -365,7 +398,7 @@ class SimulatedBackend(CheckedBackend):
 
 
 class SimulatedPeers(SimulatedBackend):
-    """Simulated peer copies: simulated ranks share all memory anyway."""
+    """The peer copies of simulated ranks, which share all memory because they are threads."""
 
     name = "cuda"
 
@@ -375,32 +408,38 @@ class SimulatedPeers(SimulatedBackend):
         self._memory = SharedMemory()
 
     def connect(self, team: Team) -> None:
-        """Implements `PeerMemory.connect`: simulated ranks need no connection."""
+        """Implements `PeerMemory.connect`: does nothing, because simulated ranks need no
+        connection.
+        """
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.empty`: returns memory that peers can map."""
+        """Implements `PeerMemory.empty`: allocates shared memory on the CPU, ordinary memory on
+        CUDA.
+        """
         if self._device.type == "cpu":
             return self._memory.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.lasting`: returns memory for many runs of a program."""
+        """Implements `PeerMemory.lasting` in the same way as `empty`."""
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.shard`: returns memory for a shard."""
+        """Implements `PeerMemory.shard` in the same way as `empty`."""
         return self.empty(nbytes)
 
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records that a program was deleted."""
+        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
         self._memory.release()
 
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory without users."""
+        """Implements `PeerMemory.tidy`: frees memory that has no user."""
         self._memory.tidy()
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range."""
+        """Implements `PeerMemory.side_by_side` on the CPU; raises `UnsupportedError` on other
+        devices.
+        """
         if self._device.type != "cpu":
             raise UnsupportedError(
                 f"{what}: simulated ranks cannot map memory on {self._device}, only on the CPU"
@@ -408,11 +447,11 @@ class SimulatedPeers(SimulatedBackend):
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Implements `PeerMemory.rendezvous`: waits until all members have come to the call."""
+        """Implements `PeerMemory.rendezvous`: blocks until all members have called it."""
         await_members(self.control, team, what)
 
     def close(self) -> None:
-        """Implements `Backend.close`: releases all resources."""
+        """Implements `Backend.close`: also closes the shared memory."""
         super().close()
         self._memory.close()
 
@@ -426,7 +465,10 @@ def _current_stream(stream: object) -> torch.cuda.Stream:
 
 
 def _record_event(tensor: torch.Tensor | None, stream: object) -> Any:
-    """Returns an event on the rank's stream, or None for CPU tensors."""
+    """Records an event on `stream`; returns None for a CPU tensor or no tensor.
+
+    If `stream` is None, the current stream is used.
+    """
     if tensor is None or tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -435,7 +477,10 @@ def _record_event(tensor: torch.Tensor | None, stream: object) -> Any:
 
 
 def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[object]:
-    """Returns a context whose work runs on `stream` after the events."""
+    """Returns a context in which torch ops run on `stream`, after `events`.
+
+    Events that are None are ignored.
+    """
     real = [event for event in events if event is not None]
     if not real:
         return nullcontext()
@@ -446,10 +491,10 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
 
 
 def _complete(rendezvous: Rendezvous) -> None:
-    """Moves the data of a collective that all members have entered, and drops their calls.
+    """Moves the data of a collective that all members have entered, and drops the members' calls.
 
-    The work of each member refers to the rendezvous. It must not keep the other members' tensors
-    alive until it is waited for and deleted.
+    The calls are dropped because each member's `Work` refers to the rendezvous. Otherwise a `Work`
+    would keep the other members' tensors alive until it is deleted.
     """
     calls: list[CollectiveCall] = [rendezvous.entries[i] for i in range(len(rendezvous.entries))]
     last, arrivals = next(reversed(rendezvous.entries)), list(rendezvous.arrivals.values())
@@ -474,8 +519,9 @@ def _any_tensor(call: CollectiveCall) -> torch.Tensor | None:
 
 
 def _signature(call: CollectiveCall) -> tuple[object, ...]:
-    """Returns the facts that must be equal on all members: op, dtype, elements per part, reduction,
-    root.
+    """Returns the facts that must be equal on all members of a collective.
+
+    These are the collective, reduction, root, dtype, and number of elements per part.
     """
     tensor = _any_tensor(call)
     if tensor is None:
@@ -577,17 +623,20 @@ _MOVES = TransportTable[Callable[[Sequence[CollectiveCall]], None]](
 
 
 class Generators:
-    """The generator states of the ranks that are not running; they start as the caller's."""
+    """The states of torch's random number generators, for each rank that is not running.
+
+    At first, every rank has the generator states of the caller.
+    """
 
     def __init__(self, size: int) -> None:
         self._states = [_states()] * size
 
     def take(self, rank: int) -> None:
-        """Loads the states of a rank, which runs from now on."""
+        """Loads the generator states of a rank that starts to run."""
         _restore(self._states[rank])
 
     def leave(self, rank: int) -> None:
-        """Saves the states of a rank, which stops running."""
+        """Saves the generator states of a rank that stops running."""
         self._states[rank] = _states()
 
 
@@ -603,8 +652,9 @@ def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
 
 
 def _of_gpus() -> tuple[torch.Generator, ...]:
-    """Returns the GPU generators, none during a graph capture, where their states cannot be
-    read.
+    """Returns the random number generators of the GPUs.
+
+    Returns none while a CUDA graph is captured, because the states cannot be read then.
     """
     is_idle = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     return torch.cuda.default_generators if is_idle else ()

@@ -1,10 +1,9 @@
-"""Communication layout: makes operands and results of collectives contiguous in the order they
-need.
+"""Communication layout: gives operands and results of collectives the memory order that they need.
 
 A collective works on flat buffers: part i of the gathered (or scattered) buffer belongs to team
-member i. Therefore the gathered or scattered axis must be outermost in memory on both sides of an
-allgather or reduce-scatter, and every buffer must be contiguous. Elsewhere, a local copy with a
-permuted allocation domain is inserted.
+member i. Therefore every buffer must be contiguous. In an allgather or reduce-scatter, the gathered
+or scattered axis must also be outermost in the memory of operand and result. If a tensor has
+another order, a local copy with a permuted allocation domain is inserted.
 
     y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
                                           y [M, N] = set(t)          memory order (N, M)
@@ -43,15 +42,16 @@ from multidevice.transports.base.collectives import COLLECTIVES
 
 
 def lay_out_communication(fusion: Fusion) -> None:
-    """Gives both sides of every collective a contiguous memory order that it can work on.
+    """Gives operand and result of every collective a contiguous memory order in which it can work.
 
     Before: the fusion is decomposed. After, for every collective:
 
     - operand and result are contiguous and have the same order of axes;
-    - the gathered or scattered axis is outermost, if the type of collective needs it.
+    - the gathered or scattered axis is outermost, if the type of collective needs that.
 
     The host program relies on this. A result without a declared allocation domain takes the order
-    of the collective. A declared one is kept: a copy after the collective produces it.
+    of the collective. A declared allocation domain is kept: a copy after the collective produces
+    it.
 
     A collective in steps works on one block at a time. A block is dense if each step has its own
     memory, or if the stream axis is outermost. Otherwise a copy is inserted in the same step.
@@ -63,8 +63,8 @@ def lay_out_communication(fusion: Fusion) -> None:
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
-    """Returns the operands and results of collectives, and the tensors that their operands are
-    slices of.
+    """Returns the operands and results of collectives, and the tensors that the operands are slices
+    of.
 
     All ranks must store these tensors in the same order, whatever the order of a rank's inputs.
     """
@@ -76,7 +76,11 @@ def communicated(fusion: Fusion) -> set[TensorView]:
 
 
 def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
-    """Returns the memory order of `tv` with `axis` moved outermost, if that changes the memory."""
+    """Returns the memory order of `tv` with `axis` moved outermost, if that changes the memory.
+
+    If `axis` is None, or if only axes with one element are outside it, the present order is
+    returned.
+    """
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
         return order
@@ -87,7 +91,10 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
-    """Returns the axes, of operand and result, that the type of collective needs outermost."""
+    """Returns the axes, of operand and result, that the type of collective needs outermost.
+
+    An entry is None if that tensor has no such axis.
+    """
     row = COLLECTIVES.get(communication_type(op))
     return moved_axes(op) if row is not None and row.growth else (None, None)
 
@@ -116,8 +123,9 @@ def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
 
 
 def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
-    """Whether this pass may choose a tensor's memory order: a kernel writes it, for one
-    reader.
+    """Whether this pass may choose the memory order of a tensor.
+
+    This is so if a kernel writes the tensor for one reader, and no order is declared.
     """
     definition = tv.definition()
     if definition is None or tv.domain.allocation or tv in fusion.outputs:
@@ -130,7 +138,7 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
-    """Writes the collective's result in the operand's order of axes."""
+    """Gives the result of a collective the axis order of the operand, by a copy if needed."""
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
     # Where a step computes the block of one device, the block is sent unchanged.
@@ -172,7 +180,7 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
 
 
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
-    """Translates positions of the operand to positions of the result.
+    """Translates axis positions of the operand to axis positions of the result.
 
     Axes that the result does not have are left out.
     """

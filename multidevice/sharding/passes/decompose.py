@@ -1,8 +1,8 @@
 """Decomposition: every op becomes local, or exactly one collective or local slice.
 
 Before: shardings are propagated; operands and results of an op may be placed differently. After: an
-op whose operand and result differ in sharding is a `set` or a reduction over one device axis, and
-exactly one device type changes.
+op whose operand and result differ in sharding is a `set` or a reduction over one device axis. In
+such an op, exactly one device type changes.
 
     out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)           (allgather)
                                                       out = linear(c, w)
@@ -65,14 +65,15 @@ from multidevice.sharding.streams import keep_computable_streams, slice_operands
 def decompose_reshardings(
     fusion: Fusion, *, overlap: Callable[[Fusion], None] | None = None
 ) -> None:
-    """Rewrites the fusion until every op is local or a `Reshard`: one collective or local slice.
+    """Rewrites the fusion until every op is local or a `Reshard`: one collective or one local
+    slice.
 
-    `overlap` is called when all communications are known; it may give tensors stream axes, so that
-    they are computed in steps.
+    `overlap` is called when all communications are known. This callback may give tensors stream
+    axes, so that the tensors are computed in steps.
 
     Raises:
         ShardingError: an op cannot be computed with the requested placements.
-        UnsupportedError: a change of placement that no supported collective makes.
+        UnsupportedError: no supported collective makes a change of placement.
     """
     if not (has_mesh(fusion) or has_streams(fusion)):
         return
@@ -86,7 +87,9 @@ def decompose_reshardings(
 
 
 def complete_steps(fusion: Fusion, copies: Copies) -> None:
-    """Splits copies and sums into single communications, and makes the stream steps computable."""
+    """Makes each copy and sum one communication, makes streams computable, and creates `Reshard`
+    nodes.
+    """
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
     copies.drop_unused()
@@ -96,7 +99,10 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
 
 
 def name_reshardings(fusion: Fusion) -> None:
-    """Replaces every copy and reduction that changes a placement by its `Reshard` node."""
+    """Replaces every copy and reduction that changes a placement by its `Reshard` node.
+
+    Raises `UnsupportedError` for a communication that is not implemented.
+    """
     ops: list[TensorOp] = []
     for op in fusion.exprs:
         found = as_reshard(op)
@@ -111,7 +117,7 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
     """Inserts resharding copies before or after the ops whose operands and results differ in
     placement.
 
-    Consumers of one tensor that need the same placement share a copy.
+    Ops that need the same tensor in the same placement share a copy.
     """
     for op in fusion.exprs:
         op = _align_siblings(fusion, _free_whole_axes(fusion, op))
@@ -146,7 +152,9 @@ def _needs(op: TensorOp, index: int) -> Transfers:
 
 
 def _differing(op: TensorOp) -> list[int]:
-    """Returns the indices of the operands whose placement is not the one that the result needs."""
+    """Returns the indices of the operands whose placement differs from the placement the result
+    needs.
+    """
     if reduces_one_device_axis(op):
         # The op is the collective itself: its operand is cut on the reduced axis, and otherwise
         # placed like the result.
@@ -165,8 +173,9 @@ def _differing(op: TensorOp) -> list[int]:
 
 
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Gives all results of an op the placement of the first, and copies those that need another
-    one.
+    """Gives all results of an op the placement of the first result.
+
+    Results that need another placement become copies. Returns the new op.
     """
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
@@ -187,25 +196,24 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
-    """Returns the device cuts of another result of the op that match those of `first`, per logical
-    axis.
-    """
+    """Returns the device cuts of the result `out` that match those of `first`, per axis."""
     cuts = _device_cuts(first)
     beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
     return [beside.get(k, ()) for k in range(len(out.domain.logical))]
 
 
 def _device_cuts(tv: TensorView) -> list[Cuts]:
-    """Returns the device cuts per logical axis, including reduction axes."""
+    """Returns the device cuts of each logical axis, including reduction axes."""
     cuts = axis_cuts(tv, DEVICE_TYPES)
     return [cuts.get(a.number, ()) for a in tv.domain.logical]
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Computes an op whole along axes that it cannot split, and cuts its result in a copy.
+    """Removes the device cuts of a result along axes that the op cannot split, and cuts a copy
+    instead.
 
     These axes are: the joined axis of a cat, the axis of an iota, resized axes of a slice or pad,
-    and the inner axes of a reshape.
+    and the inner axes of a reshape. Returns the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)
@@ -228,7 +236,11 @@ def _changing_types(op: TensorOp) -> set[ParallelType]:
 def _compute_whole(
     fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
 ) -> TensorOp:
-    """Computes one result of an op without these device types, and cuts it in a copy."""
+    """Computes result number `position` of an op without cuts along `types`, and cuts a copy of the
+    result.
+
+    Returns the new op.
+    """
     out: TensorView = op.outputs[position]
     local = _result_like(out, out.mesh)
     unparallelize_inward(local, lambda a: a.ptype in types and not a.is_reduction())
@@ -239,7 +251,7 @@ def _compute_whole(
 
 
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
-    """Creates a tensor with a new copy of `out`'s domain, without a declared memory order."""
+    """Creates a tensor on `mesh` with a copy of `out`'s domain, without a declared memory order."""
     domain, _ = clone_domain(out.fusion, out.domain)
     plain = domain.in_logical_order()
     return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
@@ -247,11 +259,11 @@ def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
 
 # -- after
 def _goes_after(op: TensorOp) -> bool:
-    """Whether the op should run with its operand's placement, so that the result is resharded.
+    """Whether the op should run with the placement of its operand, so that the result is resharded.
 
-    This is so for an op with one operand and one result, if it costs no more. Slicing the operand
-    of an op costs less than slicing its result, and gathering before a cast to a wider type costs
-    less than gathering after it.
+    This is so for an op with one operand and one result, unless that costs more. Slicing the
+    operand of an op costs less than slicing its result. Gathering before a cast to a wider type
+    costs less than gathering after the cast.
     """
     operands = list(tensor_operands(op))
     if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):
@@ -265,7 +277,10 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Runs the op with its operand's placement and copies the result; False if impossible."""
+    """Runs the op with the placement of its operand, and reshards the result by a copy.
+
+    Returns False, and leaves the op unchanged, if that is not possible.
+    """
     ((index, operand),) = tensor_operands(op)
     out = op.out_tensor
     local = _result_like(out, operand.mesh)
@@ -287,7 +302,11 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
 
 # -- before
 def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
-    """Gives one operand the placement that the result needs, through a shared copy."""
+    """Replaces operand `index` by a copy with the placement that the result needs; returns the new
+    op.
+
+    `copies` has the copies that exist already.
+    """
     operand, out = op.inputs[index], op.out_tensor
     cuts = fitting_placement(operand, _needs(op, index), out.mesh, step_parts(out))
     return copies.feed(op, index, mesh=out.mesh, cuts=cuts)

@@ -1,9 +1,9 @@
 """Final domains: writes device axes into allocation domains and puts them first in loop domains.
 
 Before: cuts are in loop domains, and allocation domains describe whole tensors. After: every tensor
-that is cut has an allocation domain with its device axes. It also has its stream axis if each step
-of a loop has its own memory. Every loop domain is `[stream?, DIDz?, DIDy?, DIDx?, serial...]`.
-Segmentation and host lowering rely on both.
+that is cut has an allocation domain with its device axes. If each step of a loop allocates its own
+memory, the allocation domain also has the stream axis. Every loop domain is `[stream?, DIDz?,
+DIDy?, DIDx?, serial...]`. Segmentation and host lowering rely on both.
 
     w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
 """
@@ -29,8 +29,9 @@ _RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
 def finalize_domains(fusion: Fusion) -> None:
     """Writes cuts into allocation domains and sorts loop domains.
 
-    Raises `ShardingError` when a tensor has no mesh and the fusion has several, or when a
-    collective's operand or result is not contiguous.
+    Raises:
+        ShardingError: a tensor has no mesh and the fusion has several, or an operand or result of
+            a collective is not contiguous.
     """
     complete_meshes(fusion)
     per_step: set[TensorView] = set()
@@ -52,9 +53,9 @@ def finalize_domains(fusion: Fusion) -> None:
 
 
 def complete_meshes(fusion: Fusion) -> None:
-    """Gives every tensor without a mesh the fusion's mesh, replicated.
+    """Gives every tensor without a mesh the only mesh of the fusion; the tensor is replicated.
 
-    Raises `ShardingError` when there are several meshes to choose from.
+    Raises `ShardingError` if the fusion has several meshes.
     """
     meshes: dict[DeviceMesh, TensorView] = {}
     for tv in fusion.tensors():
@@ -78,8 +79,8 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
     """Splits the allocation axes of a tensor in the same way as its loop axes, with their
     contiguity.
 
-    `per_step`: also by a stream axis. The parts of a cut axis take its position, so the memory of a
-    shard keeps the order of axes.
+    If `per_step` is True, stream splits are included. The parts of a cut axis take the position of
+    the axis, so that the memory of a shard keeps the order of axes.
     """
     if not spread_axes(tv):
         return
@@ -105,7 +106,10 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
 
 
 def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
-    """Returns the device axes of a logical axis and its remainder, outermost first."""
+    """Returns the axes into which device cuts divide a logical axis, outermost first.
+
+    If `with_stream` is True, stream cuts are included. The last entry is the remainder.
+    """
     parts: list[IterDomain] = []
     axes = tv.domain.axes
     while True:
@@ -119,6 +123,8 @@ def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterD
 
 
 def parallel_axes_to_front(tv: TensorView) -> None:
-    """Reorders loop axes: stream, mesh_z, mesh_y, mesh_x, then the others in their order."""
+    """Sorts the loop axes: stream, mesh_z, mesh_y, mesh_x, then the other axes in their present
+    order.
+    """
     loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))
     tv.domain = tv.domain.with_loop(numbers(loop))

@@ -2,7 +2,7 @@
 
     c [DIDx{2}, i0/2, i1] = add(a, b)   ->   c [ceilDiv(i0, 2), i1] = add(a, b)
 
-Kernels and library ops are made from local fusions, so no later stage knows of devices. Sizes
+Kernels and library ops are made from local fusions, so that no later stage handles devices. Sizes
 remain expressions of the global symbols: a shard of `i0` rows has `ceilDiv(i0, 2)` rows.
 """
 
@@ -39,18 +39,19 @@ Known = dict[tuple[object, ...], tuple[TensorDomain, TensorDomain]]
 def localize(
     fusion: Fusion, block: Block = "first", *, known: Known | None = None
 ) -> tuple[Fusion, dict[TensorView, TensorView]]:
-    """Returns the fusion of local shards, and the map from the given tensors to its tensors.
+    """Returns the fusion of one device's shards, and the map from tensors of `fusion` to its
+    tensors.
 
-    The result has no meshes and no device axes. A logical axis that is a device axis as a whole has
-    extent 1. Loop domains are the logical ones, all serial, as a start for schedules: the user's
+    The result has no meshes and no device axes. A logical axis that itself is a device axis has
+    extent 1. Loop domains are the logical axes, all serial, as a start for schedules. The user's
     own splits, merges and parallel types count only for `manual_execute`. Inputs lose the reduction
-    axes of the ops that made them. A fusion that is local already is returned itself.
+    axes of the ops that made them. If the fusion is local already, the fusion itself is returned.
 
-    A tensor that is computed in steps, or that such ops read in step, is reduced to one step's
-    block, because kernels in loops run on slices. `block` selects the size (see
-    `streams.block_extents`).
+    A tensor that is computed in steps is reduced to one step's block, because kernels in loops run
+    on slices. The same holds for a tensor of which ops in steps read one block. `block` selects the
+    size of the block (see `streams.block_extents`).
 
-    `known` is a cache shared by the parts of one fusion: each tensor is localized once.
+    `known` is a cache that the parts of one fusion share, so that each tensor is localized once.
 
     Raises:
         ShardingError: an op of the fusion is a resharding.
@@ -109,9 +110,10 @@ def is_block(tv: TensorView) -> bool:
 
 # ------------------------------------------------------------------ domains
 def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
-    """Returns the domain of a shard of `tv`: local extents, no device axes, its memory order.
+    """Returns the domain of a device's shard of `tv`: local extents, no device axes, same memory
+    order.
 
-    With `block`, it is the domain of one step's block of the shard.
+    If `block` is given, returns the domain of one step's block of the shard.
     """
     domain = tv.domain
     sizes = _local_sizes(tv, block)
@@ -142,7 +144,7 @@ def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
 
 
 def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
-    """Returns the local size of every root and logical axis that is cut, by axis number."""
+    """Returns axis number -> local size, for every root and logical axis that is cut."""
     fusion = tv.fusion
     axes = tv.domain.axes
     sizes: dict[int, Scalar] = {}
@@ -162,7 +164,10 @@ def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
 def _local_allocation(
     tv: TensorView, logical: tuple[IterDomain, ...]
 ) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns allocation (() when it is the logical order) and contiguity of a shard."""
+    """Returns the allocation axes and the contiguity of a shard.
+
+    The allocation is () if it is in the order of the logical axes.
+    """
     axes = [a for a in logical if not a.is_reduction()]
     order = memory_order(tv)
     flags = {axes[p].number: None if axes[p].is_broadcast else flag for p, flag in order}
@@ -179,7 +184,9 @@ def _shape(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
-    """Returns the ranges of a local slice: axes that are not resized keep their local range."""
+    """Returns the ranges of a slice op on a shard; axes that are not resized keep their local
+    range.
+    """
     root, logical = op.out.domain.maybe_root, op.out.domain.logical
     stops = tuple(
         r.size if r.number == axis.number else stop
@@ -189,7 +196,7 @@ def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
 
 
 def _with_local_scalars(op: TensorOp) -> TensorOp:
-    """Rewrites the scalar operands that are sizes of the result."""
+    """Replaces the scalar operands that are sizes of the result by local sizes."""
     match op:
         case FullOp() | ExpandOp():
             return op.replace(shape=_shape(op.out))
@@ -200,11 +207,11 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 
 
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
-    """Rewrites an op with result `[M, N, iDIDx{d}rf, r{K/d}rf]`: a broadcast replaces the axis of
-    parts.
+    """Rewrites an op with the result `[M, N, iDIDx{d}rf, r{K/d}rf]` for one device.
 
-    A reduction gets the broadcast in its operand, so that the reduction remains the last op. A
-    contraction gets it in its result.
+    A broadcast axis replaces the axis that counts the parts. A reduction gets the broadcast in its
+    operand, so that the reduction remains the last op. A contraction gets the broadcast in its
+    result.
     """
     tv, out = op.out_tensor, twin.out_tensor
     parts = partial_sum_axes(tv)

@@ -4,8 +4,8 @@
     y [stream{n}, A * B / n, C]   ->  y [stream(A), stream.y{m}, B/m, C]    n = A * m blocks
 
 Step i has index i / B of A and index i % B of B. Therefore each merged axis gets a stream type of
-its own (`STREAM_TYPES`, outermost first), and all analyses treat them as separate axes. The memory
-layout does not matter: a step's part is a part of a part.
+its own (`STREAM_TYPES`, outermost first), and all analyses treat these axes as separate. The memory
+layout does not matter, because a slice of a slice is a slice, too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from multidevice.sharding.placement import axis_cuts, cut_line
 
 
 def unmerge_streams(fusion: Fusion) -> None:
-    """Replaces merged stream axes by the axes that they merge, each with its part of the step's
-    number.
+    """Replaces merged stream axes by the axes that they merge, each with its own stream type.
 
-    Broadcast axes get no part: they have one element. A merged axis may be cut into n blocks by an
-    outer split. Each block must then be a box of the merged axes. That is so if n divides the
-    outermost axis, or is the product of all outer axes and a divisor of the next one.
+    Broadcast axes get no stream type, because they have one element. A merged axis may be cut into
+    n blocks by an outer split. Each block must then be a box of the merged axes, as in two cases:
 
-    Raises `UnsupportedError`, with axis, tensor and numbers, where a block is not a box, or where
-    the parts cannot form a step.
+    - n divides the outermost axis;
+    - n is the product of all outer axes and a divisor of the next axis.
+
+    Raises:
+        UnsupportedError: a block is not a box, or the merged axes cannot form the steps of one
+            loop; the message names axis, tensor and numbers.
     """
     for tv in fusion.tensors():
         axis = next((a for a in tv.domain.loop if a.is_stream), None)
@@ -47,7 +49,7 @@ def unmerge_streams(fusion: Fusion) -> None:
 
 
 class _Merged:
-    """A stream axis, and the transforms that lead from its tensor's logical axes to it."""
+    """A stream axis of a tensor, and the transforms that make it from the tensor's logical axes."""
 
     def __init__(self, tv: TensorView, axis: IterDomain) -> None:
         self._tv, self._axis = tv, axis
@@ -57,7 +59,7 @@ class _Merged:
         self._made_by = {n: t for n, t in made if n not in logical}
 
     def rewrite(self) -> bool:
-        """Replaces the axis by the axes that it merges; returns False where it merges none."""
+        """Replaces the stream axis by the axes that it merges; returns False if it merges none."""
         split, number = None, self._axis.number
         rotation = self._made_by.get(number)
         if isinstance(rotation, Swizzle1D):
@@ -95,7 +97,9 @@ class _Merged:
         return True
 
     def _leaves(self, number: int) -> tuple[list[IterDomain], list[Transform]]:
-        """Returns the axes that an axis merges, outermost first, and the merges."""
+        """Returns the axes merged into the axis `number`, outermost first, and the merge
+        transforms.
+        """
         made = self._made_by.get(number)
         if not isinstance(made, MergeTransform):
             return [self._tv.domain.axes[number]], []
@@ -104,13 +108,13 @@ class _Merged:
         return [*outer, *inner], [*above, *beside, made]
 
     def _boxes(self, parts: Sequence[IterDomain], n: Scalar) -> tuple[int, Scalar | None]:
-        """Returns how the merged axes divide into `n` blocks: (number of axes, number of blocks or
+        """Divides the merged axes `parts` into `n` blocks; returns (number of whole axes, blocks or
         None).
 
         Each block has one element of that many outermost axes. The next axis is cut into that
-        number of blocks, or not cut at all.
+        number of blocks, or is not cut if the entry is None.
 
-        Raises `UnsupportedError` where blocks cannot be proved to be boxes.
+        Raises `UnsupportedError` if blocks cannot be proved to be boxes.
         """
         sizes = [self._tv.fusion.canonical(a.size) for a in parts]
         if len(parts) < 2 or any(sc.int_value(size) == 0 for size in sizes):
@@ -144,8 +148,9 @@ class _Merged:
     def _replace(
         self, leaves: Sequence[IterDomain], others: Sequence[int], gone: Sequence[Transform]
     ) -> None:
-        """Puts the merged axes in the place of the stream axis, and removes the transforms between
-        them.
+        """Replaces the stream axis in the loop domain by `leaves`.
+
+        `others` are loop axes to remove, and `gone` the transforms to remove.
         """
         domain = self._tv.domain
         loop: list[int] = []
@@ -192,7 +197,7 @@ def _serial(domain: TensorDomain, axes: Sequence[IterDomain]) -> TensorDomain:
 
 
 def _check_parts(tv: TensorView, axis: IterDomain) -> None:
-    """Raises `UnsupportedError` for parts that cannot form the steps of one loop."""
+    """Raises `UnsupportedError` if the merged axes cannot form the steps of one loop."""
     by_axis = axis_cuts(tv)
     found = {n: [c for c in cuts if c.ptype.is_stream] for n, cuts in by_axis.items()}
     if sum(map(len, found.values())) < 2:

@@ -7,8 +7,9 @@ The search runs when every op is local or a change of placement, before partial 
     scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
-An `OverlapForm` puts a stream axis on the tensor between the two ops, with the shard outermost, as
-a user may (`docs/explanation/streams-and-overlap.md`). The passes after decomposition do the rest.
+An `OverlapForm` puts a stream axis on the tensor between the communication and the matmul, with the
+shard outermost. Users may do the same (`docs/explanation/streams-and-overlap.md`). The passes after
+decomposition do the rest.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ from multidevice.transports.base.collectives import ALLGATHER, ALLREDUCE, REDUCE
 class Pair:
     """A communication and the matmuls that may run at the same time.
 
-    - `between`: the tensor between them. The steps are blocks of its axis number `axis`. Each of
-      the `devices` devices along `ptype` has one block before or after the communication.
+    - `collective`: the type of the communication.
     - `move`: the op that communicates.
-    - `ops`: in program order, the communication, the matmuls, and the views of `between` that they
-      read.
+    - `ops`: in program order, the communication, the matmuls, and the views of `between` that the
+      matmuls read.
+    - `between`: the tensor between the communication and the matmuls. The steps are blocks of its
+      axis at position `axis`.
+    - `ptype`, `devices`: the device type of the communication, and the number of devices along it.
+      Each device has one block before or after the communication.
+    - `is_whole`: whether the axis itself is the device axis, without a split.
     - `contracting`: the matmuls that sum over the axis.
-    - `is_whole`: the axis itself is the device axis, without a split.
     - `why_not`: why the matmuls need the whole tensor, "" if they do not.
     """
 
@@ -70,12 +74,12 @@ class Pair:
 
     @property
     def products(self) -> tuple[TensorOp, ...]:
-        """The matmuls, in program order."""
+        """The matmuls of the pair, in program order."""
         return tuple(op for op in self.ops if isinstance(op, Contraction))
 
 
 def find_pairs(fusion: Fusion) -> list[Pair]:
-    """Returns the pairs of a fusion in program order; none if it has stream axes already."""
+    """Returns the pairs of a fusion in program order; none if the fusion has stream axes."""
     if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
         return []
     found = (_gather(fusion, op) or _reduction(fusion, op) for op in fusion.exprs)
@@ -83,8 +87,9 @@ def find_pairs(fusion: Fusion) -> list[Pair]:
 
 
 def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Returns the pair of a copy that removes the only cut of an axis, and the matmuls that read
-    it.
+    """Returns the pair of `op` and the matmuls that read its result, if `op` gathers one axis.
+
+    Such an op is a copy that removes the only cut of an axis. Returns None for any other op.
     """
     if not is_copy(op) or op.inputs[0].mesh != op.out_tensor.mesh:
         return None
@@ -104,11 +109,12 @@ def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
 
 
 class _Readers:
-    """The matmuls that read an axis of a tensor, the views that lead to them, and those that sum
-    over it.
+    """The matmuls that read an axis of a tensor, and the views between the tensor and these
+    matmuls.
 
-    All are in program order. If every matmul needs the whole axis, `ops` has these, and `why_not`
-    the reason.
+    - `ops`: the matmuls and the views, in program order. If every matmul needs the whole axis,
+      `ops` has those matmuls, and `why_not` the reason.
+    - `contracting`: the matmuls that sum over the axis.
     """
 
     def __init__(self, fusion: Fusion, tv: TensorView, axis: int) -> None:
@@ -136,7 +142,9 @@ class _Readers:
         )
 
     def _follow(self, op: TensorOp, source: TensorView) -> TensorView | None:
-        """Records a matmul, or a view; returns the result of a view."""
+        """Records a matmul or a view that reads `source`; returns the result of a view, otherwise
+        None.
+        """
         position, why, way = self._seen[source]
         index = next(k for k, operand in tensor_operands(op) if operand is source)
         mapped = zip(op.out_tensor.domain.maybe_root, op.axis_map(index), strict=True)
@@ -163,7 +171,10 @@ class _Readers:
 
 
 def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Returns the pair of a sum over devices and the matmul that computes its parts."""
+    """Returns the pair of `op` and the matmul that computes its parts, if `op` sums over devices.
+
+    Returns None for any other op.
+    """
     if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op) or op.kind != "add":
         return None
     partial, out = op.inp, op.out
@@ -199,11 +210,13 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
 class OverlapForm:
-    """A way to compute a pair in steps.
+    """A way to compute a pair in steps, so that communication and matmul overlap.
 
-    - `of`: the collective of the pairs that it applies to; `fits` restricts them further.
-    - `transfers`: the steps send blocks from rank to rank; otherwise each step has a collective.
-    - `take`: gives a pair its steps, or raises `UnsupportedError`.
+    - `of`: the collective of the pairs to which the form applies; `fits` restricts the pairs
+      further.
+    - `transfers`: True if the steps send blocks from rank to rank; False if each step has a
+      collective.
+    - `take`: adds the steps to a pair, or raises `UnsupportedError`.
     """
 
     name: str
@@ -214,7 +227,7 @@ class OverlapForm:
 
 
 def _in_turn(pair: Pair) -> Cut:
-    """Returns the cut whose steps have the block of one device each, a device's own block first."""
+    """Returns the cut with one step per device; each device begins with its own block."""
     return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
 
 
@@ -236,10 +249,9 @@ def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
-    """Gathers in steps, with partial sums of the matmuls that sum over the axis.
+    """Gathers in steps; matmuls that sum over the axis compute one part of their sum in each step.
 
-    Each step computes a part of their sum. The parts are added afterwards, on each device in the
-    order of the blocks.
+    The parts are added after the last step, on each device in the order of the blocks.
     """
     _cut_between(pair, _in_turn(pair))
     _read_in_turn(pair, ())
@@ -248,9 +260,9 @@ def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
 
 
 def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
-    """Gives the readers of the gathered tensor the same steps.
+    """Gives the ops that read the gathered tensor the same steps as the gathering.
 
-    The matmuls `whole`, and views that only they read, are left out.
+    The matmuls in `whole`, and views that only these matmuls read, are left out.
     """
     _, *readers = pair.ops
     made = {pair.between, *(op.out_tensor for op in readers)}
@@ -276,8 +288,8 @@ def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
-    """Computes each device's own rows of the sum in steps; all devices gather them
-    afterwards.
+    """Replaces an allreduce: each device computes its own rows of the sum in steps, then all gather
+    them.
     """
     op, out = pair.move, pair.move.out_tensor
     assert isinstance(op, ReductionOp)
@@ -292,7 +304,7 @@ def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
 
 
 def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
-    """Returns a `take` that computes in `count` steps, each with its own allreduce."""
+    """Returns a `take` function that makes `count` steps, each with its own allreduce."""
 
     def take(fusion: Fusion, pair: Pair) -> None:
         del fusion
@@ -315,12 +327,15 @@ _FORMS = (
 
 
 def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
-    """Returns the forms that a pair may take."""
+    """Returns the forms that a pair may take; none if the matmuls need the whole tensor."""
     return tuple(f for f in _FORMS if f.of is pair.collective and f.fits(pair) and not pair.why_not)
 
 
 def alone(fusion: Fusion, pair: Pair) -> Fusion:
-    """Returns the ops of a pair as a separate fusion; the symbols of its extents are inputs."""
+    """Copies the ops of a pair into a separate fusion.
+
+    The tensors that the ops read, and the symbols of extents, are the inputs of the new fusion.
+    """
     copy, twins = fusion.copy()
     of_op = dict(zip(map(id, fusion.exprs), copy.exprs, strict=True))
     made = dict.fromkeys(tv for op in pair.ops for tv in op.outputs)

@@ -1,10 +1,10 @@
-"""Reductions spread over devices or streams: partial sums, then sums over explicit axes.
+"""Reductions over devices or streams: partial sums, then sums over explicit axes.
 
 out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
                                               s [M, N, rDIDx{d}] = sum(t)
                                               out = s + broadcast(bias)
 out [M, rstream{4}, r] = sum(x)          ->   t [M, istream{4}rf, r] = sum(x)     4 steps
-                                              out [M, r{4}] = sum(t)              after them
+                                              out [M, r{4}] = sum(t)              afterwards
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from multidevice.sharding.reshard import exchanged_axes
 
 # ------------------------------------------------------------------ row-parallel bias
 def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Removes the bias from every linear whose sum is spread over devices, and adds it once
-    afterwards.
+    """Adds the bias of a linear only once, after its sum over devices; otherwise each device would
+    add it.
 
-    The sum is cast back to the dtype of the linear; the bias add and the cast fuse with later ops.
+    The sum is cast back to the dtype of the linear. The bias add and the cast fuse with later ops.
     """
     for op in fusion.exprs:
         if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):
@@ -85,7 +85,7 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
 
 
 def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
-    """Appends a cast to Float; returns its result."""
+    """Appends a cast of `tv` to Float to `ops`; returns the result of the cast."""
     wide = copy_like(tv, tv.mesh, placement(tv), dtype=DataType.Float)
     ops.append(CastOp(wide, tv))
     return wide
@@ -93,12 +93,12 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 # ------------------------------------------------------------------ partial sums
 def factor_spread_reductions(fusion: Fusion) -> None:
-    """Splits every reduction that is spread over devices or a stream into partial sums and sums of
-    these.
+    """Splits every reduction over devices or a stream into partial sums and sums of the partial
+    sums.
 
-    The first op's result has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`. The user's tensor
-    becomes the sum over it, `[M, N, rDIDx{d}]`. If several types spread the reduction, the sums
-    follow each other, one type at a time.
+    The result of the first op has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`. The user's
+    tensor becomes the sum over that axis, `[M, N, rDIDx{d}]`. If several types cut the reduction
+    axis, there are several sums, one type at a time.
     """
     for op in fusion.exprs:
         cuts = reduction_cuts(op.out_tensor)
@@ -113,12 +113,13 @@ def factor_spread_reductions(fusion: Fusion) -> None:
 
 
 def exchange_partial_sums(fusion: Fusion) -> None:
-    """Makes devices exchange partial sums where the order of their steps is rotated.
+    """Inserts an exchange of partial sums between devices whose order of steps is rotated.
 
-    t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
-        ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums it
-            out = sum(u)                     after the steps
-    In one step every device computes the block of another device, so no step could be reduced.
+        t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
+            ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums
+                out = sum(u)                     after the steps
+
+    In one step every device computes the block of another device, so that no step could be reduced.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
@@ -143,7 +144,7 @@ def exchange_partial_sums(fusion: Fusion) -> None:
 
 
 def reduces_one_device_axis(op: TensorOp) -> bool:
-    """Whether the op reduces exactly one axis, which is a device axis as a whole."""
+    """Whether the op reduces exactly one axis, and that axis itself has a device type."""
     reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
     return isinstance(op, ReductionOp) and len(reduced) == 1 and reduced[0].is_device
 
@@ -171,20 +172,21 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
 
 
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Returns the types in the order of summation: a stream, whose sum is local, then mesh_x first.
+    """Returns the types in the order of summation: a stream first, because its sum is local, then
+    mesh_x.
 
-    A type that also cuts the result comes after the types that cut the same axis outside it, so
-    that each step scatters whole blocks.
+    A type that also cuts the result comes after the types that cut the same axis outside it. So
+    each step scatters whole blocks.
     """
     depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
     return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
 
 
 def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
-    """Creates the result of the first op: spread reduction axes become iteration axes.
+    """Creates the partial sum: a tensor in which the cuts of reduction axes are iteration axes.
 
-    The user has not placed this tensor. It is computed in the steps of the result, or else in those
-    of an operand.
+    `cuts` maps the numbers of reduction axes to their cuts. The user has not placed this tensor.
+    The tensor is computed in the steps of the result, or else in those of an operand.
     """
     out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
@@ -217,7 +219,9 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
 
 
 def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Rebinds `out` as the sum of `source` over its partial-sum axis with type `ptype`."""
+    """Makes `out` the sum of `source` over its partial-sum axis along `ptype`, by changing its
+    domain.
+    """
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
     summed: IterDomain | None = None
@@ -242,14 +246,21 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
 
 
 def _summed_type(ptype: ParallelType) -> ParallelType:
-    """Returns the type of the summed axis: the steps of a stream are summed by one serial sum."""
+    """Returns the parallel type of a summed axis: serial for a stream, because one op sums all
+    steps.
+    """
     return ptype if ptype.is_device else ParallelType.serial
 
 
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Creates the sum over one of several such axes, placed like `out` where the types are free."""
+    """Creates the sum of `source` over its partial-sum axis along `ptype`, if other such axes
+    remain.
+
+    The sum is placed like `out`, except for the types in `pending`, which the other axes still
+    have.
+    """
     fusion = out.fusion
     axes = tuple(
         fusion.clone_axis(

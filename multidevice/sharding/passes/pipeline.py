@@ -1,4 +1,4 @@
-"""The multi-device passes, in order, with verification after each."""
+"""The multi-device passes, in order; the fusion is verified after each pass."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ from multidevice.sharding.streams import drop_steps_of_devices, keep_computable_
 class ShardingResult:
     """The result of the sharding passes.
 
-    - `facts`: tensor -> the sources of its mesh and cuts (tensors that the user annotated have
-      none).
-    - `outputs`: the sharding of each fusion output, including hidden ones; empty without meshes.
+    - `facts`: tensor -> the reasons for its mesh and cuts. Tensors that the user annotated have
+      none.
+    - `outputs`: the sharding of each fusion output, including hidden outputs; empty without meshes.
     - `communications`: the collectives, in program order.
     """
 
@@ -68,9 +68,10 @@ class ShardingResult:
 
 
 def drop_unit_axes(fusion: Fusion) -> None:
-    """Makes device axes serial where the mesh has one device along them.
+    """Makes device axes serial if their mesh dimension has one device.
 
-    Such an axis is not cut and needs no communication, so no collective has a team of one rank.
+    Such an axis is not cut and needs no communication, so that no collective has a team of one
+    rank.
     """
     for tv in fusion.tensors():
         mesh = tv.mesh
@@ -89,10 +90,10 @@ def drop_unit_axes(fusion: Fusion) -> None:
 
 
 def _allocate_whole(tv: TensorView) -> None:
-    """Replaces the device parts in the allocation domain by the logical axes, in the same memory
+    """Replaces the parts of cut axes in the allocation domain by the logical axes, in the same
     order.
 
-    `finalize_domains` writes the parts that remain.
+    The pass `finalize_domains` later adds the parts that remain.
     """
     order, domain = memory_order(tv), tv.domain
     axes = [domain.no_reductions[p].number for p, _ in order]
@@ -102,8 +103,8 @@ def _allocate_whole(tv: TensorView) -> None:
 
 
 def drop_unit_streams(fusion: Fusion) -> None:
-    """Makes a stream axis serial if it is, or is a part of, a broadcast axis: there is only one
-    step.
+    """Makes a stream axis serial if it has only one step, because it is a broadcast or a part of
+    one.
 
     Extents of 1 become broadcasts when the fusion is concretized, after the user's annotations.
     """
@@ -116,7 +117,7 @@ def drop_unit_streams(fusion: Fusion) -> None:
 
 
 def split_streamed_remainders(fusion: Fusion) -> None:
-    """Splits a stream axis that is the whole remainder of a device's axis into blocks of one index.
+    """Splits a stream axis that is the remainder of a device cut into steps of one index.
 
     t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
     """
@@ -134,7 +135,7 @@ def place_updates(fusion: Fusion) -> None:
     """Gives each tensor that is written into an input the placement of the input, by a copy if
     needed.
 
-    T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
+        T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
     """
     for alias in fusion.aliases:
         there = placement(alias.into, DEVICE_TYPES)
@@ -168,7 +169,10 @@ def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
 
 
 def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Lays out and finalizes a fusion whose reshardings are decomposed."""
+    """Chooses memory orders and finalizes the domains of a fusion whose reshardings are decomposed.
+
+    `repeated` is passed to `infer_layouts`.
+    """
     verify_fusion(fusion, after="decompose_reshardings")
     for name, run in _passes(repeated):
         run(fusion)
@@ -176,8 +180,8 @@ def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def complete_alone(fusion: Fusion) -> None:
-    """Runs the passes after the `overlap` hook of `decompose_reshardings` on a part of a
-    fusion.
+    """Runs on a part of a fusion the passes that follow the `overlap` hook of
+    `decompose_reshardings`.
     """
     complete_steps(fusion, Copies(fusion))
     complete(fusion)
@@ -192,9 +196,12 @@ def shard_fusion(
 ) -> ShardingResult:
     """Propagates, decomposes, lays out and finalizes the shardings of a fusion, in place.
 
-    `propagate` is false if every tensor is annotated. `overlap`: see `decompose_reshardings`;
-    `repeated`: see `infer_layouts`. Without meshes and streams, only memory orders are inferred.
-    Afterwards every op is local or a `Reshard`, whose type is `communication_type(op)`.
+    - `propagate`: False if every tensor is annotated.
+    - `overlap`: see `decompose_reshardings`.
+    - `repeated`: see `infer_layouts`.
+
+    Without meshes and streams, only memory orders are inferred. Afterwards every op is local or a
+    `Reshard`, whose type is `communication_type(op)`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.

@@ -1,6 +1,6 @@
-"""Provenance: records the source of each sharding and the op behind each change of placement.
+"""Provenance: records the source of each sharding, and the op that causes each change of placement.
 
-This module decides nothing. The passes have run; it reads their result from the fusion and writes
+This module changes no program. It reads the result of the passes from the fusion and writes
 `Origin` records (`Fusion.origins`), for `python -m hostir why`.
 """
 
@@ -19,8 +19,10 @@ from multidevice.sharding.propagation import Fact
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
-    """Records the source of each cut, and of the meshes of tensors without cuts, after
-    propagation.
+    """Records the source of each cut after propagation, and the source of the mesh of uncut
+    tensors.
+
+    `facts` has the reasons that propagation has found.
     """
     rows: list[Origin] = []
     for tv in fusion.tensors():
@@ -57,8 +59,8 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Returns the record of a fact; the direction determines which op relates the two
-    tensors.
+    """Completes the record `row` of a tensor by the tensor and the op from which the fact was
+    propagated.
     """
     how: How = fact.direction
     op = tv.definition() if how == "forward" else fact.source.definition()
@@ -70,18 +72,17 @@ def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
 
 
 def _dimension(tv: TensorView, number: int) -> int | None:
-    """Returns the position of a logical axis among the axes that are not reduced; None for a
-    reduced one.
-    """
+    """Returns the position of a logical axis without reductions; None for a reduction axis."""
     kept = [a.number for a in tv.domain.no_reductions]
     return kept.index(number) if number in kept else None
 
 
 # ------------------------------------------------------------------ changes of placement
 def record_reshardings(fusion: Fusion) -> None:
-    """Records the reason of every `Reshard`, right after decomposition.
+    """Records the reason for every `Reshard`, right after decomposition.
 
-    Tensors that propagation has seen have records already; all others were made by decomposition.
+    Tensors that existed in propagation have records already. All other tensors were made by
+    decomposition.
     """
     known = {o.tensor for o in fusion.origins}
     rows: list[Origin] = []
@@ -94,7 +95,10 @@ def record_reshardings(fusion: Fusion) -> None:
 
 
 def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
-    """Yields the cuts of the summed axis of a sum that is a part of the user's op."""
+    """Yields records for the cuts of the summed axis of the `Reshard` `op`.
+
+    Yields nothing unless decomposition has split an op of the user into partial sums and `op`.
+    """
     maker = _behind(op)
     if maker is None:
         return
@@ -131,7 +135,7 @@ def _placement(out: TensorView, how: How, source: int, op: TensorOp | None) -> O
 
 
 def _behind(op: TensorOp) -> TensorOp | None:
-    """Returns the op that computes the first operand of a chain of reshards."""
+    """Returns the op that computes the operand of `op`, skipping reshards between the two."""
     definition = op.inputs[0].definition()
     while isinstance(definition, Reshard):
         definition = definition.inp.definition()
@@ -139,7 +143,7 @@ def _behind(op: TensorOp) -> TensorOp | None:
 
 
 def _reader(op: TensorOp) -> TensorOp | None:
-    """Returns the first op that reads the last result of a chain of reshards."""
+    """Returns the first op that reads the result of `op`, skipping reshards between the two."""
     reader = next(iter(op.out_tensor.uses()), None)
     while isinstance(reader, Reshard):
         reader = next(iter(reader.out.uses()), None)
@@ -147,9 +151,7 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Records a reason for every other tensor with a mesh: those that were made around
-    reshards.
-    """
+    """Records a reason for every tensor with a mesh that has none: a tensor made for a reshard."""
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
     rows: list[Origin] = []
@@ -165,9 +167,7 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yields the reason of a reshard whose result is copied to the final tensor by the layout
-    pass.
-    """
+    """Yields the record of a reshard's result that the layout pass copies to the final tensor."""
     if out.number in placed:
         return
     for use in out.uses():

@@ -1,10 +1,10 @@
 """Parts that all transports share.
 
-Question: which methods must a transport offer?
+Question: which methods must a transport have?
 Imports: `fuser.support` and `multidevice.coordination`.
 Files, in reading order:
 
-- `collectives`: one row per collective, with all facts that do not depend on the transport.
+- `collectives`: the table of collectives, with all facts that do not depend on the transport.
 - `protocol`: the interface of a transport, also inside CUDA graphs.
 - `checked_backend`: checks of arguments, sequence numbers, staging.
 - `p2p_collectives`: collectives made of sends and receives.

@@ -1,7 +1,9 @@
-"""The kernel of an allreduce over mapped memory: its text, its memory, and the choice of a variant.
+"""The kernel of an allreduce over mapped memory: its source, its memory, and the choice of a
+variant.
 
 The algorithms are described at the top of `fuser/codegen/peer_allreduce.h`. All ranks of a team
-must make the same choices. Therefore these are functions of the team's size and of the message.
+must make the same choices. Therefore the functions here depend only on the size of the team, the
+message and its dtype.
 """
 
 from __future__ import annotations
@@ -65,7 +67,10 @@ _ADDS = frozenset({"SUM", "AVG", "PRODUCT"})
 
 
 class Way(Enum):
-    """How ranks exchange the data of a reduction: the function of `peer_allreduce.h`."""
+    """The variant by which ranks exchange the data of a reduction.
+
+    The value is the name of the function in `peer_allreduce.h`.
+    """
 
     PACKETS = "in_packets"
     ONE_SHOT = "in_one_shot"
@@ -82,7 +87,7 @@ _IN_WORDS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Shape:
-    """How a message is reduced: the variant, the grid and the block."""
+    """The launch of a reduction: the variant, the number of blocks, and the threads per block."""
 
     way: Way
     blocks: int
@@ -91,9 +96,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a rank's area: offsets and sizes in bytes.
+    """The layout of the memory area of a rank that peers map: offsets and sizes in bytes.
 
-    The counters of the blocks are first, and after them a flag that says whether a kernel gave up.
+    The area begins with the counters of the CUDA blocks, followed by a flag that says whether a
+    kernel gave up.
     """
 
     flags_at: int
@@ -108,7 +114,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """The size of the area."""
+        """The size of the area in bytes."""
         return self.words_at + 3 * self.words_nbytes
 
     @staticmethod
@@ -132,13 +138,14 @@ def _aligned(nbytes: int) -> int:
 
 
 def is_known(dtype: torch.dtype, reduce: RedOp) -> bool:
-    """Whether there is a kernel for the reduction of a dtype."""
+    """Whether there is a kernel for the reduction `reduce` of elements of `dtype`."""
     return dtype in _TYPES and reduce in _OPS
 
 
 def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
-    """Returns how a team of `size` ranks reduces a message; None for a message without a
-    kernel.
+    """Returns the launch by which a team of `size` ranks reduces a message of `nbytes` bytes.
+
+    Returns None if no kernel supports a message of this size, or a team of this size.
     """
     if not 0 < nbytes <= MAX_NBYTES or not 2 <= size <= MAX_RANKS:
         return None
@@ -158,22 +165,25 @@ def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
 
 
 def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
-    """Returns how many bytes each rank of a team writes into the memory of the others."""
+    """Returns how many bytes each rank writes into the memory of the other ranks.
+
+    `nbytes` is the size of the message, `size` the number of ranks.
+    """
     if way in _TWO:  # a part of this rank's message to each other rank, and the sum of its own part
         return 2 * (size - 1) * nbytes // size
     return (size - 1) * nbytes * (2 if way is Way.PACKETS else 1)
 
 
 def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> KernelSource:
-    """Returns the kernel of a team of `size` ranks.
+    """Returns the source of the allreduce kernel for a team of `size` ranks.
 
-    Its parameters:
+    The kernel has these parameters:
 
     - output and input;
-    - the areas of all ranks, and this rank's own;
-    - the report (`REPORT_WORDS` words of 8 bytes);
-    - this rank's position, and the number of elements;
-    - the longest wait in ns, and the launch's tag.
+    - the memory areas of all ranks, and this rank's own area;
+    - the report (`REPORT_WORDS` words of 8 bytes), which the kernel writes if it gives up;
+    - this rank's position in the team, and the number of elements;
+    - the longest wait in ns, and the tag of the launch.
     """
     layout = Layout.of(size)
     element, added, compared = _TYPES[dtype]

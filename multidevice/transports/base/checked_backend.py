@@ -1,12 +1,12 @@
-"""Argument checks, staging and bookkeeping that all backends share.
+"""Argument checks, staging buffers and call counts that all backends share.
 
-A backend derives from `CheckedBackend` and moves data in `_start`. The `CollectiveCall` that it
-receives has passed these checks:
+A backend derives from `CheckedBackend` and moves data in `_start`. The `CollectiveCall` that
+`_start` receives has passed these checks:
 
 - this rank is a member of the team;
 - the buffers are contiguous, have one dtype and fit in size;
-- they do not overlap in a harmful way;
-- the transport knows the reduction.
+- the output does not overlap the input in a way that would change the result;
+- the transport supports the reduction.
 """
 
 from __future__ import annotations
@@ -46,8 +46,13 @@ _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MI
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective, with checked arguments; `index` and `root_index` are positions in the
-    team.
+    """One call of a collective, with checked arguments.
+
+    - `row`: the description of the collective.
+    - `index`: the position of this rank in the team.
+    - `key`, `seq`: the sequence of calls that this call belongs to, and its number there.
+    - `given`: the caller's input, if `inp` is a staging buffer of another dtype.
+    - `where`: the user's line, for error messages.
     """
 
     row: Collective
@@ -76,7 +81,7 @@ class CollectiveCall:
         return self.team[self.index] == self.root
 
     def describe(self) -> str:
-        """Returns op, operand, team and sequence number as text, for errors."""
+        """Returns op, operand, team and sequence number as text, for error messages."""
         tensor = next((t for t in (self.given, self.inp, self.out) if t is not None), None)
         detail = f"({self.reduce})" if self.reduce else ""
         detail += f" from root {self.root}" if self.root is not None else ""
@@ -86,14 +91,18 @@ class CollectiveCall:
         return f"{self.row.method}{detail} over team {team_text(self.team)}{number}{line}"
 
     def needs(self) -> list[Need]:
-        """Returns the calls that the peers must enter."""
+        """Returns the calls that the peers must enter before this collective can complete."""
         me = self.team[self.index]
         return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != me]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A batch of point-to-point transfers with their sequence numbers."""
+    """A batch of point-to-point transfers.
+
+    `index` is the position of this rank in the team. `sequence` has the sequence number of each
+    transfer.
+    """
 
     team: Team
     index: int
@@ -102,7 +111,7 @@ class Exchange:
     stream: object
 
     def describe(self) -> str:
-        """Returns every transfer as text, for errors."""
+        """Returns all transfers of the batch as text, for error messages."""
         parts = [
             f"{t.kind} {'to' if t.kind == 'send' else 'from'} rank {t.peer} of "
             f"{tensor_text(t.tensor)}, sequence number {seq}"
@@ -111,7 +120,7 @@ class Exchange:
         return f"{'; '.join(parts)} in team {team_text(self.team)}"
 
     def needs(self) -> list[Need]:
-        """Returns the transfers that the peers must enter."""
+        """Returns the transfers that the peers must enter before this batch can complete."""
         me = self.team[self.index]
         return [
             Need(t.peer, transfer_key(t, me, self.team, mirrored=True), seq + 1)
@@ -120,24 +129,27 @@ class Exchange:
 
 
 def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> Calls:
-    """Returns the ledger key of a transfer, or of the peer's half of it."""
+    """Returns the ledger key under which rank `me` counts a transfer.
+
+    If `mirrored` is True, returns the key under which the peer counts the matching transfer.
+    """
     sends = (transfer.kind == "send") != mirrored
     source, target = (me, transfer.peer) if transfer.kind == "send" else (transfer.peer, me)
     return Calls(SEND if sends else RECV, team, (source, target))
 
 
 def is_of(key: Calls, library: str, team: Team) -> bool:
-    """Whether a sequence of calls may use a library's resources for a team.
+    """Whether calls counted under `key` may use a library's resources for a team.
 
-    That is so for the library's collectives in the team, and for all transfers in it.
+    This is the case for the library's collectives in the team, and for all transfers in the team.
     """
     return key.team == team and key.kind in (library, SEND, RECV)
 
 
 def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Stream:
-    """Returns the stream with a raw handle; 0 is the default stream of `device`.
+    """Returns the CUDA stream with the raw handle `handle`.
 
-    `device`: None for the current one.
+    Handle 0 is the default stream of `device`. If `device` is None, the current device is used.
     """
     # torch takes the handle 0 as missing: ExternalStream(0) would be a new stream of its pool.
     if not handle:
@@ -148,8 +160,8 @@ def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Str
 def stream_handle(stream: object, device: torch.device) -> int:
     """Returns the raw handle of a stream.
 
-    `stream` is a torch.cuda.Stream, a handle, or None for the current stream of `device`. Raises
-    `InputError` for anything else.
+    `stream` is a torch.cuda.Stream, a handle, or None, which means the current stream of `device`.
+    Raises `InputError` for any other type.
     """
     if stream is None:
         return raw_stream_on(device)()
@@ -162,21 +174,22 @@ def stream_handle(stream: object, device: torch.device) -> int:
 
 
 class DoneWork:
-    """A communication that is complete, so that no wait is needed."""
+    """A communication that is already complete, so that waiting returns at once."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Returns at once, because the communication is complete."""
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Returns at once, because the communication is complete."""
 
 
 DONE = DoneWork()
 
 
 class FinishingWork:
-    """A communication with a local step that runs once after it, such as a copy from a staging
-    buffer.
+    """A communication that is followed by a local step, such as a copy from a staging buffer.
+
+    The local step runs once, in the first `wait`.
     """
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
@@ -184,29 +197,28 @@ class FinishingWork:
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        """Waits for the communication, then runs the local step."""
+        """Waits for the communication; the first call then runs the local step."""
         self._work.wait()
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def synchronize(self) -> None:
-        """Waits as `wait` does, then synchronizes the communication with the host."""
+        """Waits as `wait` does, then blocks the host until the communication is complete."""
         self.wait()
         self._work.synchronize()
 
 
 def _as_pairs(call: CollectiveCall) -> CollectiveCall:
-    """Returns a sum of complex numbers as a sum of twice as many real ones, in the same
-    memory.
-    """
+    """Rewrites a sum of complex numbers as a sum of twice as many real ones, in the same memory."""
     inp, out = (None if t is None else torch.view_as_real(t) for t in (call.inp, call.out))
     return replace(call, inp=inp, out=out, given=call.inp)
 
 
 class CheckedBackend(NamedCollectives, Captured, ABC):
-    """The `Backend` protocol, reduced to two methods that move data: `_start` and
-    `_start_batch`.
+    """Implements the `Backend` protocol with checks; a subclass adds the methods that move data.
+
+    A subclass implements `_start`, `_start_batch` and `_check_device`.
     """
 
     name = ""
@@ -226,31 +238,40 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
 
     @abstractmethod
     def _start(self, call: CollectiveCall) -> Work:
-        """Starts a collective of a team of two or more."""
+        """Starts a collective of a team with at least two members."""
 
     @abstractmethod
     def _start_batch(self, batch: Exchange) -> Work:
-        """Starts all transfers of a batch."""
+        """Starts all transfers of a batch, which have been checked and counted."""
 
     @abstractmethod
     def _check_device(self, tensor: torch.Tensor) -> None:
-        """Raises InputError when the backend cannot reach this tensor."""
+        """Raises `InputError` if the backend cannot access the memory of this tensor."""
 
     def _on(self, stream: object) -> AbstractContextManager[object]:
-        """Returns a context in which torch ops are enqueued on the stream."""
+        """Returns a context in which torch ops are enqueued on `stream`.
+
+        This base class returns an empty context, because CPU backends have no streams.
+        """
         del stream
         return nullcontext()
 
     def _pinned(self, stream: object) -> object:
-        """Returns the stream that `stream` means now, for work that is enqueued later."""
+        """Returns a stream that stays the same later, for work that is enqueued later.
+
+        A subclass replaces None by the stream that is current now. This base class returns
+        `stream`.
+        """
         return stream
 
     def drain(self) -> None:
-        """Implements `Backend.drain`: CPU backends have no work on a device."""
+        """Implements `Backend.drain`; returns at once, because CPU backends have no work on a
+        device.
+        """
         return
 
     def close(self) -> None:
-        """Releases what the backend holds."""
+        """Implements `Backend.close`: from now on, every call raises an error."""
         self._closed = True
 
     def collective(
@@ -264,7 +285,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None = None,
         stream: object = None,
     ) -> Work:
-        """Implements `Backend.collective`: checks the arguments, and starts a collective."""
+        """Implements `Backend.collective`: checks the arguments, and starts the collective.
+
+        In a team of one rank, copies the input to the output.
+        """
         if row.has_one_buffer:
             return self._one_buffer(row, out, inp, team, reduce, root, stream)
         index, out, inp = self._checked(row, out, inp, team, reduce, root)
@@ -286,9 +310,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None,
         stream: object,
     ) -> Work:
-        """Starts a collective that works in place in its result.
+        """Starts a collective that has one buffer, such as a broadcast, in place in its result
+        `out`.
 
-        The root first copies its operand there. A root without a result passes its operand, which
+        The root first copies its operand `inp` to `out`. A root without `out` passes `inp`, which
         is not changed.
         """
         index = self._index(row.method, team)
@@ -306,7 +331,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return DONE if len(team) == 1 else self._begun(call, self._start)
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
-        """Implements `Backend.barrier`: waits until all members have entered it."""
+        """Implements `Backend.barrier`: blocks the host until all members have entered."""
         index = self._index(BARRIER.method, team)
         call = self._call(BARRIER, index, None, None, team, stream, None, None)
         if len(team) > 1:
@@ -315,15 +340,18 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Point-to-point
 
     def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Implements `Backend.send`: sends a tensor to one member."""
+        """Implements `Backend.send`: sends `buf` as a batch of one transfer."""
         return self.batch((Transfer("send", buf, peer),), team=team, stream=stream)
 
     def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Implements `Backend.recv`: receives a tensor from one member."""
+        """Implements `Backend.recv`: receives into `buf` as a batch of one transfer."""
         return self.batch((Transfer("recv", buf, peer),), team=team, stream=stream)
 
     def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
-        """Implements `Backend.batch`: starts several transfers at once."""
+        """Implements `Backend.batch`: checks, counts and starts the transfers.
+
+        If the start fails, the transfers are no longer counted, because peers cannot wait for them.
+        """
         index = self._checked_batch(transfers, team)
         if not transfers:
             return DONE
@@ -339,19 +367,23 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             raise
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Implements `Backend.bind_batch`: checks a batch, and returns a function that starts
-        it.
+        """Implements `Backend.bind_batch`: checks a batch, and returns a function that starts it.
+
+        Returns None for an empty batch, and if the backend binds no batches.
         """
         index = self._checked_batch(transfers, team)
         batch = Exchange(team, index, tuple(transfers), (-1,) * len(transfers), None)
         return self._bind_batch(batch) if transfers else None
 
     def _bind_batch(self, batch: Exchange) -> PostBatch | None:
-        """Returns a function that starts checked batches like this one."""
+        """Returns a function that starts checked batches like `batch`.
+
+        This base class returns None: each batch is checked.
+        """
         del batch
 
     def _checked_batch(self, transfers: Sequence[Transfer], team: Team) -> int:
-        """Returns this rank's position in the team; the transfers can be made."""
+        """Checks that all transfers can be made; returns this rank's position in the team."""
         index = self._index("batch", team)
         for transfer in transfers:
             self._check_tensor(transfer.kind, "buf", transfer.tensor)
@@ -365,8 +397,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Checks and staging
 
     def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
-        """Starts a call. If that fails, the call is uncounted, because peers cannot wait for
-        it.
+        """Starts a call that has been counted as entered.
+
+        If the start fails, the call is no longer counted, because peers cannot wait for a call that
+        was not made.
         """
         try:
             return start(call)
@@ -388,8 +422,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Implements `Backend.bind`: checks a collective, and returns a function that starts
-        it.
+        """Implements `Backend.bind`: checks a collective, and returns a function that starts it.
+
+        Returns None if each call needs local work: a copy of an operand, or a staging buffer.
         """
         if row.has_one_buffer:
             return None  # the root copies its operand before each call
@@ -403,8 +438,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return self._bind(call) if reduce is None else self._bind_reduction(call)
 
     def _bind(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts checked calls like this one, on the buffers
-        themselves.
+        """Returns a function that starts checked calls like `call`, directly on the caller's
+        buffers.
+
+        This base class returns None: each call is checked.
         """
         del call
 
@@ -417,8 +454,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None,
         root: int | None,
     ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-        """Returns this rank's position in the team, and the checked buffers that it has in a
-        collective.
+        """Checks the arguments of a collective.
+
+        Returns this rank's position in the team, the output and the input. A buffer that only the
+        root needs becomes None on other ranks.
         """
         index = self._index(row.method, team)
         self._check_terms(row, team, reduce, root)
@@ -433,7 +472,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     def _bind_reduction(self, call: CollectiveCall) -> Post | None:
         """Returns a function that starts reductions in the same way as `_start_reduction`.
 
-        Returns None where `_start_reduction` needs other buffers, or work after the collective.
+        Returns None if `_start_reduction` needs staging buffers, or work after the collective.
         """
         if call.inp is not None and call.inp.dtype in COMPLEX:
             return self._bind_reduction(_as_pairs(call))
@@ -457,7 +496,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None,
         root: int | None,
     ) -> CollectiveCall:
-        """Returns a call with its sequence number; from now on, peers may wait for it."""
+        """Counts a collective as entered, and returns the call with its sequence number.
+
+        From now on, peers may wait for this call.
+        """
         key = Calls(self.name, team)
         seq = self._ledger.enter(key)
         return CollectiveCall(
@@ -506,9 +548,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, lambda: out.div_(count))
 
     def _start_ordered(self, call: CollectiveCall, inp: torch.Tensor, *, is_max: bool) -> Work:
-        """Reduces floats as integers of the same order.
+        """Starts a MIN or MAX of floats as a reduction of integers in the same order
+        (`as_ordered`).
 
-        Transports lose NaN in MIN and MAX; torch keeps it.
+        This is needed because transports lose NaN in MIN and MAX, while torch returns NaN.
         """
         out, stream = call.out, self._pinned(call.stream)
         with self._on(stream):
@@ -524,16 +567,18 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, finish)
 
     def _separate(self, call: CollectiveCall) -> CollectiveCall:
-        """Copies the input when it shares memory with the output in a way that is not
-        allowed.
-        """
+        """Copies the input if it shares memory with the output in a way that is not allowed."""
         if call.inp is None or not self._is_harmful(call):
             return call
         with self._on(call.stream):
             return replace(call, inp=call.inp.clone())
 
     def _is_harmful(self, call: CollectiveCall) -> bool:
-        """Whether input and output share memory in a way that is not allowed."""
+        """Whether the input and the output share memory in a way that is not allowed.
+
+        Allowed are equal buffers, if `row.sharing` is "same", and an input that is this rank's own
+        part of the output, for the collectives in `in_place_parts`.
+        """
         out, inp = call.out, call.inp
         if out is None or inp is None or not overlap(out, inp):
             return False
@@ -602,15 +647,16 @@ REDUCIBLE = FLOATING | COMPLEX | {torch.int8, torch.uint8, torch.int32, torch.in
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Returns dtype and shape as text: `float32[2, 3]`."""
+    """Returns dtype and shape of a tensor as text: `float32[2, 3]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def check_fit(
     row: Collective, out: torch.Tensor | None, inp: torch.Tensor | None, count: int
 ) -> None:
-    """Checks that buffers can be divided into the parts of a team of `count` ranks, and have one
-    dtype.
+    """Checks that the buffers of a collective have one dtype and can be divided into equal parts.
+
+    `count` is the number of ranks in the team, which determines the number of parts.
     """
     op, out_parts, inp_parts = row.method, row.out.parts(count), row.inp.parts(count)
     for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
@@ -630,7 +676,10 @@ def check_fit(
 
 
 def check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
-    """Checks that the reduction exists for a dtype."""
+    """Raises an error if the reduction `reduce` is unknown or does not support `dtype`.
+
+    `op` is the name of the collective, for the message.
+    """
     if reduce not in RED_OPS:
         raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {RED_OPS}")
     if dtype not in REDUCIBLE:
@@ -662,8 +711,9 @@ _BITS = {torch.float32: (torch.int32, 2**31 - 1), torch.float64: (torch.int64, 2
 
 
 def as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-    """Returns integers in the order of the floats; NaN becomes the extreme value of the
-    reduction.
+    """Maps floats to integers in the same order; NaN becomes the integer that wins the reduction.
+
+    NaN becomes the largest integer if `is_max` is True, otherwise the smallest.
     """
     wide = x.float() if x.dtype.itemsize == 2 else x
     kind, largest = _BITS[wide.dtype]
@@ -674,7 +724,9 @@ def as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
 
 
 def from_ordered(keys: torch.Tensor) -> torch.Tensor:
-    """Returns the floats of `as_ordered`; the smallest and the largest integer are NaN."""
+    """Maps integers of `as_ordered` back to floats; the smallest and the largest integer become
+    NaN.
+    """
     wide = {kind: (dtype, largest) for dtype, (kind, largest) in _BITS.items()}
     dtype, largest = wide[keys.dtype]
     return torch.where(keys < 0, keys ^ largest, keys).view(dtype)

@@ -1,8 +1,9 @@
-"""The collectives: one row each, which transports, programs, analyses and costs read.
+"""The table of collectives, which transports, programs, analyses and costs read.
 
-A team has n members. Each has an operand `inp` and a result `out`, with one part or with one part
-per member; part i belongs to member i. A row has all facts about a collective that do not depend on
-the transport. Each transport has its own table of the functions that carry collectives out.
+A team has n members. Each member has an operand `inp` and a result `out`. A buffer consists of one
+part, or of one part per member; part i belongs to member i. Each entry of the table (`Collective`)
+has all facts about a collective that do not depend on the transport. Each transport has its own
+table of the functions that execute collectives.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ Reduced = Literal["all", "prefix"]
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One of the two buffers of a collective: operand or result."""
+    """One of the two buffers of a collective: the operand or the result."""
 
-    # Whether it has one part per member of the team, instead of one part.
+    # Whether the buffer has one part per member of the team, instead of one part.
     per_member: bool = False
-    # Whether it exists on the root alone, instead of on every member.
+    # Whether only the root has the buffer, instead of every member.
     at_root: bool = False
 
     def parts(self, members: int) -> int:
-        """Returns the number of parts for a team with this number of members."""
+        """Returns the number of parts of this buffer for a team with `members` ranks."""
         return members if self.per_member else 1
 
 
@@ -46,14 +47,15 @@ ROOT_PART, ROOT_PARTS = Side(at_root=True), Side(per_member=True, at_root=True)
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """One collective; rows are compared by identity.
+    """One collective: an entry of the table, compared by identity.
 
-    A number of bytes in `block` may be an array with one entry per rank.
+    The comments beside the fields explain them. A number of bytes in `block` may be an array with
+    one entry per rank.
     """
 
     # The type in host programs: nvFuser's name.
     name: str
-    # The name in errors of transports, and of the backend's method where there is one.
+    # The name in error messages, and of the backend's method if there is one.
     method: str
     inp: Side
     out: Side
@@ -80,13 +82,16 @@ class Collective:
 
     @cached_property
     def is_rooted(self) -> bool:
-        """Whether one member, the root, has a buffer that the others lack."""
+        """Whether one member, the root, has a buffer that the other members lack."""
         return self.inp.at_root or self.out.at_root
 
     @cached_property
     def growth(self) -> int:
-        """Returns how the sizes differ: 1 if the result is n times the operand, -1 the other way
-        round, else 0.
+        """The size ratio of result and operand as an exponent of the team size n.
+
+        - 1: the result is n times the operand.
+        - -1: the operand is n times the result.
+        - 0: both have the same size.
         """
         return self.out.per_member - self.inp.per_member
 
@@ -95,13 +100,16 @@ _BY_NAME: dict[str, Collective] = {}
 
 
 def _row(row: Collective) -> Collective:
-    """Adds a row to the table of collectives that a host program can start."""
+    """Adds a collective to the table of those that a host program can start; returns it."""
     _BY_NAME[row.name] = row
     return row
 
 
 def _spread(n: int) -> float:
-    """Returns the bus factor if each member already has one part of the larger side."""
+    """Returns the fraction (n - 1) / n of the larger buffer that each of n members sends.
+
+    One of the n parts is not sent, because its member has it already.
+    """
     return (n - 1) / n
 
 
@@ -219,7 +227,10 @@ _How = TypeVar("_How")
 
 
 class TransportTable(dict[Collective, _How]):
-    """The functions by which a transport carries out the collectives that it supports."""
+    """The functions by which a transport executes the collectives that it supports.
+
+    A look-up of any other collective raises `UnsupportedError`.
+    """
 
     def __init__(self, transport: str, how: Mapping[Collective, _How]) -> None:
         super().__init__(how)

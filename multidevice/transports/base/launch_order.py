@@ -1,9 +1,9 @@
-"""Orders launches on any streams: they run one after another, as the host starts them.
+"""Orders launches on any streams: they run one after another, in the order of the host's calls.
 
-Between launches on two streams, the second stream waits for an event of the first. A captured
-launch runs when its graph is launched, on any stream. The graph waits for the event before its
-first launch, and records it after its last. So graphs, too, run in the order in which the host
-starts them. Within a graph, its own edges are enough.
+Between launches on two streams, the second stream waits for an event of the first. A launch that is
+captured in a CUDA graph runs when the graph is launched, on any stream. The graph waits for the
+event before its first launch, and records the event after its last. So graphs, too, run in the
+order in which the host launches them. Within a graph, the edges of the graph are enough.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _NO_CONTEXT = 201
 
 
 class GraphDriver(Protocol):
-    """The driver's calls that the order needs; events, streams, graphs and nodes are raw
-    handles.
+    """The calls of the CUDA driver that `LaunchOrder` needs.
+
+    Events, streams, graphs and nodes are raw handles.
     """
 
     def make_event(self) -> int:
-        """Creates an event."""
+        """Creates an event without timing, and returns it."""
         ...
 
     def record(self, event: int, stream: int) -> None:
@@ -37,38 +38,42 @@ class GraphDriver(Protocol):
         ...
 
     def wait(self, event: int, stream: int) -> None:
-        """Makes a stream wait for an event."""
+        """Makes later work of a stream wait for an event."""
         ...
 
     def wait_node(self, event: int, stream: int) -> None:
-        """Adds a node that waits for the event to the graph in which the stream is captured."""
+        """Adds a node that waits for the event to the graph that is captured on the stream."""
         ...
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured."""
+        """Whether work on the stream is being captured into a graph."""
         ...
 
     def capture(self, stream: int) -> tuple[int, int, list[int]]:
-        """Returns the number of a capture, its graph, and the nodes that the next node will depend
-        on.
+        """Returns the state of the capture on a stream.
+
+        The state is the number of the capture, its graph, and the nodes that the next node will
+        depend on.
         """
         ...
 
     def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
-        """Adds a node that records the event after the nodes `behind`, and returns it."""
+        """Adds a node to the graph that records the event after the nodes `behind`; returns the
+        node.
+        """
         ...
 
     def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
-        """Makes a node depend on the nodes `now` instead of `was`."""
+        """Makes a node depend on the nodes `now` instead of the nodes `was`."""
         ...
 
     def is_done(self, stream: int) -> bool:
-        """Whether a stream has done all its work."""
+        """Whether a stream has completed all its work."""
         ...
 
 
 class LaunchOrder:
-    """The order of one family of launches."""
+    """The order of one family of launches: each runs after all that the host started before."""
 
     def __init__(self, driver: GraphDriver) -> None:
         self._driver = driver
@@ -84,8 +89,9 @@ class LaunchOrder:
         self.is_done = driver.is_done
 
     def before(self, stream: int) -> bool:
-        """Prepares for a launch on a stream; returns whether the launch is captured, for
-        `after`.
+        """Makes the next launch on `stream` wait for the latest launch.
+
+        Returns whether the launch is being captured, which is the argument of `after`.
         """
         driver = self._driver
         if not driver.is_capturing(stream):
@@ -102,7 +108,7 @@ class LaunchOrder:
         return True
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Completes a launch: records it as the latest one."""
+        """Records the launch on `stream` as the latest one, for which the next launch waits."""
         driver = self._driver
         if not is_captured:
             driver.record(self._event, stream)
@@ -119,9 +125,10 @@ class LaunchOrder:
 
 
 class CudaDriver:
-    """The driver of one GPU, called through its C interface, because every launch uses it.
+    """The CUDA driver of one GPU, called through its C interface for speed, because every launch
+    uses it.
 
-    Raises `UnsupportedError` where it cannot be called.
+    Raises `UnsupportedError` if the driver's library cannot be loaded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,37 +155,39 @@ class CudaDriver:
         self._ask = library.cuStreamIsCapturing
 
     def make_event(self) -> int:
-        """Implements `GraphDriver.make_event`: creates an event."""
+        """Implements `GraphDriver.make_event` by `cuEventCreate`."""
         event = ctypes.c_void_p()
         with torch.cuda.device(self._device):
             self._call("cuEventCreate", ctypes.addressof(event), _NO_TIMING)
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        """Implements `GraphDriver.record`: records an event on a stream."""
+        """Implements `GraphDriver.record` by `cuEventRecord`."""
         status = self._record(event, stream)
         if status:
             self._again("cuEventRecord", status, event, stream)
 
     def wait(self, event: int, stream: int) -> None:
-        """Implements `GraphDriver.wait`: makes a stream wait for an event."""
+        """Implements `GraphDriver.wait` by `cuStreamWaitEvent`."""
         status = self._wait(stream, event, 0)
         if status:
             self._again("cuStreamWaitEvent", status, stream, event, 0)
 
     def wait_node(self, event: int, stream: int) -> None:
-        """Implements `GraphDriver.wait_node`: adds a node that waits for an event."""
+        """Implements `GraphDriver.wait_node` by `cuStreamWaitEvent` with the flag for external
+        events.
+        """
         self._call("cuStreamWaitEvent", stream, event, _EXTERNAL)
 
     def is_capturing(self, stream: int) -> bool:
-        """Implements `GraphDriver.is_capturing`: whether a stream is being captured."""
+        """Implements `GraphDriver.is_capturing` by `cuStreamIsCapturing`."""
         status = self._ask(stream, self._status_at)
         if status:
             self._again("cuStreamIsCapturing", status, stream, self._status_at)
         return self._status.value != 0
 
     def capture(self, stream: int) -> tuple[int, int, list[int]]:
-        """Implements `GraphDriver.capture`: returns the state of a capture."""
+        """Implements `GraphDriver.capture` by `cuStreamGetCaptureInfo_v2`."""
         number, graph = ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
         places = (ctypes.addressof(x) for x in (number, graph, nodes, count))
@@ -187,7 +196,7 @@ class CudaDriver:
         return number.value, graph.value or 0, behind
 
     def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
-        """Implements `GraphDriver.record_node`: adds a node that records an event."""
+        """Implements `GraphDriver.record_node` by `cuGraphAddEventRecordNode`."""
         node, nodes = ctypes.c_void_p(), _handles(behind)
         self._call(
             "cuGraphAddEventRecordNode", ctypes.addressof(node), graph, nodes, len(behind), event
@@ -195,12 +204,12 @@ class CudaDriver:
         return node.value or 0
 
     def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
-        """Implements `GraphDriver.move_node`: changes the dependencies of a node."""
+        """Implements `GraphDriver.move_node`: replaces the dependencies of a node."""
         for name, nodes in (("cuGraphRemoveDependencies", was), ("cuGraphAddDependencies", now)):
             self._call(name, graph, _handles(nodes), _handles([node] * len(nodes)), len(nodes))
 
     def is_done(self, stream: int) -> bool:
-        """Implements `GraphDriver.is_done`: whether a stream has done all its work."""
+        """Implements `GraphDriver.is_done` by a query of the stream."""
         return stream_at(stream, self._device).query()
 
     def _call(self, name: str, *args: Any) -> None:
@@ -209,7 +218,7 @@ class CudaDriver:
             self._again(name, status, *args)
 
     def _again(self, name: str, status: int, *args: Any) -> None:
-        """Calls once more if this thread had no CUDA context; raises if the call still fails."""
+        """Repeats a failed call if this thread had no CUDA context; raises if it fails again."""
         if status == _NO_CONTEXT:
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream().query()

@@ -1,8 +1,9 @@
 """Collectives made of point-to-point transfers, directly between each pair of members.
 
-Each collective is a generator of steps. A step is a list of transfers that must all have completed
-before the generator continues. It knows neither the transport nor how to wait. No member moves more
-than twice the data that it must. A reduction adds in team order, so all members get the same bits.
+Each collective is a generator of steps. A step is a list of transfers that must all be complete
+before the generator continues. The generator depends neither on the transport nor on how to wait.
+No member sends more than twice the data that it must send. A reduction adds in team order, so that
+all members get the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def steps_of(call: CollectiveCall) -> Steps:
-    """Returns the steps of a collective, for its member `call.index`."""
+    """Returns the steps of a collective for this rank, which is member `call.index` of the team."""
     inp, out = (None if t is None else t.detach() for t in (call.inp, call.out))
     return _STEPS[call.row](replace(call, inp=inp, out=out))
 
@@ -170,7 +171,11 @@ _STEPS = TransportTable[Callable[[CollectiveCall], Steps]](
 def _reduce_blocks(
     call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
 ) -> Steps:
-    """Reduces block i of all members on member i, into `out`."""
+    """Yields the step in which member i receives block i of all members; reduces the blocks into
+    `out`.
+
+    `blocks` are the blocks of this member's operand.
+    """
     own = blocks[call.index]
     room = own.new_empty((len(blocks), own.numel()))
     found = [*room.unbind(0)]
@@ -187,15 +192,21 @@ def _reduce_blocks(
 
 
 def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
-    """Whether torch's sum of rows equals `_fold`: a GPU adds few rows of 16-bit floats in order, in
-    float32.
+    """Whether one call of torch's sum gives the same bits as `_fold`.
+
+    This is the case for few parts of 16-bit floats on a GPU, which torch adds in order, in float32.
+    `own` is this member's block.
     """
     is_sum = call.reduce == "SUM" and own.dtype in HALF
     return is_sum and own.is_cuda and len(call.team) <= IN_ORDER
 
 
 def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Reduces equal parts in order, 16-bit floats in float32; `out` may be one of the parts."""
+    """Reduces parts of equal size in order, and writes the result to `out`, which may be one of the
+    parts.
+
+    16-bit floats are reduced in float32.
+    """
     assert call.reduce is not None, "a reduction has an op"
     apply = _REDUCE[call.reduce]
     if out.dtype in HALF:
@@ -213,15 +224,16 @@ def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor
 
 
 def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer]:
-    """Returns the transfers in which every member sends its own part to all others."""
+    """Returns the transfers in which every member sends its own part to all other members."""
     return _swap(call, [parts[call.index]] * len(parts), parts)
 
 
 def _swap(
     call: CollectiveCall, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]
 ) -> list[Transfer]:
-    """Returns the transfers in which part i is sent to member i, and part i is received from
-    it.
+    """Returns the transfers that send part i of `given` to member i, and receive part i of `taken`.
+
+    Part i of `taken` is received from member i. This member's own parts are left out.
     """
     others = _others(call)
     return [
@@ -239,9 +251,9 @@ def _recv(call: CollectiveCall, tensor: torch.Tensor, index: int) -> Transfer:
 
 
 def _others(call: CollectiveCall) -> list[int]:
-    """Returns the other members' positions, starting after this one.
+    """Returns the positions of the other members in the team, starting after this member.
 
-    So no member is the first target of all others.
+    The start differs between members, so that no member is the first target of all others.
     """
     count = len(call.team)
     return [(call.index + i) % count for i in range(1, count)]
@@ -253,13 +265,16 @@ def _both(call: CollectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Returns the equal parts of a buffer with one part per member."""
+    """Divides a buffer that has one part per member into these parts."""
     count = len(call.team)
     return tensor.view(count, tensor.numel() // count).unbind(0)
 
 
 def _blocks(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Cuts a buffer into one block per member; the last ones may be one element shorter."""
+    """Divides a buffer of any size into one block per member.
+
+    The last blocks may be one element shorter.
+    """
     return tensor.view(-1).tensor_split(len(call.team))
 
 

@@ -1,10 +1,11 @@
 """The protocol of communication backends.
 
-A team is an ordered tuple of global ranks; roots and peers are global ranks too. All tensors are
-contiguous. A buffer may have `len(team)` equal parts; part `i` belongs to `team[i]`.
+A team is an ordered tuple of global ranks. Roots and peers are global ranks, too. All tensors are
+contiguous. A buffer may have `len(team)` equal parts; part `i` belongs to the rank `team[i]`.
 
-A call enters a collective, which every member of the team must enter, in the same order. It returns
-at once with a `Work`. The backend uses the buffers until `Work.wait()` has returned.
+A call enters a collective. Every member of the team must enter the same collectives in the same
+order. The call returns at once with a `Work`. The backend uses the buffers until `Work.wait()` has
+returned.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 
 
 class Work(Protocol):
-    """A communication that was started."""
+    """A communication that a rank has started."""
 
     def wait(self) -> None:
         """Returns when later work may use the buffers.
 
-        On CPU the data has arrived then; on CUDA the stream orders later work after it.
+        On the CPU, the data has arrived when `wait` returns. On CUDA, the stream runs later work
+        after the communication.
 
         Raises:
             CommunicationTimeout: the deadline passed.
@@ -53,9 +55,7 @@ class Work(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Returns when the data has arrived, as seen from the host; raises the same errors as
-        `wait`.
-        """
+        """Blocks the host until the data has arrived; raises the same errors as `wait`."""
         ...
 
 
@@ -70,10 +70,10 @@ PostBatch = Callable[[Sequence[int], int], Work]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One half of a point-to-point copy: `kind` is "send" to or "recv" from the global rank `peer`.
+    """One half of a point-to-point copy: a send to, or a receive from, the global rank `peer`.
 
     Sends and receives are matched in the order in which they are started. If simulated ranks start
-    them later than the program says, `order` is their position in the program.
+    transfers later than the program says, `order` is the position of the transfer in the program.
     """
 
     kind: Literal["send", "recv"]
@@ -83,7 +83,7 @@ class Transfer:
 
 
 class NamedCollectives(Protocol):
-    """The collectives as methods, for callers who write them by hand."""
+    """One method per collective, for callers who write collectives by hand."""
 
     @abstractmethod
     def collective(
@@ -97,16 +97,17 @@ class NamedCollectives(Protocol):
         root: int | None = None,
         stream: object = None,
     ) -> Work:
-        """Starts a collective. A buffer that the row has on the root alone is ignored elsewhere.
+        """Starts the collective that `row` describes.
 
-        `reduce` is passed for rows that reduce, `root` for those that have a root.
+        Some buffers are needed on the root only: other members may pass anything for them. `reduce`
+        is passed if the collective reduces, `root` if the collective has a root.
         """
         ...
 
     def allgather(
         self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
     ) -> Work:
-        """Writes the parts `inp` of all members, in team order, to `out` [n parts]."""
+        """Concatenates the `inp` of all members, in team order, in `out` on every member."""
         return self.collective(ALLGATHER, out, inp, team=team, stream=stream)
 
     def allreduce(
@@ -118,8 +119,9 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the elementwise reduction of all `inp` to `out` on every member; both may be one
-        tensor.
+        """Writes the elementwise reduction of all members' `inp` to `out` on every member.
+
+        `out` and `inp` may be the same tensor.
         """
         return self.collective(ALLREDUCE, out, inp, team=team, reduce=op, stream=stream)
 
@@ -132,11 +134,14 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes this member's part of the reduction of all `inp` [n parts] to `out`."""
+        """Reduces the `inp` of all members elementwise, and writes one part of the result to `out`.
+
+        `inp` has one part per member, in team order. Member i receives part i.
+        """
         return self.collective(REDUCE_SCATTER, out, inp, team=team, reduce=op, stream=stream)
 
     def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
-        """Overwrites `buf` on every member with the root's."""
+        """Overwrites `buf` on every member with the contents of the root's `buf`."""
         return self.collective(BROADCAST, buf, buf, team=team, root=root, stream=stream)
 
     def gather(
@@ -148,8 +153,9 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the parts `inp` of all members to `out` [n parts] on the root; `out` is None
-        elsewhere.
+        """Concatenates the `inp` of all members, in team order, in `out` on the root.
+
+        Other members pass None for `out`.
         """
         return self.collective(GATHER, out, inp, team=team, root=root, stream=stream)
 
@@ -162,8 +168,10 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes part i of the root's `inp` [n parts] to `out` on member i; `inp` is None
-        elsewhere.
+        """Divides the root's `inp` into one part per member, and writes part i to `out` on member
+        i.
+
+        Other members pass None for `inp`.
         """
         return self.collective(SCATTER, out, inp, team=team, root=root, stream=stream)
 
@@ -177,14 +185,18 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the reduction of all `inp` to `out` on the root; `out` is ignored elsewhere."""
+        """Writes the elementwise reduction of all members' `inp` to `out` on the root.
+
+        `out` is ignored on other members.
+        """
         return self.collective(REDUCE, out, inp, team=team, reduce=op, root=root, stream=stream)
 
     def alltoall(
         self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
     ) -> Work:
-        """Writes part i of member j's `inp` to part j of member i's `out`; all parts have the same
-        size.
+        """Writes part i of member j's `inp` to part j of member i's `out`.
+
+        `inp` and `out` have one part per member. All parts have the same size.
         """
         return self.collective(ALL_TO_ALL, out, inp, team=team, stream=stream)
 
@@ -192,56 +204,58 @@ class NamedCollectives(Protocol):
 class Backend(NamedCollectives, Protocol):
     """Collectives and point-to-point copies among the ranks of a team.
 
-    `where` is the user's line of the next communication, for errors. `generation`: see `Captured`.
+    - `where`: the user's line of the next communication, for error messages.
+    - `generation`: how often communicators were dropped (see `Captured`).
     """
 
     where: str
     generation: int
 
     def can_capture(self, what: str) -> bool:
-        """Same as `Captured.can_capture`: whether a graph may repeat a communication."""
+        """Same as `Captured.can_capture`: whether a CUDA graph may repeat communication `what`."""
         ...
 
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
-        """Same as `Captured.capturing`: returns the context of a capture."""
+        """Same as `Captured.capturing`: returns the context in which a CUDA graph is captured."""
         ...
 
     def flush(self) -> None:
-        """Same as `Captured.flush`: enqueues delayed flag writes."""
+        """Same as `Captured.flush`: enqueues the flag writes that a capture has delayed."""
         ...
 
     def noting(self) -> AbstractContextManager[Counter[Calls]]:
-        """Same as `Captured.noting`: counts the calls of this thread."""
+        """Same as `Captured.noting`: returns a context that counts the calls of this thread."""
         ...
 
     def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
-        """Same as `Captured.enter_again`: counts calls that a graph repeats."""
+        """Same as `Captured.enter_again`: counts the calls that a CUDA graph repeats."""
         ...
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Same as `Captured.repeated_by`: registers an owner of graphs."""
+        """Same as `Captured.repeated_by`: registers an owner of CUDA graphs."""
         ...
 
     @property
     def name(self) -> str:
-        """The backend's short name: mpi, gloo, nccl, simulated."""
+        """The backend's short name: mpi, gloo, nccl, cuda or simulated."""
         ...
 
     def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Sends `buf` to the member `peer`, which must post a matching `recv`."""
+        """Sends `buf` to the member `peer`, which must start a matching `recv`."""
         ...
 
     def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Receives `buf` from the member `peer`."""
+        """Receives data from the member `peer` into `buf`."""
         ...
 
     def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
-        """Starts all transfers at once, so that a ring of sends and receives cannot block."""
+        """Starts all transfers at once, so that a ring of sends and receives cannot deadlock."""
         ...
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
-        """Returns when every member has entered the barrier and, on CUDA, the stream has reached
-        it.
+        """Returns when every member has entered the barrier.
+
+        On CUDA, all work that `stream` had before the barrier is complete, too.
         """
         ...
 
@@ -255,30 +269,29 @@ class Backend(NamedCollectives, Protocol):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Checks a collective that this rank has entered before, and returns a function that starts
-        it.
+        """Checks a collective that this rank has entered before; returns a function that starts it.
 
-        The function works on all buffers with the dtypes and sizes of the arguments. Returns None
-        where each call must be checked.
+        The returned function accepts all buffers with the dtypes and sizes of `out` and `inp`.
+        Returns None if every call must be checked anew.
         """
         ...
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Checks a batch that this rank has entered before, and returns a function that starts it.
+        """Checks a batch that this rank has entered before; returns a function that starts it.
 
-        The function works on all tensors with the dtypes and sizes of the arguments. Returns None
-        where each batch must be checked.
+        The returned function accepts all tensors with the dtypes and sizes of those in `transfers`.
+        Returns None if every batch must be checked anew.
         """
         ...
 
     def drain(self) -> None:
-        """Returns when the device has done all communications, or when it can no longer complete
-        them.
+        """Returns when the device has completed all communications, or cannot complete them any
+        more.
         """
         ...
 
     def close(self) -> None:
-        """Releases the backend's resources; later calls are errors."""
+        """Releases the backend's resources; later calls raise an error."""
         ...
 
 
@@ -287,56 +300,57 @@ NAME_WORDS = 5
 
 
 class PeerMemory(Backend, Protocol):
-    """A backend whose members copy out of each other's memory."""
+    """A backend whose members copy out of each other's mapped memory."""
 
     def connect(self, team: Team) -> None:
-        """Connects the members of a team; collective over it at its first use.
+        """Connects the members of a team, so that they can copy from each other's memory.
 
-        Raises `UnsupportedError` where they cannot map each other's memory.
+        The first call for a team is collective over the team. Raises `UnsupportedError` if the
+        members cannot map each other's memory.
         """
         ...
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """Same as `Captured.vote`: exchanges the members' votes on a run."""
+        """Same as `Captured.vote`: exchanges the members' votes on how to execute a run."""
         ...
 
     def start_over(self, team: Team) -> None:
-        """Same as `Captured.start_over`: cleans up after an unfinished capture."""
+        """Same as `Captured.start_over`: cleans up after an unfinished capture of a CUDA graph."""
         ...
 
     def take_back(self, team: Team) -> None:
-        """Same as `Captured.take_back`: makes the others drop graphs captured together."""
+        """Same as `Captured.take_back`: makes other members drop graphs captured together."""
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that peers can map, as uint8: its contents are sent without a copy
-        first.
+        """Allocates memory that peers can map, as a uint8 tensor.
+
+        The contents of such memory are sent without a copy on the sender's side.
         """
         ...
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that peers can map, for many runs of a program.
+        """Allocates memory that peers can map, for many runs of a program.
 
-        It is returned to the system soon after its last user has dropped it (`release`).
+        The memory is returned to the system soon after its last user has dropped it (see
+        `release`).
         """
         ...
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that peers can map, for a shard that `side_by_side` shows with
-        others.
-        """
+        """Allocates memory for a shard, which peers can map and `side_by_side` can concatenate."""
         ...
 
     def release(self) -> None:
-        """Records that a program was deleted. The next run frees, on this rank alone, memory that
-        only this program used.
+        """Records that a program was deleted.
 
-        Finalizers may call it.
+        The next run frees the memory that only this program used, without communicating with other
+        ranks. Finalizers may call this method, because it frees nothing itself.
         """
         ...
 
     def tidy(self) -> None:
-        """Frees memory that has no user. Called at the beginning of a run.
+        """Frees memory that has no user; called at the beginning of a run.
 
         All communications that this rank began before are complete on its part, except for the work
         that is still on the device.
@@ -344,19 +358,19 @@ class PeerMemory(Backend, Protocol):
         ...
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Returns readable memory with the bytes of this tensor and of the other members', in team
-        order.
+        """Maps the shards of all members as one range of memory, in team order, for reading.
 
-        The tensor must be dense. Returns when all members have called it. `what` names the call.
+        `tensor` is this member's shard and must be dense. `what` names the call. Returns when all
+        members have made the call.
 
         Raises, on all members:
-            UnsupportedError: their memory cannot be mapped in this way.
+            UnsupportedError: the members' memory cannot be mapped as one range.
             CommunicationError: the members make different calls.
         """
         ...
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Returns when all members of a team have made the call `what`."""
+        """Blocks until all members of a team have made the call that `what` names."""
         ...
 
 
@@ -371,40 +385,47 @@ STEP_BY_STEP, NOT_CAPTURED, FIRST_GRAPH = 0, 2, 3
 
 @dataclass(frozen=True)
 class Vote:
-    """The vote of a team's ranks on how each run of a program is carried out: by steps or by a
-    graph.
+    """The vote of a team's ranks on how a run is executed: step by step or by a CUDA graph.
+
+    `voters` returns the backend over which the ranks exchange their votes.
     """
 
     voters: Callable[[], PeerMemory]
     team: Team
 
     def ask(self, kind: int) -> tuple[int, ...] | None:
-        """Same as `Captured.vote`; collective over the team."""
+        """Connects the team and exchanges the votes of its members, as `Captured.vote`.
+
+        `kind` is this rank's vote. Collective over the team.
+        """
         voters = self.voters()
         voters.connect(self.team)
         return voters.vote(self.team, kind)
 
     def start_over(self) -> None:
-        """Same as `Captured.start_over`; collective over the team."""
+        """Cleans up after an unfinished capture, as `Captured.start_over`; collective over the
+        team.
+        """
         self.voters().start_over(self.team)
 
     def take_back(self) -> None:
-        """Same as `Captured.take_back`: makes the others drop graphs captured together."""
+        """Makes the other members drop the graphs captured together, as `Captured.take_back`."""
         self.voters().take_back(self.team)
 
 
 class Repeats(Protocol):
-    """An owner of captured graphs."""
+    """An owner of captured CUDA graphs."""
 
     def forget(self) -> None:
-        """Drops its graphs."""
+        """Drops all graphs of this owner."""
         ...
 
 
 class Captured:
-    """The part of a backend that CUDA graphs use. In this base class, nothing can be captured.
+    """The methods of a backend that CUDA graphs use; this base class allows no capture.
 
-    `generation` counts how often communicators were dropped: graphs captured before are invalid.
+    `generation` counts how often communicators were dropped. A graph that was captured under a
+    smaller number is invalid.
     """
 
     _ledger: Ledger
@@ -412,38 +433,43 @@ class Captured:
     _repeats: WeakSet[Repeats] | None = None
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Registers an owner of graphs that contain this backend's communications."""
+        """Registers an owner of CUDA graphs that contain this backend's communications."""
         self._repeats = self._repeats or WeakSet()
         self._repeats.add(repeats)
 
     def make_void(self) -> None:
-        """Drops all graphs, before communicators are freed: NCCL would wait forever for graphs that
-        use them.
+        """Drops all CUDA graphs that contain this backend's communications.
+
+        Called before communicators are freed, because NCCL would wait forever for graphs that use
+        them.
         """
         self.generation += 1
         for repeats in list(self._repeats or ()):
             repeats.forget()
 
     def can_capture(self, what: str) -> bool:
-        """Returns whether a graph may repeat a communication of this name.
+        """Whether a CUDA graph may repeat the communication that `what` names.
 
-        That is so if the stream alone carries it out once it is posted.
+        A graph may repeat a communication that needs nothing from the host once it is enqueued.
+        This base class returns False.
         """
         del what
         return False
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """Sends this rank's vote on a run to the members of a team; returns the votes of all, in
-        team order.
+        """Sends this rank's vote on a run to the members of a team; returns all votes, in team
+        order.
 
-        Returns None where ranks need not agree: one rank may launch a graph while another runs the
+        `kind` is the vote: STEP_BY_STEP, NOT_CAPTURED or the number of a graph. Returns None if
+        ranks need not agree, because one rank may launch a graph while another runs the recorded
         steps.
         """
         del team, kind
         return None
 
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
-        """Returns a context in which this rank captures a run that `stream` will repeat.
+        """Returns a context in which this rank captures a CUDA graph, which `stream` will launch
+        later.
 
         The value of the context is a list of objects that must live as long as the graph.
         """
@@ -451,28 +477,29 @@ class Captured:
         return nullcontext([])
 
     def flush(self) -> None:
-        """Enqueues work that was delayed in a capture so that it could be combined with later
-        work.
-        """
+        """Enqueues the work that a capture has delayed to combine it with later work."""
 
     def start_over(self, team: Team) -> None:
-        """Cleans up after a capture that members of a team have begun and not ended;
-        collective.
+        """Cleans up after a capture that members of a team have begun and not ended.
+
+        Collective over the team.
         """
         del team
 
     def take_back(self, team: Team) -> None:
-        """Makes the ranks of a team drop the graphs that they captured together.
+        """Makes the ranks of a team drop the CUDA graphs that they captured together.
 
-        They find out in their next exchange of run signatures that this rank did not repeat a run
-        which the others repeated.
+        The next exchange of run signatures shows the other ranks that this rank did not repeat a
+        run which they repeated.
         """
         del team
 
     @contextmanager
     def noting(self) -> Generator[Counter[Calls]]:
-        """Returns a context that counts the calls that this thread enters in it, per sequence of
-        calls.
+        """Returns a context whose value counts the calls that this thread enters inside the
+        context.
+
+        The counts are separate for each sequence of calls (`Calls`).
         """
         noted = self._ledger.noted[get_ident()] = Counter[Calls]()
         try:
@@ -481,8 +508,9 @@ class Captured:
             del self._ledger.noted[get_ident()]
 
     def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
-        """Counts the calls that a graph repeats; with sign -1, uncounts those that were not
-        made.
+        """Counts `calls` as entered because a CUDA graph repeats them.
+
+        With `sign` -1, subtracts calls that were counted before but not made.
         """
         entered = self._ledger.entered
         for key, count in calls.items():

@@ -1,16 +1,18 @@
-"""Memory of one GPU in pieces that the other processes of its host map while they use it.
+"""Memory of one GPU in pieces that the other processes of the host map while they use them.
 
-A piece is one allocation of the driver. A file without a name (see `handles`) has the handle by
-which peers map it. The owner must not free a piece that a peer has mapped. Therefore:
+A piece is one allocation of the driver. Each piece has a file without a name (see `handles`), which
+contains the handle by which peers map the piece. The owner must not free a piece that a peer has
+mapped. Therefore:
 
 - A peer holds a shared lock on the file until it has unmapped the piece. The system releases the
   locks of a process that ends.
-- When no tensor of the owner uses the piece, the owner closes the file under its name. It frees the
-  piece when it gets an exclusive lock.
+- When no tensor of the owner uses the piece, the owner closes the descriptor that its name refers
+  to. It frees the piece when it gets an exclusive lock on the file.
 
-Peers unmap a returned piece when nothing on their side can read it any more. A graph that may read
-it holds the objects that it was captured with. At the beginning of a run, both sides wait until
-their device has done all its work. No peer waits for an answer of the device then.
+Peers unmap a returned piece when nothing on their side can read it any more. A CUDA graph that may
+read the piece holds the objects with which it was captured. At the beginning of a run, owner and
+peers wait until their device has done all its work. At that point, no peer waits for an answer of
+the device.
 """
 
 from __future__ import annotations
@@ -53,9 +55,12 @@ _NO_MEMORY_S = 2.0
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece of this process: its file and its address.
+    """A piece of this process.
 
-    `lock` is a second descriptor of the file, for its lock, once the piece is returned.
+    - `serial`: a number that no other piece of this process has.
+    - `fd`: the descriptor of the piece's file.
+    - `begin`, `nbytes`: the address and the size of the piece.
+    - `lock`: a second descriptor of the file, for its lock, once the piece has no users.
     """
 
     serial: int
@@ -72,8 +77,9 @@ class _Piece:
 
 @dataclass(eq=False)
 class Seen:
-    """The address of a peer's piece in this process. Objects that may still read the piece hold
-    this.
+    """The address of a peer's piece in this process.
+
+    Objects that may still read the piece hold a reference to this object.
     """
 
     address: int
@@ -81,12 +87,13 @@ class Seen:
 
 @dataclass
 class Hooks:
-    """Callbacks of the user of the memory.
+    """Callbacks of the backend that uses the memory.
 
-    - `is_idle`: waits until the device has done all its work; False if that cannot be decided now.
-    - `drop_graphs`: drops all graphs.
-    - `told`: returns a function that says whether peers have mapped all pieces that they have been
-      sent so far.
+    - `is_idle`: waits until the device has done all its work; returns False if that cannot be
+      decided now.
+    - `drop_graphs`: drops all CUDA graphs.
+    - `told`: returns a function that says whether peers have mapped all pieces whose names they
+      have been sent so far.
     """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)
@@ -95,7 +102,9 @@ class Hooks:
 
 
 class IpcPieces:
-    """The pieces of this process on one device, and the mapped pieces of its peers."""
+    """The pieces that this process has allocated on one device, and the pieces of peers that it has
+    mapped.
+    """
 
     def __init__(self, device: torch.device, cuda: CudaCalls, hooks: Hooks) -> None:
         self.device, self._cuda, self._hooks = device, cuda, hooks
@@ -117,9 +126,9 @@ class IpcPieces:
 
     # ------------------------------------------------------------ of this process
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes in a separate piece, as uint8.
+        """Allocates `nbytes` bytes in a piece of their own, as a uint8 tensor.
 
-        Raises `torch.OutOfMemoryError`.
+        Raises `torch.OutOfMemoryError` if there is not enough memory.
         """
         size = -(-nbytes // UNIT_NBYTES) * UNIT_NBYTES
         with driving(self._cuda, self.device):
@@ -152,8 +161,9 @@ class IpcPieces:
                 self.tidy()
 
     def share(self, begin: int, nbytes: int) -> _Piece:
-        """Makes an allocation of the driver mappable by peers. Raises `UnsupportedError` where it
-        cannot.
+        """Registers an allocation of the driver as a piece that peers can map.
+
+        Raises `UnsupportedError` if peers cannot map the allocation.
         """
         try:
             handle = self._cuda.call("cuIpcGetMemHandle", begin)
@@ -175,7 +185,7 @@ class IpcPieces:
         """Returns the name by which peers map the memory at an address, and the offset in it in
         bytes.
 
-        None where the address is not in a piece.
+        Returns None if the address is not in a piece.
         """
         with self._lock:
             place = bisect.bisect(self._begins, address) - 1
@@ -192,10 +202,13 @@ class IpcPieces:
         return name in self._mapped
 
     def find(self, name: Name, peer: int) -> Seen:
-        """Returns the address of a peer's piece in this process; maps it at its first use.
+        """Returns the address of a peer's piece in this process; the first call maps the piece.
 
-        Raises `CommunicationError` when its process has ended, `UnsupportedError` where the GPUs
-        cannot access each other.
+        `name` is the name that the peer has sent.
+
+        Raises:
+            CommunicationError: the peer's process has ended.
+            UnsupportedError: the GPUs cannot access each other.
         """
         try:
             return self._mapped.find(name, peer)
@@ -226,14 +239,16 @@ class IpcPieces:
 
     # ------------------------------------------------------------ what nobody has any more
     def release(self) -> None:
-        """Records that a user was deleted, in this process or a peer. Finalizers may call it."""
+        """Records that a user of memory was deleted, in this process or in a peer; finalizers may
+        call this.
+        """
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Returns pieces without users, unmaps pieces that peers have returned, and frees unmapped
-        ones.
+        """Unmaps pieces that peers have returned, and frees own pieces that no peer maps any more.
 
-        Call it only when no work is running that a peer waits for.
+        Must be called only when no work is running for which a peer waits, because it waits for the
+        device.
         """
         if not (self._is_untidy or self._returned or self._told or self._unused or self._looks):
             return
@@ -257,7 +272,9 @@ class IpcPieces:
             self._free(freed)
 
     def _retire(self) -> None:
-        """Closes the files of pieces without users, and drops pieces that peers have closed."""
+        """Closes the files of own pieces without users, and drops pieces whose owners have closed
+        the file.
+        """
         if self._returned:
             returned = [self._returned.popleft() for _ in range(len(self._returned))]
             self._told.append((returned, self._hooks.told()))
@@ -297,7 +314,7 @@ class IpcPieces:
             self._looks = 0
 
     def close(self) -> None:
-        """Unmaps the memory of peers, at the end of the process."""
+        """Unmaps all pieces of peers, at the end of the process."""
         self._mapped.clear()
         for seen in list(self._alive):
             self._unused.append((seen.address, -1))
@@ -311,7 +328,7 @@ class IpcPieces:
 
 
 def _is_unmapped(piece: _Piece) -> bool:
-    """Whether no peer still maps a returned piece."""
+    """Whether no peer maps a piece any more, so that this process gets the exclusive lock."""
     try:
         fcntl.flock(piece.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -330,11 +347,11 @@ FlagOp = tuple[str, int, int]
 
 
 class IpcMemory:
-    """Memory of one GPU that the processes of its host can map.
+    """Memory of one GPU that the other processes of the host can map.
 
-    Memory that a program keeps for its runs is in separate pieces, which are returned
-    (`IpcPieces`). Temporary and small allocations come from a pool of torch's allocator that is
-    never returned to the driver; torch reuses its memory as usual.
+    Memory that a program keeps for its runs is in separate pieces, which are freed after use
+    (`IpcPieces`). Temporary and small allocations come from a pool of torch's allocator. The pool
+    is never returned to the driver, but torch reuses its memory as usual.
     """
 
     def __init__(self, device: torch.device, hooks: Hooks | None = None) -> None:
@@ -354,7 +371,7 @@ class IpcMemory:
         self._kept: list[Seen] = []
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes from the pool, as uint8, for the current stream."""
+        """Allocates `nbytes` bytes from the pool, as a uint8 tensor, for the current stream."""
         self._pool = self._pool or torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(self._pool, device=self.device):
             made = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
@@ -364,17 +381,24 @@ class IpcMemory:
         return made[:nbytes]
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Returns memory that is freed when it has no users; see `IpcPieces.allocate`."""
+        """Allocates memory for many runs, which is freed when it has no users (see
+        `IpcPieces.allocate`).
+
+        Small allocations come from the pool instead.
+        """
         if nbytes < UNIT_NBYTES // 2:
             return self.empty(nbytes)
         return self._pieces.allocate(nbytes)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
+        """Implements `PeerBackend.name_of`: returns the piece of a tensor, and the tensor's offset
+        in it.
+        """
         return self._pieces.name_at(tensor.data_ptr())
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:
-        """Returns the address of a peer's memory in this process, which stays mapped.
+        """Returns the address of a peer's memory in this process; the memory stays mapped from now
+        on.
 
         Raises the same errors as `IpcPieces.find`.
         """
@@ -383,24 +407,27 @@ class IpcMemory:
         return seen.address
 
     def is_mapped(self, name: tuple[int, ...]) -> bool:
-        """Returns whether the memory of a peer is mapped already."""
+        """Whether this process has mapped the peer's memory with this name already."""
         return name in self._pieces
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueues a copy; between two GPUs, a copy engine carries it out."""
+        """Enqueues a copy of `nbytes` bytes from address `source` to address `target`.
+
+        Between two GPUs, a copy engine executes the copy.
+        """
         self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream)[0])
 
     def set_flag(self, address: int, value: int, stream: int) -> None:
-        """Enqueues a write of a flag, after all earlier work of the stream."""
+        """Enqueues a write of `value` to a flag, after all earlier work of the stream."""
         self._check("cuStreamWriteValue32", self._write(stream, address, value, 0)[0])
 
     def wait_flag(self, address: int, value: int, stream: int) -> None:
-        """Enqueues a wait until a flag has reached a value."""
+        """Enqueues a wait until a flag is at least `value`."""
         # 0: greater or equal
         self._check("cuStreamWaitValue32", self._wait(stream, address, value, 0)[0])
 
     def use_flags(self, ops: Sequence[FlagOp], stream: int) -> None:
-        """Enqueues waits and writes of flags as one operation, in this order."""
+        """Enqueues several waits and writes of flags as one operation, in the given order."""
         self._check(
             "cuStreamBatchMemOp", self._batch(stream, len(ops), [*map(self._op, ops)], 0)[0]
         )
@@ -416,9 +443,9 @@ class IpcMemory:
         return made
 
     def aside(self, act: Callable[[], object], stream: int) -> None:
-        """Captures the work that `act` enqueues as a side branch of the stream.
+        """Captures the work that `act` enqueues as a side branch of the stream in the CUDA graph.
 
-        Later work of the stream does not wait for it, but the end of the graph does.
+        Later work of the stream does not wait for this work, but the end of the graph does.
         """
         before = self.captured(stream)
         act()
@@ -426,7 +453,7 @@ class IpcMemory:
 
     def beside(self, act: Callable[[], object], after: Sequence[object], stream: int) -> None:
         """Captures the work that `act` enqueues after the nodes `after`, parallel to the stream's
-        work so far.
+        earlier work.
 
         Later work of the stream waits for both.
         """
@@ -436,13 +463,13 @@ class IpcMemory:
         self._goes_on(stream, [*before, *self.captured(stream)])
 
     def captured(self, stream: int) -> list[Any]:
-        """Returns the nodes that the next node of a captured stream will depend on."""
+        """Returns the graph nodes on which the next node of a captured stream will depend."""
         found = self._cuda.cuStreamGetCaptureInfo(stream)
         self._check("cuStreamGetCaptureInfo", found[0])
         return next(part for part in found if isinstance(part, list))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
     def _goes_on(self, stream: int, after: Sequence[object]) -> None:
-        """Makes the next node of a captured stream depend on these nodes."""
+        """Makes the next node of a captured stream depend on the nodes `after`."""
         cuda, nodes = self._cuda, [*after]
         replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         update = cuda.cuStreamUpdateCaptureDependencies
@@ -454,8 +481,9 @@ class IpcMemory:
 
 
 def beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:
-    """Runs `act` in another thread and on a stream, because a thread that captures may not do
-    it.
+    """Runs `act` in another thread, on the given device and stream, and returns its result.
+
+    This is needed for calls that a thread may not make while it captures a CUDA graph.
     """
     done: list[T] = []
     failed: list[BaseException] = []
@@ -515,7 +543,10 @@ class _Managed(ctypes.Structure):
 
 
 class Holder:
-    """An object that a tensor holds for as long as its memory is in use."""
+    """An object that a tensor references as long as its memory is in use.
+
+    A finalizer of this object is called when the memory has no users.
+    """
 
 
 # The objects that keep the memory of tensors alive, by the address of the structure passed to
@@ -534,7 +565,7 @@ for _one in (_held, _let_go):
 
 
 def raw_tensor(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Returns the `nbytes` bytes at an address as a uint8 tensor, whose memory holds `owner`."""
+    """Returns the `nbytes` bytes at an address as a uint8 tensor, which keeps `owner` alive."""
     sizes, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     where = _Device(_DEVICES[device.type], device.index or 0)
     made = _Tensor(address, where, 1, _DType(_UNSIGNED, 8, 1), sizes, strides, 0)
@@ -556,28 +587,35 @@ def _capsule() -> Any:
 
 
 class CudaCalls:
-    """Calls of the driver by name, with checked status; `api` has its types."""
+    """Calls of the CUDA driver by name, whose status is checked.
+
+    `api` is the module of the driver's Python bindings.
+    """
 
     def __init__(self) -> None:
         self.api: Any = driver()
         self._success = self.api.CUresult.CUDA_SUCCESS
 
     def call(self, name: str, *args: object) -> Any:
-        """Returns the results of a call after its status. Raises `CommunicationError`."""
+        """Calls a function of the driver, and returns its results without the status.
+
+        Raises `CommunicationError` if the call fails.
+        """
         status, *results = getattr(self.api, name)(*args)
         self.check(name, status)
         return results[0] if len(results) == 1 else results
 
     def check(self, name: str, status: Any) -> None:
-        """Raises `CommunicationError` where a call has failed."""
+        """Raises `CommunicationError` if `status` is not success."""
         if status != self._success:
             raise CommunicationError(f"{name}: {status.name}")
 
 
 @contextmanager
 def driving(cuda: CudaCalls, device: torch.device) -> Generator[None]:
-    """Returns a context for driver calls on a device that do not disturb a capture of another
-    thread.
+    """Returns a context for driver calls on a device.
+
+    Inside the context, the calls do not disturb the capture of a CUDA graph in another thread.
     """
     relaxed = cuda.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     with on_device(device):
@@ -590,14 +628,17 @@ def driving(cuda: CudaCalls, device: torch.device) -> Generator[None]:
 
 @contextmanager
 def on_device(device: torch.device) -> Generator[None]:
-    """Returns a context in which this thread uses a device."""
+    """Returns a context in which `device` is the current device of this thread."""
     with torch.cuda.device(device):
         bind_primary_context()
         yield
 
 
 def driver() -> Any:
-    """Returns the driver's API. Raises `UnsupportedError` without cuda-bindings."""
+    """Imports the Python bindings of the CUDA driver.
+
+    Raises `UnsupportedError` if cuda-bindings is not installed.
+    """
     try:
         return import_module("cuda.bindings.driver")
     except ImportError as error:

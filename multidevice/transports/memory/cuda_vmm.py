@@ -1,9 +1,10 @@
 """Shards of several GPUs as one range of addresses, by the driver's virtual memory management.
 
-A shard is memory without an address, under a handle. The driver exports the handle as a file, which
-the processes of the host take from each other (`take_file`). To show a row of shards, a process
-reserves addresses and maps one handle after another there. The driver frees the memory with its
-last mapping and file, so each process unmaps when its own device is idle.
+A shard is allocated as memory without an address, which has a handle. The driver exports the handle
+as a file, which the processes of the host take from each other (`take_file`). To show several
+shards as one range, a process reserves addresses and maps the handles there, one after another. The
+driver frees the memory when its last mapping and its last file are gone. Therefore each process
+unmaps shards when its own device is idle.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
@@ -39,8 +40,10 @@ _MAX_ROWS = 16
 
 @dataclass(eq=False)
 class _Range:
-    """Reserved addresses, mapped in parts of equal size. For a shard, also its file and its
-    stream.
+    """A reserved range of addresses, on which `parts` parts of equal size are mapped.
+
+    For a shard of this process, also the number of the piece, its file, and the stream that uses
+    it.
     """
 
     begin: int
@@ -52,7 +55,9 @@ class _Range:
 
 
 class GpuShards:
-    """The shards of this process on one device, and the rows of shards that it has mapped."""
+    """The shards that this process has allocated on one device, and the ranges of shards it has
+    mapped.
+    """
 
     unit = "units"
 
@@ -106,9 +111,9 @@ class GpuShards:
 
     # ------------------------------------------------------------ shards
     def empty(self, nbytes: int, stream: int) -> torch.Tensor:
-        """Returns `nbytes` bytes as a shard, as uint8, for a stream.
+        """Allocates `nbytes` bytes as a shard for use on `stream`, as a uint8 tensor.
 
-        Raises `torch.OutOfMemoryError`.
+        Raises `torch.OutOfMemoryError` if there is not enough memory.
         """
         self.tidy()
         size = max(-(-nbytes // self.unit_nbytes), 1) * self.unit_nbytes
@@ -150,9 +155,10 @@ class GpuShards:
             return self._cuda.call("cuMemCreate", size, self._properties(), 0)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Name, int] | None:
-        """Returns the name by which peers map a shard, and the tensor's offset in it in bytes.
+        """Returns the name by which peers map a shard, and the offset of `tensor` in the shard in
+        bytes.
 
-        None if the tensor is not in a shard.
+        Returns None if the tensor is not in a shard.
         """
         begin = tensor.untyped_storage().data_ptr()
         shard = self._shards.get(begin)
@@ -163,11 +169,13 @@ class GpuShards:
 
     # ------------------------------------------------------------ rows
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Returns one range with the shards at these places, each of `nbytes` bytes, one after
-        another.
+        """Maps the shards at the locations `places` one after another, as one uint8 tensor.
 
-        Raises `CommunicationError` when a process has ended, `UnsupportedError` where its shard
-        cannot be mapped on this device.
+        Each shard has `nbytes` bytes.
+
+        Raises:
+            CommunicationError: a process has ended.
+            UnsupportedError: a shard cannot be mapped on this device.
         """
         key = (*(place.name for place in places), nbytes)
         found = self._rows.recall(key)
@@ -201,7 +209,7 @@ class GpuShards:
             raise not_mapped(place.rank, error) from None
 
     def _map(self, files: Sequence[int], nbytes: int) -> int:
-        """Maps files of `nbytes` bytes each, one after another; returns the start address."""
+        """Maps files of `nbytes` bytes each at consecutive addresses; returns the start address."""
         call, total = self._cuda.call, nbytes * len(files)
         begin = int(call("cuMemAddressReserve", total, 0, 0, 0))
         mapped = 0
@@ -239,11 +247,11 @@ class GpuShards:
             self._spare.append(self._returned.popleft())
 
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records that a program was deleted."""
+        """Records that a program was deleted: the next `tidy` unmaps ranges without users."""
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Unmaps ranges without users, if a program was deleted since the last call."""
+        """Unmaps ranges without users, if `release` was called since the last call."""
         if not self._is_untidy:
             return
         with self._lock:
@@ -272,18 +280,18 @@ _SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def let_files_be_taken() -> None:
-    """Lets other processes of this user take files of this process.
+    """Allows other processes of this user to take open files of this process.
 
-    By default, some systems allow it only to ancestors of a process.
+    Some systems allow this by default only to the ancestors of a process.
     """
     # Fails where the system has no such rule.
     _libc().prctl(_SET_PTRACER, _ANYBODY, 0, 0, 0)
 
 
 def take_file(pid: int, fd: int) -> int:
-    """Returns a file descriptor, in this process, of a file that another process has open.
+    """Takes the open file `fd` of process `pid`; returns a descriptor of the file in this process.
 
-    Raises `OSError` where the process has ended, or the system does not allow it.
+    Raises `OSError` if the process has ended, or if the system does not allow it.
     """
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, "this system has no pidfd_open")

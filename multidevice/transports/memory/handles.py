@@ -1,11 +1,11 @@
-"""Mapped memory of peers, the detection of memory that they returned, and rows of a team's shards.
+"""Mapped memory of peers: mapping, unmapping, and the shards of a team as one range.
 
 Memory is shared in pieces. Each piece has a file without a name, which its process keeps open while
-it shares the piece. Peers open it through `/proc` under the process's number. Closing the file
-returns the piece.
+it shares the piece. Peers open the file through `/proc` under the number of the process. The
+process returns a piece by closing the file.
 
-The name of a piece that a process sends to its peers contains how many pieces it has closed. When
-that number has changed, the receiver checks which of the files still exist.
+The name of a piece that a process sends to its peers contains how many pieces the process has
+closed. If that number has changed, the receiver checks which of the files still exist.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def new_serial() -> int:
 
 
 def name_of_piece(fd: int, nbytes: int, serial: int, closed: int) -> Name:
-    """Returns the name by which peers map a piece: NAME_WORDS integers (`protocol`).
+    """Returns the name by which peers map a piece: NAME_WORDS integers (see `protocol`).
 
-    `closed` is how many pieces this process has closed.
+    `fd` is the descriptor of the piece's file, `serial` the number of the piece, and `closed` how
+    many pieces this process has closed.
     """
     return os.getpid(), fd, nbytes, serial, closed
 
 
 def not_mapped(rank: int, error: OSError) -> CommunicationError:
-    """Returns the error of a piece whose file cannot be opened."""
+    """Returns the error for a piece of rank `rank` whose file cannot be opened."""
     return CommunicationError(f"rank {rank}'s memory cannot be mapped: {error}")
 
 
 class Mapped(Generic[T]):
-    """The pieces of peers' memory that this process has mapped, each until its owner returns it.
-
-    `map_file` maps the piece of an open file (descriptor, bytes); it may raise `OSError`.
+    """The pieces of peers' memory that this process has mapped, each until its owner returns the
+    piece.
     """
 
     def __init__(
@@ -63,8 +63,10 @@ class Mapped(Generic[T]):
     ) -> None:
         """Creates an empty set of pieces.
 
-        `limit`: how many pieces stay mapped; None for no limit. `on_forgotten` is called after
-        peers have returned pieces.
+        - `map_file`: maps the piece in an open file, given its descriptor and size in bytes; may
+          raise `OSError`.
+        - `limit`: how many pieces stay mapped; None for no limit.
+        - `on_forgotten`: called after peers have returned pieces.
         """
         self._map_file, self._limit, self._on_forgotten = map_file, limit, on_forgotten
         # Name -> (piece, inode number of its file).
@@ -79,9 +81,9 @@ class Mapped(Generic[T]):
         return len(self._found)
 
     def find(self, name: Name, peer: int) -> T:
-        """Returns a piece of a peer; maps it at its first use.
+        """Returns the piece `name` of a peer; the first call maps the piece.
 
-        Raises `CommunicationError` when its process has ended, and the errors of `map_file`.
+        Raises `CommunicationError` if the peer's process has ended, and the errors of `map_file`.
         """
         pid, fd, nbytes, _, closed = name
         if self._closed_by.get(pid, 0) != closed:
@@ -107,7 +109,10 @@ class Mapped(Generic[T]):
         return found[0]
 
     def forget_closed(self, pid: int | None = None) -> None:
-        """Drops the pieces whose files were closed by process `pid`, or by any process."""
+        """Drops the pieces whose owner has closed the file.
+
+        `pid` is the process whose pieces are checked; None for all processes.
+        """
         gone = [
             name
             for name, (_, number) in list(self._found.items())
@@ -119,12 +124,15 @@ class Mapped(Generic[T]):
             self._on_forgotten()
 
     def clear(self) -> None:
-        """Drops all pieces."""
+        """Drops all pieces, which unmaps those without users."""
         self._found.clear()
 
 
 def _is_open(name: Name, number: int) -> bool:
-    """Whether a process still has the file of a piece of its memory open."""
+    """Whether a process still has the file of a piece open.
+
+    `number` is the inode number of the file when the piece was mapped.
+    """
     try:
         return os.stat(f"/proc/{name[0]}/fd/{name[1]}").st_ino == number
     except OSError:
@@ -137,7 +145,10 @@ def _is_open(name: Name, number: int) -> bool:
 
 @dataclass(frozen=True)
 class MemoryLocation:
-    """A location in a rank's memory: the memory's name, and the offset `at` in bytes."""
+    """A location in the memory of rank `rank`.
+
+    `name` is the name of the memory, and `at` the offset in bytes.
+    """
 
     rank: int
     name: tuple[int, ...]
@@ -145,41 +156,45 @@ class MemoryLocation:
 
 
 class Rows(Protocol):
-    """Memory whose parts of several ranks can be mapped one after another."""
+    """The interface of memory that can map the shards of several ranks one after another.
 
-    # The unit in which it is mapped: its name in errors.
+    `unit` is the word for the unit of mapping in error messages, such as "pages".
+    """
+
+    # The word for the unit of mapping in error messages.
     unit: str
 
     @property
     def unit_nbytes(self) -> int:
-        """The size of the unit in bytes."""
+        """The size in bytes of the unit of mapping; the size of a shard must be a multiple of this
+        number.
+        """
         ...
 
     @property
     def why_not(self) -> str:
-        """The reason why others cannot map this memory; "" if they can."""
+        """The reason why other processes cannot map this memory; "" if they can."""
         ...
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
         bytes.
 
-        None where they cannot map it.
+        Returns None if peers cannot map the memory.
         """
         ...
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Returns one readable range with `nbytes` bytes of each place, one after another, as
-        uint8.
-        """
+        """Maps `nbytes` bytes at each location in `places` consecutively, as one uint8 tensor."""
         ...
 
 
 def side_by_side(
     control: Control, memory: Rows, tensor: torch.Tensor, team: Team, what: str
 ) -> torch.Tensor:
-    """Implements `PeerMemory.side_by_side`: each member sends the others the location of its
-    shard.
+    """Implements `PeerMemory.side_by_side` for memory with the interface `Rows`.
+
+    The members first send each other the locations of their shards.
     """
     place = memory.name_of(tensor)
     nbytes = tensor.numel() * tensor.element_size()
@@ -219,12 +234,12 @@ def side_by_side(
 
 
 def await_members(control: Control, team: Team, what: str) -> None:
-    """Implements `PeerMemory.rendezvous`: waits until all members have come to the call."""
+    """Implements `PeerMemory.rendezvous`: blocks until all members have called it."""
     _agree(team, what, _exchange(control, what, team, what), "calls")
 
 
 def _exchange(control: Control, text: str, team: Team, what: str) -> list[str]:
-    """Returns the texts of all members; an error also names the call `what`."""
+    """Sends `text` to all members and returns all texts; errors also name the call `what`."""
     try:
         told = control.exchange(text.encode(), team=team)
     except CommunicationError as error:

@@ -1,7 +1,7 @@
-"""Memory that the processes of a host share: allocated in files without a name, mapped by peers.
+"""Memory that the processes of a host share, allocated in files without a name.
 
-The shards of several ranks may also be mapped one after another (`side_by_side`), if they consist
-of whole pages of memory.
+The shards of several ranks may also be mapped one after another (`side_by_side`), if the shards
+consist of whole pages of memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 
 @dataclass(eq=False)
 class _Chunk:
-    """A piece of shared memory: its file, its address, and the free ranges [start, stop)."""
+    """A piece of shared memory, from which tensors are allocated.
+
+    - `serial`: a number that no other piece of this process has.
+    - `fd`: the descriptor of the piece's file.
+    - `array`, `address`: the memory of the piece, and its address.
+    - `free`: the free ranges [start, stop), in bytes.
+    """
 
     serial: int
     fd: int
@@ -57,7 +63,9 @@ class _Chunk:
         return self.free == [(0, self.array.nbytes)]
 
     def take(self, nbytes: int) -> int:
-        """Returns the start of a free range of this size; -1 when there is none."""
+        """Allocates a range of `nbytes` bytes; returns its start, -1 if no free range is large
+        enough.
+        """
         for k, (start, stop) in enumerate(self.free):
             if stop - start >= nbytes:
                 self.free[k : k + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
@@ -76,7 +84,7 @@ class _Chunk:
 
 
 class SharedMemory:
-    """Memory of this process that the other processes of its host can map."""
+    """Memory of this process that the other processes of the host can map."""
 
     unit, unit_nbytes, why_not = "pages", mmap.PAGESIZE, ""
 
@@ -94,7 +102,9 @@ class SharedMemory:
         self._lock = make_lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` bytes as uint8; the memory is reused when the tensor is freed."""
+        """Allocates `nbytes` bytes, as a uint8 tensor; the memory is reused when the tensor is
+        freed.
+        """
         wanted = -(-max(nbytes, 1) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
         self.tidy()
         with self._lock:
@@ -111,17 +121,17 @@ class SharedMemory:
             chunk.give_back(start, size)
 
     def release(self) -> None:
-        """Records that a user was deleted, so that `tidy` frees memory without users.
+        """Records that a program was deleted, so that the next `tidy` frees memory without users.
 
-        Finalizers may call it, before the user's tensors are freed.
+        Finalizers may call this before the tensors of the program are freed.
         """
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Returns memory without users to the system, if a user was deleted since the last call.
+        """Returns memory without users to the system, if `release` was called since the last call.
 
         Data that a peer has not copied yet is still in use. A piece that a peer has mapped exists
-        until the peer, too, finds that its file was closed.
+        until the peer, too, finds that the file was closed.
         """
         if not self._is_untidy:
             return
@@ -149,7 +159,9 @@ class SharedMemory:
         return chunk, chunk.take(nbytes)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of`: returns the name by which peers map a tensor."""
+        """Implements `PeerBackend.name_of`: returns the piece of a tensor, and the tensor's offset
+        in it.
+        """
         address = tensor.data_ptr()
         with self._lock:
             place = bisect.bisect(self._addresses, address) - 1
@@ -162,18 +174,17 @@ class SharedMemory:
         return name_of_piece(chunk.fd, chunk.array.nbytes, chunk.serial, self._closed), at
 
     def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
-        """Returns the memory of a peer, as uint8.
+        """Returns the piece `name` of a peer as a uint8 tensor; the first call maps the piece.
 
-        Raises `CommunicationError` when its process has ended.
+        Raises `CommunicationError` if the peer's process has ended.
         """
         return self._mapped.find(name, peer)
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Returns one readable range with `nbytes` bytes of each place, one after another, as
-        uint8.
+        """Maps `nbytes` bytes at each location in `places` consecutively, as one uint8 tensor.
 
-        Places start at page boundaries, and `nbytes` is a multiple of the page size. Raises
-        `CommunicationError` when a process has ended.
+        The tensor can only be read. Locations start at page boundaries, and `nbytes` is a multiple
+        of the page size. Raises `CommunicationError` if a process has ended.
         """
         key = (*((place.name[:4], place.at) for place in places), nbytes)
         found = self._rows.pop(key, None)
@@ -185,7 +196,7 @@ class SharedMemory:
         return found
 
     def close(self) -> None:
-        """Closes the files; tensors that are still held keep their memory."""
+        """Closes the files of all pieces; tensors that still exist keep their memory."""
         self._mapped.clear()
         self._rows.clear()
         for chunk in self._chunks:
@@ -210,8 +221,9 @@ def _array(fd: int, nbytes: int) -> numpy.ndarray:
 
 
 def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-    """Maps parts of files into one reserved range of addresses, until the tensor over it is
-    freed.
+    """Maps parts of several files into one reserved range of addresses.
+
+    The range is unmapped when the returned tensor is freed.
     """
     total = nbytes * len(places)
     start = _map(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -232,7 +244,10 @@ def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
 
 
 def _map(at: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
-    """Calls the system's mmap: Python's mmap cannot choose an address."""
+    """Calls the system's mmap function, because Python's mmap cannot choose an address.
+
+    Returns the address. `at` is the wanted address, None for any.
+    """
     if flags & mmap.MAP_ANONYMOUS:
         flags |= _MAP_NORESERVE
     found = _libc().mmap(at, nbytes, access, flags, fd, offset)
