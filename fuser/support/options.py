@@ -66,9 +66,9 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "Double or ComplexDouble, as in nvFuser, instead of Float or ComplexFloat, as in torch; "
         "read when the block of a definition begins, so it cannot be an option of a call: "
         "FusionDefinition(double_numbers=True) chooses it for one definition",
-        "tune": "the first run of a kernel for a class of inputs measures parameters near the "
-        "heuristic's choice on these inputs; the best is kept on disk; programs on several ranks "
-        "raise UnsupportedError",
+        "tune": "the first run of a kernel for a tuning class of inputs measures parameters near "
+        "the heuristic's choice on these inputs; the best is kept on disk; programs on several "
+        "ranks raise UnsupportedError",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
         "stream is delayed as far as the program's waits allow, so that a missing wait gives "
         "wrong numbers",
