@@ -134,9 +134,9 @@ def silu(x: TensorView, /) -> TensorView: """Returns x * sigmoid(x)."""
 @overload
 def silu(x: ScalarLike, /) -> Scalar: """Returns x * sigmoid(x)."""
 @overload
-def neg(x: TensorView, /) -> TensorView: """Returns -x; for Bool, x."""
+def neg(x: TensorView, /) -> TensorView: """Returns -x, or x for Bool."""
 @overload
-def neg(x: ScalarLike, /) -> Scalar: """Returns -x; for Bool, x."""
+def neg(x: ScalarLike, /) -> Scalar: """Returns -x, or x for Bool."""
 @overload
 def abs(x: TensorView, /) -> TensorView: """As `torch.abs`."""
 @overload
@@ -216,11 +216,11 @@ def add(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """As `torch.add`."
 @overload
 def add(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """As `torch.add`."""
 @overload
-def sub(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs - rhs; for Bool, lhs xor rhs."""
+def sub(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs - rhs, or lhs xor rhs for Bool."""
 @overload
-def sub(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs - rhs; for Bool, lhs xor rhs."""
+def sub(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs - rhs, or lhs xor rhs for Bool."""
 @overload
-def sub(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs - rhs; for Bool, lhs xor rhs."""
+def sub(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs - rhs, or lhs xor rhs for Bool."""
 @overload
 def mul(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """As `torch.mul`."""
 @overload
@@ -228,23 +228,23 @@ def mul(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """As `torch.mul`."
 @overload
 def mul(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """As `torch.mul`."""
 @overload
-def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
 @overload
-def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
 @overload
-def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs; integers are truncated, and x / 0 is -1 (of scalars: an error)."""
+def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
 @overload
-def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
+def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
 @overload
-def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
+def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
 @overload
-def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
+def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
 @overload
-def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
+def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
 @overload
-def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
+def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
 @overload
-def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; of integer x by 0 it is x (of scalars: an error)."""
+def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
 @overload
 def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
 @overload
@@ -258,11 +258,11 @@ def complex(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Computes lhs
 @overload
 def complex(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Computes lhs + i * rhs of two tensors or two scalars."""
 @overload
-def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
+def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
 @overload
-def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
+def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
 @overload
-def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs; integers wrap, and negative exponents yield 0 except for 1 and -1."""
+def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
 @overload
 def maximum(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """As `torch.maximum`."""
 @overload

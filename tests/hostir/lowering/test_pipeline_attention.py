@@ -189,7 +189,10 @@ def test_seeds_are_not_sent() -> None:
         fd.execute([torch.zeros(n, dtype=torch.uint64) for n in (2, 4)])
 
     for job in (run, update):
-        with simulate(2) as world, pytest.raises(UnsupportedError, match="can be stored, but not sent"):
+        with (
+            simulate(2) as world,
+            pytest.raises(UnsupportedError, match="can be stored, but not sent"),
+        ):
             world.run(job)
 
 

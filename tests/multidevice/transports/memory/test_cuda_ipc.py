@@ -187,7 +187,9 @@ def test_no_memory_is_an_error_with_numbers(
     driver.capacity = 10 * MB
     mine = pieces_on(driver)
     x = mine.allocate(8 * MB)
-    with pytest.raises(torch.OutOfMemoryError, match=f"cannot allocate {4 * MB} bytes .* on cuda:3"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=f"cannot allocate {4 * MB} bytes .* on cuda:3"
+    ):
         mine.allocate(4 * MB)
     del x
     gc.collect()
