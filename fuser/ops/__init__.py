@@ -4,9 +4,9 @@ Question: how does a call of an op become nodes of a fusion?
 Imports: `fuser.support` and `fuser.ir`.
 Files, in reading order:
 
-- `rows`: one row per op: its name, function, nodes and rules; the names of torch's and nvFuser's
-  ops that have another name in `fd.ops`.
-- `building`: how an op's operands are checked and its result made.
+- `rows`: the table of ops: name, function, nodes and rules of each op. Also the names of torch's
+  and nvFuser's ops that have another name in `fd.ops`.
+- `building`: functions that check the operands of an op and make its result.
 - `define`: tensors, scalars and constants of a definition.
 - `elementwise`: ops of the pointwise table; dtype promotion.
 - `operators`, `no_values`: Python's operators on tensors; the errors for code that asks a tensor
@@ -54,7 +54,10 @@ def __dir__() -> list[str]:
 
 
 def _public(row: OpRow) -> Callable[..., Any]:
-    """Returns the function that users call: with checked arguments, and the rules in its help."""
+    """Returns the function that users call as `fd.ops.NAME`, for one row of the table of ops.
+
+    The function checks its arguments. Its docstring also has the shape rule and the dtype rule.
+    """
     function = checked(row.function, name=row.name, kinds=ARGUMENTS)
     if row.is_implemented:
         rule = DTYPE_RULES[row.dtype].sentence

@@ -1,5 +1,7 @@
-"""Op functions for attention: shapes and dtypes. The formulas are in
-`fuser.ir.ops.attention_ops`."""
+"""Op functions for attention, which check shapes and dtypes.
+
+The formulas are in `fuser.ir.ops.attention_ops`.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,17 @@ def sdpfa_fwd(
     scale: ScalarLike | None = None,
     enable_gqa: bool = False,
 ) -> tuple[TensorView, TensorView, TensorView, TensorView]:
-    """Computes attention of query [.., N, H, L, E], key [.., N, H, S, E] and value [.., N, H, S,
-    Ev] -> (output [.., N, H, L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] and
-    philox_offset [] UInt64).
+    """Computes scaled dot product attention: softmax(query @ key.T * scale + bias) @ value.
 
-    - `bias` (floating, added to the scores) and `mask` (Bool, true where a score counts) have the
-      rank of query. They are broadcast to [.., N, H, L, S].
-    - `dropout_p` is 0.0, `is_causal` False and `scale` 1/sqrt(E) unless passed.
-    - With `is_causal`, query i attends to the keys 0 to i.
-    - With `enable_gqa`, key and value have G heads, and G divides H. Each of them serves H / G
-      consecutive heads of query.
+    query [.., N, H, L, E], key [.., N, H, S, E] and value [.., N, H, S, Ev] -> (output [.., N, H,
+    L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] UInt64, philox_offset [] UInt64).
+
+    - `bias` (floating) is added to the scores. `mask` is Bool, and true where a score counts. Both
+      have as many axes as query, and are broadcast to [.., N, H, L, S].
+    - The default of `dropout_p` is 0.0, of `is_causal` False, and of `scale` 1/sqrt(E).
+    - With `is_causal`, query i attends only to the keys 0 to i.
+    - With `enable_gqa`, key and value have G heads, and G divides H. Each head of key and value is
+      read by H / G consecutive heads of query.
 
     Raises:
         DefinitionError: a rank, a size or `dropout_p` is wrong.
@@ -71,8 +74,8 @@ def sdpfa_bwd(
 ) -> tuple[TensorView, TensorView, TensorView]:
     """Computes the gradients of query, key and value of an `sdpfa_fwd` without bias and mask.
 
-    `grad_output` is the gradient of its output. The other arguments are the operands and results of
-    that `sdpfa_fwd`, and its `dropout_p`, `is_causal`, `scale` and `enable_gqa`.
+    `grad_output` is the gradient of the output. The other arguments are the operands and the
+    results of that `sdpfa_fwd` call, and the arguments that the call had.
 
     Raises:
         DefinitionError: a rank, a size or `dropout_p` is wrong.
@@ -125,8 +128,11 @@ def _real(name: str, what: str, value: ScalarLike) -> Scalar:
 
 # ------------------------------------------------------------------ axes
 class _Axes:
-    """The axes of an attention op, named by letters, and joined over all operands that have
-    them."""
+    """The axes of an attention op, by letter.
+
+    Axes of several operands with the same letter must have the same size. They are joined to one
+    axis.
+    """
 
     def __init__(
         self,
@@ -174,7 +180,7 @@ class _Axes:
         return joined if self._op.KEEPS_EXPANDED else unexpanded(joined)
 
     def _flag_for(self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]) -> str:
-        """Returns a hint at `enable_gqa`, if keys have fewer heads than queries; else ""."""
+        """Returns the hint to pass `enable_gqa`, if keys have fewer heads than queries; else ""."""
         sizes = {id(tv): sc.int_value(axis.size) for tv, axis in mapped}
         heads, groups = (sizes.get(id(self._given[field])) for field in ("query", "key"))
         is_meant = letter == "h" and heads and groups and heads > groups and heads % groups == 0
@@ -195,8 +201,10 @@ class _Axes:
                 raise DtypeError(f"{self._name}: {field} needs dtype {expected}, got {tv}")
 
     def _check_groups(self) -> None:
-        """Requires that the number of key heads divides that of query heads, where both are
-        known."""
+        """Raises `DefinitionError` if the number of key heads does not divide that of query heads.
+
+        Numbers that are not known yet are not checked.
+        """
         heads, groups = (self._joined.get(c) for c in "hg")
         if heads is None or groups is None:
             return
@@ -218,10 +226,10 @@ class _Axes:
     def _check_broadcasts(
         self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]
     ) -> None:
-        """Raises `DefinitionError` if an operand has one element along an axis where others may
-        have several.
+        """Raises `DefinitionError` if one operand has size 1 along an axis, but others may not.
 
-        Attention repeats elements of bias and mask only, and of batch axes in the forward.
+        `mapped` has the operands with an axis of this letter. Only bias and mask may have size 1,
+        and in the forward also the batch axes of any operand, because only these are repeated.
         """
         meant = [self._given.get(field) for field in self._op.REPEATED]
         is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp
@@ -242,7 +250,7 @@ class _Axes:
 
     # ------------------------------------------------------------ results
     def result(self, field: str) -> TensorView:
-        """Creates the result of a field of the op."""
+        """Creates the result tensor of the op for a field, such as "log_sumexp"."""
         fusion = active_fusion()
         letters = self._letters(field)
         axes: dict[str, IterDomain] = {}

@@ -1,4 +1,4 @@
-"""Parts that all op functions share: operands, dtype promotion, output axes, the user's line."""
+"""Functions that all ops share: operands, dtype promotion, output axes, errors."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ OpT = TypeVar("OpT", bound=TensorOp)
 
 
 def fail(op_name: str, message: str) -> DefinitionError:
-    """Returns the error of an ill-formed call, with the op's name and the user's line."""
+    """Returns the error for a wrong call of an op, with the op's name and the user's line."""
     return DefinitionError(f"{op_name}: {message} (at {user_line()})")
 
 
 def unsupported(op_name: str, message: str) -> UnsupportedError:
-    """Returns the error of a call that is well formed but not implemented, with the user's line."""
+    """Returns the error for a correct call that is not implemented, with the user's line."""
     return UnsupportedError(f"{op_name}: {message} (at {user_line()})")
 
 
 def refuse_complex(op_name: str, *values: Operand) -> None:
-    """Raises `DtypeError` for complex operands of an op that is defined for real numbers only."""
+    """Raises `DtypeError` if one of `values` is complex, for an op defined on real numbers only."""
     for value in values:
         if is_complex(operand_dtype(value)):
             raise DtypeError(
@@ -99,8 +99,7 @@ def as_operand(value: ScalarLike, op_name: str) -> Scalar: ...
 @overload
 def as_operand(value: OperandLike, op_name: str) -> Operand: ...
 def as_operand(value: OperandLike, op_name: str) -> Operand:
-    """Returns a tensor or scalar unchanged, and a Python number as a constant with a scalar number
-    of its own."""
+    """Returns a Python number as a new constant, and a tensor or a scalar unchanged."""
     if isinstance(value, TensorView | Scalar):
         return value
     active_fusion().next_scalar()
@@ -112,8 +111,9 @@ def as_extent(
 ) -> Scalar:
     """Returns an extent, or a number from which extents are computed, as an Index scalar.
 
-    A scalar of a floating dtype is cast to Index. Its value must be an integer. A constant is
-    checked now, other scalars when the program runs (`fuser.frontend.implicit_inputs`).
+    A scalar of a floating dtype is cast to Index, but the value must be an integer. A constant is
+    checked now, and any other scalar when the program runs (`fuser.frontend.implicit_inputs`).
+    `index` is the position among the sizes, for messages. A Python int must be at least `lowest`.
 
     Raises:
         DefinitionError: a constant is not an integer.
@@ -129,7 +129,10 @@ def as_extent(
 
 
 def check_offsets(name: str, field: str, tv: TensorView) -> None:
-    """Raises `DtypeError` unless `tv` can hold the offsets of groups: one axis, of dtype Int32."""
+    """Raises `DtypeError` unless `tv`, the offsets of groups, has one axis and the dtype Int32.
+
+    `name` is the op and `field` the argument, for the message.
+    """
     if tv.dtype() is not DataType.Int32 or tv.ndim != 1:
         raise DtypeError(
             f"{name}: Expected {field} of one axis and of dtype Int32, but found {tv} "
@@ -138,8 +141,10 @@ def check_offsets(name: str, field: str, tv: TensorView) -> None:
 
 
 def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
-    """Returns a number as a constant of `dtype`; raises `DefinitionError` if the dtype cannot hold
-    it."""
+    """Returns `value` as a constant of `dtype`.
+
+    Raises `DefinitionError` if the dtype cannot represent the value.
+    """
     problem = misfit(value, dtype)
     if problem:
         raise fail(op_name, problem)
@@ -147,9 +152,9 @@ def literal(value: bool | int | float | complex, dtype: DataType, op_name: str) 
 
 
 def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
-    """Raises `DefinitionError` for a constant integer that an integer dtype cannot hold.
+    """Raises `DefinitionError` if `value` is a constant integer that `dtype` cannot represent.
 
-    Scalars whose value is known only in a call are checked then (`hostir.runtime.inputs`).
+    A scalar whose value is known only in a run is checked in the run (`hostir.runtime.inputs`).
     """
     if not (isinstance(value, Const) and category(value.dtype) == category(dtype) == "int"):
         return
@@ -160,9 +165,9 @@ def check_exact(value: Operand, dtype: DataType, op_name: str) -> None:
 
 
 def number_in(value: bool | int | float | complex, dtype: DataType, op_name: str) -> Const:
-    """Returns a number argument of an op as a constant in the dtype of a tensor.
+    """Returns a number argument of an op as a new constant of `dtype`, the dtype of a tensor.
 
-    Raises `DefinitionError` if the dtype cannot hold it.
+    Raises `DefinitionError` if the dtype cannot represent the number.
     """
     active_fusion().next_scalar()
     return literal(value, dtype, op_name)
@@ -171,7 +176,11 @@ def number_in(value: bool | int | float | complex, dtype: DataType, op_name: str
 def as_integer(
     value: SizeLike, op_name: str, index: int = 0, *, lowest: int | None = None
 ) -> Scalar:
-    """Returns an integer as an Index scalar; ints must be at least `lowest`."""
+    """Returns an integer as an Index scalar.
+
+    A Python int must be at least `lowest`, if `lowest` is not None. `index` is the position of the
+    integer among the op's arguments, for messages. Raises `DtypeError` for another dtype.
+    """
     if isinstance(value, int):
         if lowest is not None and value < lowest:
             raise fail(op_name, f"size {value} at index {index} is below {lowest}")
@@ -184,10 +193,9 @@ def as_integer(
 
 
 def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
-    """Returns the position of axis `dim`, counted from 0; a negative `dim` counts from the last
-    axis.
+    """Returns the position, from 0, of axis `dim`; a negative `dim` counts from the last axis.
 
-    Raises `DefinitionError` if there is no such axis.
+    `rank` is the number of axes of `tv`. Raises `DefinitionError` if there is no such axis.
     """
     if not -max(rank, 1) <= dim < max(rank, 1):
         raise fail(
@@ -199,26 +207,33 @@ def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
 
 
 def axes_of(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Returns the logical axes that a consumer reads: all but the reduction axes."""
+    """Returns the logical axes of `tv` without reduction axes, which no reader of `tv` sees."""
     return tv.domain.no_reductions
 
 
 # ------------------------------------------------------------------ making ops
 def mesh_of(values: Iterable[object]) -> DeviceMesh | None:
-    """Returns the mesh of the first tensor that has one."""
+    """Returns the device mesh of the first tensor in `values` that has a mesh; None without any."""
     return next((v.mesh for v in values if isinstance(v, TensorView) and v.mesh is not None), None)
 
 
 def new_output(
     domain: TensorDomain | Sequence[IterDomain], dtype: DataType, values: Iterable[object]
 ) -> TensorView:
-    """Creates an op's result; the mesh is copied from the first operand that has one."""
+    """Creates the result tensor of an op, with the mesh of the first operand that has a mesh.
+
+    `domain` is the tensor domain or the axes of the result. `values` are the operands of the op.
+    """
     check_supported(dtype, "op result")
     return active_fusion().new_tensor(domain, dtype, mesh=mesh_of(values))
 
 
 def add_op(op: OpT) -> OpT:
-    """Adds the op to the active fusion, with the user's line, and returns it."""
+    """Adds `op` to the active fusion, and returns the op, which now has the user's line.
+
+    Raises `DefinitionError` if a tensor belongs to another definition, and `UnsupportedError` if no
+    kernel can compute with its dtype.
+    """
     op = op.replace(where=user_line())
     fusion = active_fusion()
     for tv in op.inputs:
@@ -233,15 +248,20 @@ def add_op(op: OpT) -> OpT:
 
 
 def clone_axes(tv: TensorView) -> list[IterDomain]:
-    """Returns fresh serial copies of a tensor's logical axes, without reductions."""
+    """Returns new axes with the extents of the tensor's logical axes, without reduction axes.
+
+    The new axes are not sharded and not parallelized.
+    """
     fusion = active_fusion()
     return [fusion.clone_axis(a) for a in axes_of(tv)]
 
 
 # ------------------------------------------------------------------ casts and promotion
 def rank_class(value: Operand) -> Rank:
-    """Returns how an operand counts in promotion: as a tensor with axes, one without, or a
-    scalar."""
+    """Returns the kind of an operand for dtype promotion.
+
+    The kinds are "dim" (a tensor with axes), "zero_dim" (a tensor without axes) and "scalar".
+    """
     if isinstance(value, Scalar):
         return "scalar"
     return "dim" if value.ndim else "zero_dim"
@@ -255,8 +275,10 @@ def cast_tensor(tv: TensorView, dtype: DataType) -> TensorView:
 
 
 def convert(value: Operand, dtype: DataType) -> Operand:
-    """Returns an operand in `dtype`: a tensor through a cast; a scalar is cast only if its category
-    (bool, int, float, complex) differs."""
+    """Returns `value` in `dtype`; adds a cast op for a tensor of another dtype.
+
+    A scalar is cast only if its category (bool, int, float, complex) differs from that of `dtype`.
+    """
     if isinstance(value, TensorView):
         return value if value.dtype() is dtype else cast_tensor(value, dtype)
     is_same_class = category(value.dtype) == category(dtype) and value.dtype is not DataType.Bool
@@ -264,7 +286,10 @@ def convert(value: Operand, dtype: DataType) -> Operand:
 
 
 def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], DataType]:
-    """Returns the operands converted to their common dtype, and this dtype."""
+    """Returns (operands converted to their common dtype, common dtype).
+
+    `config` selects the promotion rule, such as "float".
+    """
     is_on_tensors = any(isinstance(v, TensorView) for v in values)
     dtype = common_dtype(_promoted_as(values, is_on_tensors=is_on_tensors), config)
     return [convert(v, dtype) for v in values], dtype
@@ -273,17 +298,20 @@ def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], D
 def promote_keeping_half(
     values: Sequence[Operand], *, is_on_tensors: bool
 ) -> tuple[list[Operand], DataType]:
-    """Promotes as `promote` does with the default config, but Half, BFloat16 and Float8 stay.
+    """Promotes by the default rule, but without widening Half, BFloat16 and Float8 to Float.
 
-    `is_on_tensors`: whether the op has a tensor among all its operands, not only among `values`.
+    Returns (converted operands, common dtype). `is_on_tensors` is whether any operand of the op is
+    a tensor, also operands that are not in `values`.
     """
     dtype = promote_operands(_promoted_as(values, is_on_tensors=is_on_tensors))
     return [convert(v, dtype) for v in values], dtype
 
 
 def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tuple[DataType, Rank]]:
-    """Returns the dtype and rank class with which each operand counts in promotion. Scalars without
-    a tensor keep their dtypes."""
+    """Returns (dtype, kind of operand) with which each operand takes part in dtype promotion.
+
+    If the op has tensor operands, scalars count with a narrower dtype: only their category matters.
+    """
     operands: list[tuple[DataType, Rank]] = [(operand_dtype(v), rank_class(v)) for v in values]
     is_wide = not is_on_tensors or active_fusion().double_numbers
     return operands if is_wide else number_width(operands)
@@ -291,7 +319,10 @@ def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tupl
 
 # ------------------------------------------------------------------ pointwise domains
 def align_ranks(values: Sequence[Operand]) -> list[Operand]:
-    """Adds leading broadcast axes to tensors of fewer axes, by explicit broadcast ops."""
+    """Returns the operands with equal numbers of axes.
+
+    Adds a broadcast op with new leading axes for each tensor that has fewer axes.
+    """
     rank = max((v.ndim for v in values if isinstance(v, TensorView)), default=0)
     return [
         prepend_axes(v, rank - v.ndim) if isinstance(v, TensorView) and v.ndim < rank else v
@@ -300,12 +331,12 @@ def align_ranks(values: Sequence[Operand]) -> list[Operand]:
 
 
 def prepend_axes(tv: TensorView, count: int) -> TensorView:
-    """Adds a broadcast op with `count` new leading axes."""
+    """Adds a broadcast op that gives `tv` `count` new leading axes of size 1."""
     return broadcast_tensor(tv, (True,) * count + (False,) * tv.ndim)
 
 
 def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
-    """Adds a BroadcastOp: one flag per output axis, True for a new one."""
+    """Adds a BroadcastOp; `flags` has one flag per output axis, True for a new axis of size 1."""
     fusion = active_fusion()
     source = iter(axes_of(tv))
     axes = [
@@ -318,7 +349,7 @@ def broadcast_tensor(tv: TensorView, flags: tuple[bool, ...]) -> TensorView:
 
 
 def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
-    """Adds a SqueezeOp that drops the axes at these positions."""
+    """Adds a SqueezeOp that removes the axes at the positions `gone`."""
     fusion = active_fusion()
     kept = [fusion.clone_axis(a) for i, a in enumerate(axes_of(tv)) if i not in gone]
     out = new_output(kept, tv.dtype(), [tv])
@@ -330,12 +361,14 @@ def squeeze_axes(tv: TensorView, gone: set[int]) -> TensorView:
 def join_axes(
     fusion: Fusion, pairs: Sequence[tuple[TensorView, IterDomain]], what: str
 ) -> IterDomain:
-    """Returns the axis that mapped axes iterate together. It belongs to no tensor yet.
+    """Returns the axis of an op's result that corresponds to one axis of each operand.
 
-    - A concrete axis is preferred to broadcasts, and a constant extent to a symbolic one. Of
-      symbolic extents, the first is kept.
+    `pairs` has (operand, axis of the operand). The returned axis belongs to no tensor yet.
+
+    - An iteration axis is preferred to a broadcast axis, and a constant extent to a symbolic
+      extent. Among symbolic extents, the first is used.
     - Extents that must be equal are recorded as equal in the fusion.
-    - A `?` axis may turn out to be a broadcast, so its extent is not recorded as equal to others.
+    - A `?` axis may become a broadcast, so its extent is not recorded as equal to others.
 
     Raises `DefinitionError`, which names both tensors, if two constant extents differ.
     """
@@ -356,7 +389,10 @@ def join_axes(
 
 
 def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
-    """Returns the joint size of `?` axes: the size of the first axis that is not 1."""
+    """Returns the common size of `?` axes, as a scalar: the first of `sizes` that is not 1.
+
+    A `?` axis is an axis of which only the inputs decide whether it is a broadcast.
+    """
     *firsts, last = dict.fromkeys(fusion.canonical(x) for x in sizes)
     for x in reversed(firsts):
         last = sc.where(sc.eq(x, 1), last, x)
@@ -364,8 +400,10 @@ def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
 
 
 def unexpanded(axis: IterDomain) -> IterDomain:
-    """Returns an expanded axis as an iteration axis whose elements may differ; any other axis
-    unchanged."""
+    """Returns an expanded axis as an iteration axis, whose elements may differ.
+
+    Returns any other axis unchanged.
+    """
     if axis.expanded is None:
         return axis
     return _bare(axis, IterType.iteration, axis.expanded, None)
@@ -378,8 +416,11 @@ def _bare(like: IterDomain, kind: IterType, extent: Scalar, expanded: Scalar | N
 def _join_sizes(
     fusion: Fusion, sized: Sequence[tuple[TensorView, Scalar]], what: str
 ) -> Scalar | None:
-    """Records in the fusion that sizes are equal; returns the constant among them, else the
-    first."""
+    """Records in the fusion that all sizes are equal; returns one of the sizes.
+
+    `sized` has (tensor, size). Returns a constant size if there is one, else the first size; None
+    without sizes. `what` names the op for errors.
+    """
     if not sized:
         return None
     chosen_tv, chosen = sized[0]
@@ -392,25 +433,25 @@ def _join_sizes(
 
 
 def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """Records that two extents are equal, as the op being added implies.
+    """Records that two extents are equal, which follows from the op that is being added.
 
-    Raises `DefinitionError` for two different constants.
+    Raises `DefinitionError` for two different constants. `what` names op and tensors.
     """
     if _may_match(fusion, a, b, what):
         fusion.unify_extents(a, b, f"{what} at {user_line()}")
 
 
 def declare_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """Records that two extents are equal where no op of the fusion implies it.
+    """Records that two extents are equal although this follows from no op of the fusion.
 
-    Raises `DefinitionError` for two different constants.
+    Raises `DefinitionError` for two different constants. `what` names op and tensors.
     """
     if _may_match(fusion, a, b, what):
         fusion.declare_extents(a, b, f"{what} at {user_line()}")
 
 
 def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
-    """Whether two extents may be equal but are not yet known to be.
+    """Whether two extents may be equal, but are not recorded as equal yet.
 
     Raises `DefinitionError` for two different constants.
     """
@@ -423,8 +464,7 @@ def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
 
 
 def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> TensorView:
-    """Creates the result of an elementwise op. All tensors among the operands have the same
-    rank."""
+    """Creates the result tensor of an elementwise op, whose operands have equally many axes."""
     fusion = active_fusion()
     tensors = [v for v in values if isinstance(v, TensorView)]
     columns = zip(*(axes_of(tv) for tv in tensors), strict=True)
@@ -434,6 +474,6 @@ def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> T
 
 
 def axis_of_extent(extent: Scalar) -> IterDomain:
-    """Creates an axis of the given size: a broadcast for the constant 1, else an iteration."""
+    """Creates an axis of size `extent`: a broadcast for the constant 1, else an iteration axis."""
     kind = IterType.broadcast if sc.int_value(extent) == 1 else IterType.iteration
     return active_fusion().new_axis(extent, kind)

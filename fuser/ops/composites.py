@@ -1,9 +1,9 @@
 """Ops of torch.nn.functional that expand into other ops: softmax, norms, losses, activations.
 
-Names, arguments and meaning are torch's. The IR has no nodes for them: a definition shows the ops
-that a call has expanded into. Half, BFloat16 and Float8 are computed in Float and rounded once.
-Other floating dtypes are computed in themselves. All other dtypes raise `DtypeError`, as in torch.
-The expansions are written so that the schedulers read a row from memory once.
+Names, arguments and meaning are those of torch. The IR has no nodes for these ops: a definition
+shows the ops into which a call has expanded. Half, BFloat16 and Float8 are computed in Float and
+rounded once. Float and Double are computed in their own dtype. All other dtypes raise `DtypeError`,
+as in torch. The expansions are written so that kernels read each input from memory once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _result_dtype(name: str, input: TensorView, dtype: DtypeLike | None) -> Data
 
 
 def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> TensorView:
-    """Returns the operand, cast to `dtype` if passed, in the dtype in which the op computes.
+    """Returns `input`, cast to `dtype` if it is passed, and then to the dtype of the computation.
 
     Raises `DtypeError` for a dtype that is not floating.
     """
@@ -77,9 +77,10 @@ def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> Tenso
 
 
 def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> TensorView:
-    """Returns a weight in the dtype of `like`, in which the op computes.
+    """Returns the parameter `tv`, such as a weight, cast to the dtype of `like`.
 
-    Raises `DtypeError` for a weight that is not floating or has a wider dtype.
+    `name` is the op and `field` the argument, for errors. Raises `DtypeError` for a parameter that
+    is not floating or has a wider dtype.
     """
     is_wider = tv.dtype() is DataType.Double and like.dtype() is not DataType.Double
     if not is_floating(tv.dtype()) or is_wider:
@@ -101,10 +102,10 @@ def _log_total(shifted: TensorView, axis: int, *, keepdim: bool) -> TensorView:
 
 # ------------------------------------------------------------------ along an axis
 def softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
-    """Computes exp(input) / sum(exp(input), dim); `input` is first cast to `dtype` if that is
-    passed.
+    """Computes exp(input) / sum(exp(input), dim).
 
-    A row in which all elements are -inf gives NaN, as in torch.
+    If `dtype` is passed, `input` is first cast to `dtype`. If all elements along `dim` are -inf,
+    the result is NaN, as in torch.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -120,8 +121,9 @@ def softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> Tens
 
 
 def log_softmax(input: TensorView, dim: int, dtype: DtypeLike | None = None) -> TensorView:
-    """Computes input - log(sum(exp(input), dim)); `input` is first cast to `dtype` if that is
-    passed.
+    """Computes input - log(sum(exp(input), dim)).
+
+    If `dtype` is passed, `input` is first cast to `dtype`.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -143,8 +145,9 @@ def mean(
 ) -> TensorView:
     """Computes the mean over one axis or several (`dim`, also called `dims`), or over all axes.
 
-    `input` is first cast to `dtype` if that is passed. As in torch, an empty list of axes stands
-    for all axes, and the mean of no elements is NaN. `keepdim` keeps the reduced axes with size 1.
+    If `dtype` is passed, `input` is first cast to `dtype`. As in torch, an empty list of axes
+    stands for all axes, and the mean of no elements is NaN. `keepdim` keeps the reduced axes with
+    size 1.
 
     Raises:
         ArgumentError: `dim` and `dims` are both passed.
@@ -179,12 +182,12 @@ def layer_norm(
 ) -> TensorView:
     """Computes (input - mean) / sqrt(variance + eps) * weight + bias over the last axes.
 
-    `normalized_shape` holds the sizes of these axes. `weight` and `bias` have exactly these sizes.
+    `normalized_shape` has the sizes of these axes. `weight` and `bias` must have exactly these
+    sizes.
 
     Raises:
         DefinitionError: sizes do not match the last axes of `input`.
-        DtypeError: a dtype is not floating, or a parameter has a wider dtype than the op computes
-            in.
+        DtypeError: a dtype is not floating, or a parameter has a wider dtype than the computation.
     """
     x = _wide("layer_norm", input)
     axes = _last_axes("layer_norm", input, normalized_shape)
@@ -205,13 +208,12 @@ def rms_norm(
 ) -> TensorView:
     """Computes input / sqrt(mean(input ** 2) + eps) * weight over the last axes.
 
-    `normalized_shape` holds the sizes of these axes. `weight` has exactly these sizes. Without
-    `eps`, the machine epsilon of the dtype in which the op computes is used.
+    `normalized_shape` has the sizes of these axes. `weight` must have exactly these sizes. The
+    default of `eps` is the machine epsilon of the dtype in which the op computes.
 
     Raises:
         DefinitionError: sizes do not match the last axes of `input`.
-        DtypeError: a dtype is not floating, or the weight has a wider dtype than the op computes
-            in.
+        DtypeError: a dtype is not floating, or the weight has a wider dtype than the computation.
     """
     x = _wide("rms_norm", input)
     axes = _last_axes("rms_norm", input, normalized_shape)
@@ -227,9 +229,9 @@ def rms_norm(
 
 
 def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[int]:
-    """Returns the axes that a norm is computed over.
+    """Returns the positions of the last axes of `input`, over which a norm is computed.
 
-    Raises `DefinitionError` if `shape` is not the shape of the last axes of `input`.
+    Raises `DefinitionError` if `shape` does not match the sizes of these axes.
     """
     if not 0 < len(shape) <= input.ndim:
         raise fail(
@@ -248,7 +250,11 @@ def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[
 def _normalized(
     name: str, field: str, tv: TensorView, input: TensorView, axes: list[int], x: TensorView
 ) -> TensorView:
-    """Returns a weight, or bias, over these axes of `input`, in the dtype of `x`."""
+    """Returns the weight or bias `tv`, cast to the dtype of `x`.
+
+    Records that the axes of `tv` have the sizes of the axes `axes` of `input`. Raises
+    `DefinitionError` if constant sizes differ.
+    """
     if tv.ndim != len(axes):
         raise fail(name, f"{field} {tv} needs the {len(axes)} axes of normalized_shape")
     for i, axis in enumerate(axes):
@@ -281,10 +287,9 @@ def gelu(input: TensorView, approximate: str = "none") -> TensorView:
 
 
 def dropout(input: TensorView, p: float = 0.5, training: bool = True) -> TensorView:
-    """Keeps each element with probability 1 - p, scaled by 1 / (1 - p), and multiplies the others
-    by 0.
+    """Multiplies each element by 1 / (1 - p) with probability 1 - p, else by 0.
 
-    Without `training`, or if p is 0, it is a copy. Each call of the program draws new random
+    Without `training`, or if p is 0, the result is a copy. Each run of the program draws new random
     numbers from torch's generator, as `rand_like` does.
 
     Raises:
@@ -317,17 +322,19 @@ def cross_entropy(
 ) -> TensorView:
     """Computes -log_softmax(input) at the target, for logits [C], [N, C] or [N, C, ..].
 
-    - `target` holds class indices (integers, without the axis C) or class probabilities (floating,
-      of the shape of `input`).
-    - `weight` [C] scales the classes.
-    - `reduction` is "none", "mean" or "sum". The mean divides by the sum of the weights of the
-      targets that are not `ignore_index`; with probabilities, by the number of rows.
-    - An index that is not a class gives NaN, where torch raises.
+    - `target` has class indices or class probabilities. Class indices are integers, and `target`
+      lacks the axis C. Class probabilities are floating, and `target` has the shape of `input`.
+    - `weight` [C] has a factor for the loss of each class.
+    - Targets that are `ignore_index` have a loss of 0.
+    - `reduction` is "none", "mean" or "sum". For class indices, the mean divides by the total
+      weight of the targets that are not `ignore_index`. For probabilities, it divides by the
+      number of losses.
+    - `label_smoothing` is the share of the target that is spread evenly over all classes.
+    - An index that is not a class gives NaN; torch raises an error instead.
 
     Raises:
         DefinitionError: a shape, `reduction`, `label_smoothing` or `ignore_index` is wrong.
-        DtypeError: the logits are not floating, or a weight has a wider dtype than the op computes
-            in.
+        DtypeError: the logits are not floating, or a weight has a wider dtype than the computation.
     """
     name = "cross_entropy"
     if reduction not in _REDUCTIONS:
@@ -371,7 +378,10 @@ def _of_indices(
     ignore_index: int,
     smoothing: float,
 ) -> tuple[TensorView, TensorView | Const]:
-    """Returns the loss of each target, and the weight of its class."""
+    """Returns (loss of each target, weight of the target's class), for class indices `target`.
+
+    `x` has the logits, with the classes along `axis`.
+    """
     name, dtype, classes = "cross_entropy", x.dtype(), x.size(axis)
     if target.ndim != x.ndim - 1:
         raise fail(name, f"class indices {target} must have the axes of {x} without axis {axis}")
@@ -399,7 +409,10 @@ def _of_indices(
 def _smooth(
     shifted: TensorView, log_total: TensorView, weight: TensorView | None, axis: int
 ) -> TensorView:
-    """Returns -sum(weight * log_softmax) of each row."""
+    """Returns -sum(weight * log_softmax) over the classes, along `axis`.
+
+    `shifted` has the logits minus their maximum, and `log_total` is log(sum(exp(shifted))).
+    """
     if weight is None:
         whole = _call("mul", log_total, shifted.size(axis))
         return _call("sub", whole, reductions.sum(shifted, axis))
@@ -415,7 +428,10 @@ def _of_probabilities(
     ignore_index: int,
     smoothing: float,
 ) -> TensorView:
-    """Returns the loss of each row of class probabilities."""
+    """Returns the losses for class probabilities `target`.
+
+    `x` has the logits, with the classes along `axis`.
+    """
     name = "cross_entropy"
     if ignore_index >= 0:
         raise fail(
@@ -437,18 +453,23 @@ def _of_probabilities(
 
 
 def _along(tv: TensorView, axis: int, rank: int) -> TensorView:
-    """Returns a vector as a tensor of `rank` axes: its own at position `axis`, broadcasts
-    elsewhere."""
+    """Returns the vector `tv` as a tensor of `rank` axes.
+
+    The axis of the vector is at position `axis`; the other axes are broadcasts of size 1.
+    """
     return tv if rank == 1 else broadcast_tensor(tv, tuple(i != axis for i in range(rank)))
 
 
 def _beside(tv: TensorView, axis: int) -> TensorView:
-    """Returns a tensor with a new broadcast axis at position `axis`."""
+    """Returns `tv` with a new broadcast axis of size 1 at position `axis`."""
     return broadcast_tensor(tv, tuple(i == axis for i in range(tv.ndim + 1)))
 
 
 def _declare(x: TensorView, target: TensorView, axes: list[int]) -> None:
-    """Records that the axes of a target have the sizes of these axes of x: none is a broadcast."""
+    """Records that the axes of `target` have the sizes of the axes `axes` of `x`.
+
+    Raises `DefinitionError` if constant sizes differ, because targets are not broadcast.
+    """
     for i, axis in enumerate(axes):
         what = f"cross_entropy: target {target} and {x}"
         declare_extent(active_fusion(), x.size(axis), target.size(i), what)

@@ -39,9 +39,9 @@ Mapped = list[tuple[TensorView, IterDomain]]
 def check_same_dtypes(
     name: str, tensors: Sequence[TensorView], advice: str = "write scaled_mm"
 ) -> None:
-    """Raises `DtypeError` for tensors of different dtypes.
+    """Raises `DtypeError` if the operands of op `name` have different dtypes.
 
-    Raises `UnsupportedError` for floats of one byte; `advice` says which op to use instead.
+    Raises `UnsupportedError` for floats of one byte. `advice` says in the message what to do.
     """
     if len({t.dtype() for t in tensors}) > 1:
         found = ", ".join(f"{t.label} is {dtype_text(t.dtype())}" for t in tensors)
@@ -53,15 +53,17 @@ def check_same_dtypes(
 
 
 def _axis(name: str, mapped: Mapped) -> IterDomain:
-    """Creates the output axis that corresponds to these operand axes."""
+    """Creates the axis of the result that corresponds to the operand axes `mapped`."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     return fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
 
 
 def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
-    """Creates the reduction axis of a product. The list is empty if the axis has size 1 in all
-    operands."""
+    """Creates the reduction axis of a product, for the contracted axes `mapped` of the operands.
+
+    Returns an empty list if the contracted axis has size 1 in all operands.
+    """
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     if joined.is_broadcast and joined.expanded is None:
@@ -70,8 +72,9 @@ def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
 
 
 def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
-    """Computes `torch.matmul(arg1, arg2)`, with its rules for operands of one axis and for batch
-    axes.
+    """Computes `torch.matmul(arg1, arg2)`.
+
+    The rules for operands of one axis and for batch axes are those of torch.
 
     Raises:
         DefinitionError: sizes differ, or an operand has no axes.
@@ -105,8 +108,7 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
 
 
 def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
-    """Raises `DefinitionError` if a bias has several elements along an axis of size 1 of the
-    weight."""
+    """Raises `DefinitionError` if `bias` has several elements along a size-1 axis of `weight`."""
     fusion = active_fusion()
     for w, b in zip(axes_of(weight), axes_of(bias), strict=False):
         if not w.is_broadcast or w.expanded is not None or b.is_broadcast:
@@ -176,15 +178,15 @@ def scaled_mm(
     output_block_scale_dtype: DtypeLike = DataType.BFloat16,
     output_gamma: bool = False,
 ) -> tuple[TensorView, None, None]:
-    """Computes alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias of Float8_e4m3fn or
-    Float8_e5m2 matrices, in Float, and rounds once to `dtype`.
+    """Computes alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias.
 
-    - mat1 is [m, k] and mat2 [k, n].
+    - mat1 is [m, k] and mat2 [k, n], of dtype Float8_e4m3fn or Float8_e5m2. The product is computed
+      in Float and rounded once to `dtype`.
     - The scales, alpha and beta are Float tensors of one element. scale1 may also be [m, 1], and
       scale2 [1, n].
     - bias is [n] or [m, n].
-    - The second and third result are always None. They belong to results with block scales, which
-      are not supported.
+    - The second and third result are always None. nvFuser uses these results for outputs with block
+      scales, which are not supported.
 
     Raises:
         DefinitionError: a shape is wrong, or `beta` is passed without `bias`.
@@ -209,7 +211,10 @@ _DTYPES = {
 
 
 def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool) -> None:
-    """Raises `UnsupportedError` if the caller asks for a result with block scales."""
+    """Raises `UnsupportedError` if the caller asks for a result with block scales.
+
+    `size` is the argument `output_block_scale_size`, and `is_gamma` the argument `output_gamma`.
+    """
     if size:
         raise unsupported(name, f"output_block_scale is not yet supported (operand {mat1})")
     if is_gamma:
@@ -217,10 +222,10 @@ def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool
 
 
 def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
-    """Returns the dtype of a product with scales.
+    """Checks the dtypes of a product with scales, and returns the dtype of the result.
 
-    Raises `DtypeError` for a result or operand of a wrong dtype, and `DefinitionError` for a `beta`
-    without a bias.
+    `given` has the operands by field, and `dtype` is the user's choice for the result. Raises
+    `DtypeError` for a wrong dtype, and `DefinitionError` for a `beta` without a bias.
     """
     if "beta" in given and "bias" not in given:
         raise fail(name, f"Expected a bias, because beta {given['beta']} scales it")
@@ -239,9 +244,10 @@ def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
 
 
 def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -> TensorView:
-    """Adds a product of the operands `given`, by field, and returns its result.
+    """Adds the product op `op`, and returns the result of `dtype`.
 
-    Raises `DefinitionError` for an operand with wrong axes, and for sizes that differ.
+    `given` has the operands by field. Raises `DefinitionError` for an operand with wrong axes, and
+    for sizes that differ.
     """
     fusion = active_fusion()
     known = op.matrices(given["mat1"], given["mat2"])
@@ -268,9 +274,10 @@ def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -
 
 
 def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) -> str:
-    """Returns the letters of an operand's axes; 1 stands for one element of a scale or bias.
+    """Returns a letter for each axis of an operand, such as "mk" for a matrix [m, k].
 
-    Raises `DefinitionError` or `UnsupportedError` for an operand that has other axes.
+    `forms` has the letters by the number of axes. The letter 1 stands for an axis of size 1 in a
+    scale or bias. Raises `DefinitionError` or `UnsupportedError` for an operand with other axes.
     """
     is_matrix = field not in ProductOp.SCALES
     letters = forms.get(tv.ndim, "1" * tv.ndim)
@@ -323,7 +330,7 @@ def grouped_mm(
 ) -> TensorView | tuple[TensorView, None, None]:
     """Computes one matrix product per group; the Int32 `offsets` [g] are the ends of the groups.
 
-    The ranks of the operands decide which axis is divided into groups:
+    The numbers of axes of the operands decide which axis is divided into groups:
 
     | mat1, mat2 | axis with groups | result |
     |---|---|---|
@@ -332,14 +339,15 @@ def grouped_mm(
     | [m, k], [g, k, n] | m | [m, n] |
 
     - Rows and columns that belong to no group are 0.
-    - Without scales, the matrices have one floating dtype, which is also the result's.
-    - With scales, the results are those of `scaled_mm`, and each group is such a product. scale1 is
-      [m, 1] or [g, m, 1], scale2 [1, n] or [g, 1, n], alpha and beta [g], bias [n], [m, n] or [g,
-      m, n]. Any of these axes may have size 1. Scales, alpha and beta may also be one element.
-    - Offsets must not decrease, and must not exceed the axis. The host reads and checks them in
-      each run. There is one exception: groups of rows in BFloat16 on GPUs of compute capability 9.0
-      and 10.0, for which torch has one kernel. The error is then raised by the next call of the
-      program, and until then a wrong offset is replaced by the nearest correct one.
+    - Without scales, both matrices have the same floating dtype, and the result has this dtype,
+      too.
+    - With scales, each group is a product as by `scaled_mm`. scale1 is [m, 1] or [g, m, 1], scale2
+      [1, n] or [g, 1, n], alpha and beta [g], bias [n], [m, n] or [g, m, n]. Any of these axes may
+      have size 1. Scales, alpha and beta may also have one element.
+    - Offsets must not decrease, and must not exceed the axis. The host reads and checks the offsets
+      in each run. The exception is groups of rows in BFloat16 on GPUs of compute capability 9.0 and
+      10.0, for which torch has one kernel. The GPU then replaces a wrong offset by the nearest
+      correct offset, and the next run of the program raises the error.
 
     Raises:
         DefinitionError: a shape is wrong, or only one of the scales is passed.
@@ -366,8 +374,11 @@ def grouped_mm(
 
 
 def _check_plain(name: str, given: Given, dtype: DtypeLike) -> None:
-    """Raises for arguments that only products with scales have, and for matrices that need
-    scales."""
+    """Checks the arguments of a grouped product without scales.
+
+    Raises `DefinitionError` for an argument that needs scales, and `UnsupportedError` or
+    `DtypeError` for a dtype without such a product.
+    """
     mat1, mat2, _, *scales = given.values()
     # BFloat16 is the default of `dtype`, so it does not show that the caller passed one.
     if scales or check_supported(dtype, name) not in (DataType.BFloat16, mat1.dtype()):

@@ -34,7 +34,7 @@ _entrance = partial(checked, name=_NAME)
 
 
 def define_tensor(*args: object, **kwargs: object) -> TensorView:
-    """Adds a tensor without a definition, usually an input of the program, and returns it.
+    """Adds a tensor that no op computes, usually an input of the program, and returns the tensor.
 
     The arguments have one of three forms:
 
@@ -47,10 +47,10 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
 
     - An entry of `shape` is -1 for a symbolic size, 1 for a broadcast axis, and 0 or a number above
       1 for a constant size.
-    - `contiguity` has one entry per axis, in allocation order. None marks a broadcast axis; with a
-      size other than 1, an expanded one.
-    - A tensor without axes may have `is_cpu=True`. It is then stored on the host, and each call
-      uses the value that it has at that time.
+    - `contiguity` has one entry per axis, in allocation order. None marks a broadcast axis. If the
+      size of such an axis is not 1, the axis is an expanded axis.
+    - A tensor without axes may have `is_cpu=True`. The tensor is then stored on the host, and each
+      run reads its current value.
     - All forms also take `mesh=` and `placements=` (see `fuser.shard`). A mesh without placements
       replicates the tensor. Sizes are those of the whole tensor, not of a shard.
 
@@ -81,7 +81,7 @@ def _defined(*args: object, **kwargs: object) -> TensorView:
 
 
 def _refuse_values(shape: object) -> None:
-    """Raises `ArgumentError` if a tensor with data is passed in the place of its shape."""
+    """Raises `ArgumentError` if the argument `shape` is a tensor with data instead of a shape."""
     data = shape if isinstance(shape, torch.Tensor) else None
     if hasattr(shape, "__array__") and data is None:
         try:
@@ -165,7 +165,10 @@ def _check_flags(shape: Sequence[int], flags: Contiguity) -> None:
 
 
 def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
-    """Returns the allocation position of each logical axis."""
+    """Returns the position in memory order of each logical axis; 0 is the outermost axis.
+
+    `stride_order` is empty for row-major order. `rank` is the number of axes.
+    """
     if not stride_order:
         return list(range(rank))
     placeholders = [IterDomain(i, IterType.iteration, sc.ONE) for i in range(rank)]
@@ -174,7 +177,10 @@ def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
 
 
 def _make_axes(shape: Sequence[int], flags: Contiguity) -> list[IterDomain]:
-    """Creates the axes. All extents are created first, so that they have consecutive numbers."""
+    """Creates the axes of a tensor; an axis whose contiguity flag is None becomes a broadcast axis.
+
+    All extents are created first, so that their symbols have consecutive numbers.
+    """
     fusion = active_fusion()
     sizes: list[Scalar] = [fusion.new_extent() if s == -1 else sc.const(s) for s in shape]
     axes: list[IterDomain] = []
@@ -203,10 +209,10 @@ def _set_layout(
 def compute_tensor_descriptor(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> tuple[list[bool | None], list[int]]:
-    """Returns the contiguity (in allocation order) and the stride order of a tensor with these
-    strides.
+    """Returns (contiguity, stride order) of a tensor with these sizes and strides.
 
-    Axes are sorted by decreasing stride. Axes with stride 0 stay at their own position.
+    The contiguity flags are in allocation order: axes sorted by decreasing stride. Axes with stride
+    0 stay at their own position.
 
     Raises:
         DefinitionError: a stride is negative, or the two lists differ in length.
@@ -241,10 +247,10 @@ def compute_tensor_descriptor(
 def define_scalar(
     value: bool | int | float | complex | DataType | None = None, dtype: DtypeLike | None = None
 ) -> Scalar:
-    """Adds a scalar to the definition and returns it.
+    """Adds a scalar to the definition and returns the scalar.
 
-    With a value it is a constant. Without one it is symbolic: its value is known only in a call of
-    the program. Its dtype is then Double unless `dtype` names another.
+    With a `value`, the scalar is a constant. Without a value, the scalar is symbolic: its value is
+    known only in a run. The default dtype of a symbolic scalar is Double.
 
     Raises:
         DefinitionError: the value does not fit the dtype.

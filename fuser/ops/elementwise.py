@@ -1,6 +1,7 @@
 """Elementwise op functions: unary, binary and ternary ops from the pointwise table, casts, copies.
 
-All take their operands by position only, as in nvFuser. A call with scalars only returns a scalar.
+All functions take operands by position only, as in nvFuser. If all operands are scalars, the result
+is a scalar.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ _NODES = {1: UnaryOp, 2: BinaryOp, 3: TernaryOp}
 
 # ------------------------------------------------------------------ the call
 def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
-    """Adds the nodes of one call of an elementwise op, and returns its result."""
+    """Adds the nodes of one call of the elementwise op `name`, and returns the result.
+
+    If all arguments are scalars or numbers, adds no node and returns a scalar.
+    """
     kind, rule = PUBLIC[name]
     values = [as_operand(a, name) for a in arguments]
     of_bools = POINTWISE[kind].of_bools
@@ -74,8 +78,10 @@ def apply_pointwise(name: str, arguments: tuple[OperandLike, ...]) -> Operand:
 
 
 def _apply_scalar(kind: str, values: list[Scalar], dtype: DataType) -> Scalar:
-    """Returns the scalar that results from an op on scalars. No node is added: the host computes
-    it."""
+    """Returns the result of an elementwise op on scalars, as a scalar of dtype `dtype`.
+
+    No node is added, because the host computes scalars.
+    """
     row = POINTWISE[kind]
     if kind == "neg" and category(dtype) == "int":
         return sc.mul(values[0], Const(-1, values[0].dtype))
@@ -106,10 +112,10 @@ def _make(name: str) -> Callable[..., Operand]:
 
 
 def _help_of(name: str, kind: str) -> str:
-    """Returns the docstring of an op of the table, from the meaning of its kind.
+    """Returns the docstring of op `name`, from the meaning of its `kind` in the pointwise table.
 
-    The meaning may be "As `torch.acos`." or a sentence. A name other than that of the kind has its
-    own dtype rule: `truediv` is `div`, computed in floats.
+    The meaning in the table is "As `torch.acos`." or a sentence. An op whose name is not that of
+    its kind has another dtype rule: `truediv` is `div`, computed in floats.
     """
     meaning = POINTWISE[kind].meaning
     if name != kind:
@@ -124,7 +130,7 @@ ELEMENTWISE: dict[str, Callable[..., Operand]] = {name: _make(name) for name in 
 
 # ------------------------------------------------------------------ copies and casts
 def copy_tensor(tv: TensorView, kind: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Adds a plain copy of a tensor."""
+    """Adds an op that copies `tv`, and returns the copy; `kind` may also separate kernels."""
     out = new_output(clone_axes(tv), tv.dtype(), [tv])
     add_op(LoadStoreOp(out, tv, kind=kind))
     return out
@@ -137,7 +143,10 @@ def set_(x: OperandLike, /) -> Operand:
 
 
 def segment_set(x: TensorView, /) -> TensorView:
-    """Copies a tensor, and starts a new kernel: the ops before and after it never share one."""
+    """Copies a tensor and starts a new kernel.
+
+    The op that computes `x` and the ops that read the copy are never in the same kernel.
+    """
     return copy_tensor(x, LoadStoreOpType.segmenter_set)
 
 
@@ -146,7 +155,7 @@ def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: ...
 @overload
 def cast(arg: Scalar | bool | int | float | complex, dtype: DtypeLike) -> Scalar: ...
 def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
-    """Converts each element to `dtype`; the conversion to the operand's own dtype is a copy.
+    """Converts each element to `dtype`; if the operand already has this dtype, copies it.
 
     - To an integer dtype: floats are truncated.
     - To a real dtype: the imaginary parts are dropped.
@@ -164,7 +173,7 @@ def cast(arg: OperandLike, dtype: DtypeLike) -> Operand:
 
 
 def real(x: OperandLike, /) -> Operand:
-    """Returns the real parts of a complex operand, or a copy of a real one."""
+    """Returns the real parts of a complex operand, or a copy of a real operand."""
     value = as_operand(x, "real")
     return apply_pointwise("real", (value,)) if is_complex(operand_dtype(value)) else set_(value)
 
@@ -185,7 +194,7 @@ def imag(x: OperandLike, /) -> Operand:
 
 
 def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
-    """Computes lhs + i * rhs of two tensors or two scalars.
+    """Computes the complex numbers lhs + i * rhs from two tensors or two scalars.
 
     Raises:
         ArgumentError: one operand is a tensor and the other is not.
@@ -201,7 +210,9 @@ def complex_(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 
 # ------------------------------------------------------------------ optional or fixed slots
 def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> Operand:
-    """Computes min(max(x, min), max). The limits are scalars; None is the end of the dtype's range.
+    """Computes min(max(x, min), max).
+
+    The limits are scalars. None as a limit stands for the lowest or highest value of the dtype.
 
     Raises:
         DefinitionError: a limit does not fit the dtype of the result.
@@ -217,7 +228,9 @@ def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> 
 
 
 def threshold(x: OperandLike, threshold: ScalarLike, value: ScalarLike, /) -> Operand:
-    """Returns `value` where x <= threshold, else x. Threshold and value are scalars.
+    """Returns `value` where x <= threshold, else x.
+
+    `threshold` and `value` are scalars.
 
     Raises:
         DefinitionError: a number does not fit the dtype of `x`.
@@ -287,7 +300,7 @@ def check_rank_at_least(op_name: str, tv: TensorView, rank: int) -> None:
 # ----------------------------------------------------------------------
 # The dtype rules: in which dtypes operands are computed, and which dtype the result has.
 #
-# Rules with an `apply` convert the operands of an elementwise op. The rules without one are
+# Rules with an `apply` convert the operands of an elementwise op. Rules without an `apply` are
 # descriptions: the op's own function carries them out.
 
 Typed = tuple[list[Operand], DataType]
@@ -296,11 +309,11 @@ Apply = Callable[[str, list[Operand]], Typed]
 
 @record
 class DtypeRule:
-    """One dtype rule.
+    """One dtype rule of ops.
 
-    - `sentence`: the rule as `help` and docs/reference/operations.md show it.
-    - `apply`: converts the operands of a call. It returns them with the dtype of the result (of a
-      test, the dtype in which it is computed).
+    - `sentence`: the text of the rule in `help` and in docs/reference/operations.md.
+    - `apply`: converts the operands of a call; returns (operands, dtype of the result). For an op
+      with a Bool result, such as a comparison, the dtype is that of the computation.
     - `takes`: the categories of dtypes that the rule accepts, by the letters of
       `tests.support.op_samples`.
     """
@@ -311,7 +324,9 @@ class DtypeRule:
 
 
 def typed(name: str, rule: str, values: list[Operand]) -> Typed:
-    """Converts the operands of a call of `name` by a dtype rule; returns them and the result dtype.
+    """Converts the operands `values` of op `name` by a dtype rule.
+
+    Returns (converted operands, dtype of the result). `rule` is a name in `DTYPE_RULES`.
 
     Raises:
         DtypeError: the rule does not accept an operand.
@@ -327,7 +342,7 @@ def typed(name: str, rule: str, values: list[Operand]) -> Typed:
 
 # ------------------------------------------------------------------ one function per rule
 def _check_complex(name: str, values: list[Operand]) -> None:
-    """Raises `DtypeError` for complex operands of an op that is defined for real numbers only."""
+    """Raises `DtypeError` if an operand is complex, but op `name` is for real numbers only."""
     kind, _ = PUBLIC.get(name, ("", ""))
     if kind and not POINTWISE[kind].takes_complex:
         refuse_complex(name, *values)
@@ -352,7 +367,10 @@ _ORDER = ("bool", "int", "float", "complex")
 
 
 def _is_above(dtype: DataType, other: DataType) -> bool:
-    """Whether a dtype is of a higher category, so that the other cannot hold its values."""
+    """Whether `dtype` has a higher category than `other`, which cannot represent its values.
+
+    The categories are, from low to high: bool, int, float, complex.
+    """
     return _ORDER.index(category(dtype)) > _ORDER.index(category(other))
 
 
@@ -381,7 +399,7 @@ def _fitting(name: str, values: list[Operand]) -> Typed:
 
 
 def _check_fit(name: str, values: list[Operand], dtype: DataType) -> None:
-    """Raises `DefinitionError` for a number that the dtype cannot hold."""
+    """Raises `DefinitionError` if a constant in `values[1:]` cannot be represented in `dtype`."""
     for v in values[1:]:
         if not isinstance(v, Const):
             continue
@@ -423,10 +441,10 @@ def _as_bool(name: str, values: list[Operand]) -> Typed:
 
 
 def integers(name: str, values: list[Operand]) -> Typed:
-    """Returns integer operands in their promoted dtype, and this dtype.
+    """Returns (integer operands in their promoted dtype, promoted dtype), for op `name`.
 
-    Raises `DtypeError` for operands of other categories. Bool is accepted only by ops that have a
-    meaning for it.
+    Raises `DtypeError` for operands that are not integers. Bool operands are accepted only if the
+    op is defined for Bool.
     """
     takes_bools = name in POINTWISE and bool(POINTWISE[name].of_bools)
     for v in values:

@@ -35,7 +35,7 @@ from fuser.support.errors import DtypeError, UnsupportedError, user_code, user_l
 
 
 def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) -> TensorView:
-    """Creates a tensor of which every element is `fill_value`, cast to `dtype`.
+    """Creates a tensor of the given shape in which every element is `fill_value`, cast to `dtype`.
 
     Raises:
         DefinitionError: a size is negative or not an integer, or an integer dtype cannot hold the
@@ -48,7 +48,7 @@ def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) ->
 
 
 def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:
-    """Adds a FullOp whose sizes are scalars already."""
+    """Adds an op that fills a tensor with `value`, for sizes that are already scalars."""
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
     add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype)))
     return out
@@ -60,7 +60,9 @@ def iota(
     step: ScalarLike | None = None,
     dtype: DtypeLike = DataType.Int,
 ) -> TensorView:
-    """Returns start + i * step for 0 <= i < length.
+    """Creates the vector of the numbers start + i * step for 0 <= i < length.
+
+    The default of `start` is 0, and the default of `step` is 1.
 
     Raises:
         DefinitionError: the step is 0 or not finite, or the length is negative.
@@ -113,9 +115,9 @@ def triu(arg: TensorView, diagonal: ScalarLike = 0) -> TensorView:
 # Op functions for random tensors: uniform, normal, rand_like, randn_like.
 #
 # A random number depends only on the seed, the offset and its index in the tensor (`philox`). No
-# schedule, sharding or recomputation changes it. Without a seed and an offset, each call of the
-# program takes them from torch's generator and advances it. The first such op of the definition
-# gets the lowest offset.
+# schedule, sharding or recomputation changes the number. Without a seed and an offset, each run of
+# the program takes both from torch's generator and advances the generator. The first such op of the
+# definition gets the lowest offset.
 
 Ends = tuple[Scalar, Scalar]
 
@@ -129,10 +131,11 @@ def uniform(
     rng_offset: Scalar | int | None = None,
     dtype: DtypeLike = DataType.Float,
 ) -> TensorView:
-    """Returns random numbers, uniform in [minval, maxval), in a tensor of the given shape.
+    """Creates a tensor of the given shape with random numbers, uniform in [minval, maxval).
 
     `rng_seed` and `rng_offset` are 64-bit integers or integer scalars; pass both or neither. Equal
-    seeds and offsets give equal numbers. Without them, torch's generator is used and advanced.
+    seeds and offsets give equal numbers. Without seed and offset, each run draws from torch's
+    generator.
 
     Raises:
         DefinitionError: minval is above maxval, or only one of seed and offset is passed.
@@ -154,9 +157,10 @@ def normal(
     rng_offset: Scalar | int | None = None,
     dtype: DtypeLike = DataType.Float,
 ) -> TensorView:
-    """Returns random numbers of a normal distribution, in a tensor of the given shape.
+    """Creates a tensor of the given shape with normally distributed random numbers.
 
-    Seed, offset and errors are as for `uniform`; a negative `std` is also a `DefinitionError`.
+    `mean` and `std` are the mean and the standard deviation. Seed, offset and errors are those of
+    `uniform`. A negative `std` also raises `DefinitionError`.
     """
     center, deviation = _ends("normal", (mean, std), dtype)
     if isinstance(deviation, Const) and not deviation.value >= 0:
@@ -165,7 +169,7 @@ def normal(
 
 
 def rand_like(arg: TensorView, /) -> TensorView:
-    """Returns random numbers, uniform in [0, 1), of the shape and dtype of a floating tensor.
+    """Creates a tensor of the shape and dtype of `arg` with random numbers, uniform in [0, 1).
 
     The values of `arg` are not read. The sharding of the result therefore follows from the ops that
     read it, not from `arg`.
@@ -178,18 +182,17 @@ def rand_like(arg: TensorView, /) -> TensorView:
 
 
 def randn_like(arg: TensorView, /) -> TensorView:
-    """Returns random numbers of the standard normal distribution, of the shape and dtype of a
-    tensor.
+    """Creates a tensor of the shape and dtype of `arg` with standard normal random numbers.
 
-    See `rand_like`.
+    Sharding and errors are those of `rand_like`.
     """
     return _random_like("randn_like", "normal", arg)
 
 
 def key_of(op: RandomOp) -> tuple[Scalar, Scalar]:
-    """Returns the seed and the offset of a random op.
+    """Returns (seed, offset) of a random op.
 
-    Raises `UnsupportedError` if the op takes them from torch's generator, which only a
+    Raises `UnsupportedError` if the op draws both from torch's generator, which only a
     FusionDefinition can do.
     """
     if op.seed is None or op.offset is None:
@@ -219,7 +222,10 @@ def _check_floating(name: str, dtype: DtypeLike) -> DataType:
 
 
 def _ends(name: str, values: tuple[ScalarLike, ScalarLike], dtype: DtypeLike) -> Ends:
-    """Returns the two parameters of a distribution, in the dtype in which it is computed."""
+    """Returns the two parameters of a distribution, cast to the dtype of the computation.
+
+    `dtype` is the dtype of the random numbers.
+    """
     computed = computed_in(_check_floating(name, dtype))
     low, high = (as_operand(v, name) for v in values)
     for value in (low, high):

@@ -1,9 +1,8 @@
-"""Op functions that read a table at indexed positions, and those that write there: scatter,
-index_put.
+"""Op functions that read or write elements at indexed positions of a tensor.
 
-Indices are Int or Int32 and count from 0; negative ones do not wrap. For an index outside of the
-table, torch raises an error. A kernel cannot: it reads nothing, and the value is NaN, or 0 where
-the dtype has no NaN. The checked mode of CPU kernels raises an error.
+Indices are Int or Int32 and count from 0; a negative index does not count from the end. For an
+index out of range, torch raises an error. A kernel cannot raise an error: the kernel reads nothing,
+and the value is NaN, or 0 if the dtype has no NaN. The checked mode of CPU kernels raises an error.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def _clone(axes: Sequence[IterDomain]) -> list[IterDomain]:
 def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
     """Selects the positions `index` [n] along axis `dim`: [.., m, ..] -> [.., n, ..].
 
-    An index without axes counts as one with a single element. A position outside of the axis gives
-    NaN, or 0 in a dtype without NaN.
+    An index without axes counts as an index [1]. A position outside of the axis gives NaN, or 0 in
+    a dtype without NaN.
 
     Raises:
         DefinitionError: the index has more than one axis, or there is no axis `dim`.
@@ -92,8 +91,9 @@ def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
 
 
 def select(arg: TensorView, index: SizeLike, dim: int) -> TensorView:
-    """Selects position `index` of axis `dim`, and removes this axis; a negative index counts from
-    the end.
+    """Selects position `index` along axis `dim`, and removes this axis.
+
+    A negative index counts from the end.
 
     Raises:
         DefinitionError: there is no axis `dim`, or a constant index is outside of a constant size.
@@ -126,10 +126,11 @@ def embedding_fwd(
 ) -> TensorView:
     """Looks up rows of `weight` [v, h] by the indices `input` [*i] -> [*i, h].
 
-    - With `max_norm`, rows with a larger norm are scaled down to it. `norm_type` is the order of
-      the norm, 2 unless passed; order 0 counts the elements that are not 0.
-    - `weight` is not changed, whereas torch writes the scaled rows back into it.
-    - `padding_idx`, `scale_grad_by_freq` and `sparse` affect gradients only. They are ignored.
+    - With `max_norm`, a row with a larger norm is scaled down to this norm. `norm_type` is the
+      order of the norm; the default is 2. Order 0 counts the elements that are not 0.
+    - `weight` is not changed, whereas torch writes the scaled rows back into `weight`.
+    - `padding_idx`, `scale_grad_by_freq` and `sparse` are ignored, because they affect gradients
+      only.
 
     Raises:
         DefinitionError: the weight does not have two axes.
@@ -160,7 +161,10 @@ _ABOVE_NO_NORM = 1e-7
 
 
 def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar) -> TensorView:
-    """Scales down the rows whose norm is above `max_norm`."""
+    """Returns `rows` with each row of a norm above `max_norm` scaled down to this norm.
+
+    `norm_type` is the order of the norm.
+    """
     dtype = DataType.Double if rows.dtype() is DataType.Double else DataType.Float
     wide = typing_cast(TensorView, convert(rows, dtype))
     norm = _norm(wide, norm_type)
@@ -170,7 +174,7 @@ def _bounded(rows: TensorView, max_norm: Scalar, norm_type: Scalar) -> TensorVie
 
 
 def _norm(rows: TensorView, order: Scalar) -> TensorView:
-    """Computes the norms of rows [*i, h], of shape [*i, 1]."""
+    """Computes the norms, of the given order, along the last axis: [*i, h] -> [*i, 1]."""
     along = rows.ndim - 1
     known = float(order.value.real) if isinstance(order, Const) else None
     if known == 2.0:
@@ -191,12 +195,15 @@ def _norm(rows: TensorView, order: Scalar) -> TensorView:
 
 
 def _others_than_zero(rows: TensorView) -> TensorView:
-    """Returns 1 where an element is not 0, else 0."""
+    """Returns, in the dtype of `rows`, 1 where an element is not 0, else 0."""
     return typing_cast(TensorView, convert(_call("ne", rows, 0.0), rows.dtype()))
 
 
 def _norm_of_each_call(rows: TensorView, sizes: TensorView, order: Scalar) -> TensorView:
-    """Computes the norms if the order is known only in a call. It may then be 0 or infinite."""
+    """Computes the norms along the last axis for an order that is known only in a run.
+
+    Such an order may be 0 or infinite. `sizes` are the absolute values of `rows`.
+    """
     along = rows.ndim - 1
     is_count = elementwise.apply_pointwise("eq", (order, 0))
     powers = _call("where", is_count, _others_than_zero(rows), _call("pow", sizes, order))
@@ -218,11 +225,11 @@ def _check_ranks(name: str, table: TensorView, index: TensorView) -> None:
 
 
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Selects, for each row along axis `dim`, the positions that `index` has for this row.
+    """Selects elements along axis `dim`: out[.., i, ..] = arg[.., index[.., i, ..], ..].
 
-    - Along the other axes, both operands have the same size, or one of them is a broadcast.
-    - Positions of a floating dtype are truncated, as in nvFuser. Labels from `where(valid, labels,
-      0.0)` are such positions.
+    - Along all other axes, both operands have the same size, or one operand has a broadcast axis.
+    - An index of a floating dtype is truncated, as in nvFuser. Labels from `where(valid, labels,
+      0.0)` are such an index.
 
     Raises:
         DefinitionError: the ranks differ, sizes differ, or there is no axis `dim`.
@@ -246,11 +253,11 @@ def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
 
 
 def gather(arg: TensorView, index: TensorView, dim: int) -> TensorView:
-    """Computes `torch.gather`: the result has the shape of `index`, whose axes other than `dim` may
-    be shorter than those of `arg`.
+    """Selects elements of `arg` along axis `dim`, as `torch.gather` does.
 
-    Prefer take_along_axis on a mesh. Along an axis whose two sizes are not known to be equal,
-    gather cannot be sharded, except along `dim` of the index.
+    The result has the shape of `index`. Along axes other than `dim`, `index` may be shorter than
+    `arg`. On a mesh, prefer take_along_axis: gather cannot be sharded along an axis if the sizes of
+    `arg` and `index` are not known to be equal. The exception is axis `dim` of `index`.
 
     Raises:
         DefinitionError: the ranks differ, the index is longer than `arg` along another axis than
@@ -288,14 +295,16 @@ def _check_narrower(name: str, arg: TensorView, index: TensorView, k: int, axis:
 
 
 def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> TensorView:
-    """Returns a copy of `arg` with `src` written at the positions `index` along axis `dim`, as
-    `torch.scatter` does.
+    """Returns a copy of `arg` with `src` written at the positions `index` along axis `dim`.
 
-    - `src` is a tensor or a number. All tensors have one rank.
-    - The index is not longer than `src`, and along the other axes not longer than `arg`.
-    - If several elements are written to one position, any of them may win.
+    The meaning is that of `torch.scatter`.
+
+    - `src` is a tensor or a number. All tensors have equally many axes.
+    - `index` must not be longer than `src` along any axis. `index` must not be longer than `arg`
+      along axes other than `dim`.
+    - If several elements are written to one position, the result has any one of these elements.
     - An element for a position outside of `arg` is ignored.
-    - It is a library op: torch runs it.
+    - Torch runs this op; it is not part of a kernel.
 
     Raises:
         DefinitionError: ranks or sizes do not fit.
@@ -325,13 +334,14 @@ def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> T
 
 
 def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) -> TensorView:
-    """Returns a copy of `acc` [m, ..] in which the rows `value` [n, ..] are added to the rows
-    `index` [n], as `torch.index_put` does with `accumulate`.
+    """Returns `acc` [m, ..] plus the rows `value` [n, ..], added to the rows `index` [n] of `acc`.
+
+    The meaning is that of `torch.index_put` with `accumulate=True`.
 
     - An axis of size 1 in `value` is broadcast.
     - A row for a position outside of `acc` is ignored.
-    - It is a library op: torch runs it, one row after the other, so that sums are reproducible.
-      Half, BFloat16 and Float8 are added up in Float.
+    - Torch runs this op; it is not part of a kernel. Rows are added one after the other, so that
+      sums are reproducible. Half, BFloat16 and Float8 are added in Float.
 
     Raises:
         DefinitionError: ranks or sizes do not fit.

@@ -1,8 +1,8 @@
 """Errors for code that asks a tensor or scalar of a definition for its value.
 
-While a definition is written, a tensor is a name in a program. `len(x)`, `float(x)`, `numpy.exp(x)`
-and `torch.exp(x)` ask for its values. Each raises an `ArgumentError` that says which op to use
-instead. `fuser.ops.operators` adds these methods to `TensorView` and `Scalar`.
+While a definition is written, a tensor has no values yet. But `len(x)`, `float(x)`, `numpy.exp(x)`
+and `torch.exp(x)` ask for values. Each of these calls raises an `ArgumentError` that says which op
+to use instead. `fuser.ops.operators` adds the methods of this module to `TensorView` and `Scalar`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ _CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
 
 
 def _convert(name: str) -> Callable[..., object]:
-    """Returns the method behind `int(x)` or `round(x)`: it converts a constant, and raises for
-    others."""
+    """Returns the method that Python calls for `int(x)`, `round(x)` and similar functions.
+
+    The method converts a constant, and raises `ArgumentError` for any other tensor or scalar.
+    """
     op = _ROUNDINGS.get(name)
     converted = "write fd.ops.cast for a conversion of elements, fd.ops.exp for math.exp"
     instead = f"write fd.ops.{op}" if op else f"{converted}; {_AT_RUN}"
@@ -120,10 +122,11 @@ def _refuse_function(library: str, name: str, given: tuple[object, ...]) -> Argu
 def _torch_function(
     cls: type, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
 ) -> NoReturn:
-    """Raises the error that names the op to use in place of a function of torch.
+    """Raises `ArgumentError`, with the op to use instead of the torch function `function`.
 
-    torch also calls this method for its operators. It takes the error as a request to ask the other
-    operand.
+    Torch calls this method if an argument of a torch function is a tensor or scalar of a
+    definition. Torch also calls this method for operators. After an error, torch calls the method
+    of the other operand.
     """
     del cls, types
     name = getattr(function, "__name__", str(function))
@@ -168,8 +171,10 @@ _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 def _array_ufunc(self: _Values, ufunc: Any, method: str, *inputs: Any, **options: Any) -> object:
-    """Computes an operator of a numpy number and a tensor; raises for every other function of
-    numpy."""
+    """Computes an operator of a numpy number and a tensor or scalar of a definition.
+
+    Raises `ArgumentError` for every other function of numpy.
+    """
     called: str = ufunc.__name__
     name = _UFUNCS.get(called)
     if name is None or method != "__call__" or options:
@@ -243,15 +248,17 @@ ATTRIBUTES: Mapping[str, str] = {
 
 
 def no_attribute(self: _Values, name: str) -> NoReturn:
-    """Raises `AttributeError`, with the op to use in place of a method of torch's tensors."""
+    """Raises `AttributeError`, with a hint if torch's tensors have the attribute `name`."""
     hint = attribute_hint(name)
     text = f"{type(self).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
 
 def attribute_hint(name: str) -> str:
-    """Returns the replacement for `x.NAME` of torch's tensors; "" for a name that torch lacks
-    too."""
+    """Returns a hint on what to write instead of `x.NAME`, for an attribute of torch's tensors.
+
+    Returns "" for a name without a hint.
+    """
     from fuser.ops.rows import ROWS, SPELLED
 
     if name in ROWS:

@@ -1,9 +1,9 @@
 """Python's operators on the tensors of a definition: `x + 1.0`, `-x`, `x @ w`, `x < y`, `x[1:, 0]`.
 
-Each adds an op. The other operand may be a tensor, a scalar, or a number of Python, numpy or torch.
-In a user's definition, `x == y` is the op `eq`, and `x is y` tests whether both are the same
-tensor. In the compiler, in containers of the standard library, and outside of a definition, no op
-can be added: there, `==` compares by identity.
+Each operator adds an op. The other operand may be a tensor, a scalar, or a number of Python, numpy
+or torch. In a user's definition, `x == y` is the op `eq`, and `x is y` tests whether both are the
+same tensor. In the compiler, in containers of the standard library, and outside of a definition, no
+op can be added. In these places, `==` compares by identity.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], 
 
 
 def _operand(op: str, tv: TensorView, other: Any) -> Any:
-    """Returns the other operand of an operator; a number of any library becomes a Python number."""
+    """Returns `other`, the second operand of an operator; turns a number into a Python number.
+
+    Raises `ArgumentError` if `other` is no tensor, scalar or number.
+    """
     if isinstance(other, (TensorView, Scalar, *NUMBERS)):
         return other
     number = python_number(other)
@@ -90,11 +93,11 @@ def _matmul(self: TensorView, other: Any) -> Any:
 
 
 def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> TensorView:
-    """Returns the quotient rounded down, with torch's value.
+    """Returns the quotient rounded down, equal to torch's result.
 
     The floor of a floating quotient can be wrong: 1.0 / 0.1 rounds up to 10, but 0.1 fits into 1.0
-    only nine times. The remainder of `fmod` is exact, so the quotient is computed from it. For
-    integers, x // 0 is -1, as in `div`.
+    only nine times. The quotient is therefore computed from the remainder of `fmod`, which is
+    exact. For integers, x // 0 is -1, as in `div`. If `reflected`, `other` is divided by `self`.
     """
     given = [as_operand(_operand(op, self, v), op) for v in (self, other)]
     refuse_complex(op, *given)
@@ -126,7 +129,10 @@ def _floor_divide(op: str, self: TensorView, other: Any, *, reflected: bool) -> 
 
 
 def _division(name: str, *, reflected: bool = False) -> Callable[[TensorView, Any], Any]:
-    """Returns the operator `//`, or `divmod`, which returns the pair (`x // y`, `x % y`)."""
+    """Returns the method of the operator `//`, or of `divmod`, which returns (`x // y`, `x % y`).
+
+    If `reflected`, the tensor is the right operand.
+    """
 
     def operator(self: TensorView, other: Any) -> Any:
         quotient = _floor_divide("//", self, other, reflected=reflected)
@@ -159,7 +165,10 @@ def _has_no_truth(self: TensorView) -> bool:
 
 
 def _equality(op: str) -> Callable[[TensorView, object], Any]:
-    """Returns `==` or `!=`: an op in a user's definition, else a comparison by identity."""
+    """Returns the method of `==` or `!=`.
+
+    In a user's definition, the method adds an op. Elsewhere, it compares by identity.
+    """
     append = _binary(op)
 
     def operator(self: TensorView, other: object) -> Any:
@@ -172,10 +181,10 @@ def _equality(op: str) -> Callable[[TensorView, object], Any]:
 
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
-    """Returns the part `x[key]`.
+    """Adds the ops that select the part `x[key]`, and returns the part.
 
-    The key has one item per axis: a slice of step 1 or a number. `...` stands for omitted axes, and
-    None adds an axis of size 1.
+    `key` has one item per axis: a slice of step 1, or an index, which removes the axis. `...`
+    stands for omitted axes, and None adds an axis of size 1.
     """
     wanted = _per_axis(self, key if isinstance(key, tuple) else (key,))
     along = [item for item in wanted if item is not None]
@@ -192,7 +201,10 @@ def _item(self: TensorView, key: object) -> TensorView:
 
 
 def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
-    """Returns one item for each axis, and None for each new one."""
+    """Returns `key` with exactly one item for each axis of `tv`, and None for each new axis.
+
+    Raises `ArgumentError` or `DefinitionError` for a key that does not fit `tv`.
+    """
     for item in key:
         if item is None or item is Ellipsis or isinstance(item, slice):
             continue
@@ -214,7 +226,7 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
 
 
 def _chosen_by(item: object) -> str:
-    """Returns the hint on how to select elements by a tensor or a list."""
+    """Returns a hint for an error: how to select elements by a tensor or a list; "" for others."""
     if not isinstance(item, TensorView):
         is_list = isinstance(item, list) or hasattr(item, "shape")
         with_data = ": write fd.ops.index_select(x, index, dim), index from define_tensor"
@@ -230,7 +242,10 @@ def _chosen_by(item: object) -> str:
 def _bounds(
     tv: TensorView, key: object, item: Any, size: Scalar
 ) -> tuple[Scalar | int, Scalar | int]:
-    """Returns the start and the end that a slice selects; the whole axis for any other item."""
+    """Returns (start, end) that the slice `item` selects of an axis; (0, `size`) if it is no slice.
+
+    `key` is the whole key, for errors.
+    """
     if not isinstance(item, slice):
         return 0, size
     if item.step not in (None, 1):
@@ -243,8 +258,11 @@ def _bounds(
 def _end(
     tv: TensorView, key: object, given: Any, default: Scalar | int, size: Scalar
 ) -> Scalar | int:
-    """Returns one end of a slice, counted from 0; a negative number counts from the end of the
-    axis."""
+    """Returns the start or the end of a slice as a position, counted from 0.
+
+    A negative `given` counts from the end of the axis, which has `size` elements. If `given` is
+    None, returns `default`.
+    """
     if given is None:
         return default
     if isinstance(given, bool) or not isinstance(given, int | Scalar):
@@ -289,8 +307,11 @@ METHODS: dict[str, Any] = {
 
 
 def _negate(self: Scalar) -> Any:
-    """Returns -n. For integers it is 0 - n, which stays a polynomial; for floats 0 - 0.0 is not
-    -0.0."""
+    """Returns -n for the scalar n.
+
+    For integers, the result is 0 - n, which stays a polynomial. For floats, 0 - n would be wrong,
+    because 0 - 0.0 is not -0.0.
+    """
     if category(self.dtype) in ("int", "bool"):
         return sc.sub(0, self)
     return apply_pointwise("neg", (self,))
@@ -312,7 +333,10 @@ SCALAR_METHODS: dict[str, Any] = {
 
 
 def install() -> None:
-    """Adds the operators to the classes of tensors and scalars, because `fuser.ir` knows no ops."""
+    """Adds the operators of this module as methods to the classes `TensorView` and `Scalar`.
+
+    These classes are in `fuser.ir`, which must not import ops.
+    """
     for of, methods in ((TensorView, METHODS), (Scalar, SCALAR_METHODS)):
         for name, method in methods.items():
             setattr(of, name, method)

@@ -1,8 +1,7 @@
-"""Quantization to floats of one byte with a scale per block, and the tiles in which scales are
-stored (`fuser.ir.ops.matrix_products`).
+"""Quantization to floats of one byte, with one scale per block of elements.
 
-Floats of four bits raise `UnsupportedError`: no GPU for which this project builds kernels computes
-with them.
+The scales may be stored in tiles (`fuser.ir.ops.matrix_products`). Floats of four bits raise
+`UnsupportedError`, because no GPU for which this project builds kernels can compute with four bits.
 """
 
 from __future__ import annotations
@@ -56,13 +55,15 @@ def nv_block_quantize(
     block_size: int = 16,
     dtype: DtypeLike = DataType.Float4_e2m1fn,
 ) -> tuple[TensorView, TensorView]:
-    """Quantizes `input` to (values, scales): Float8_e4m3fn [.., k] and Float8_e8m0fnu [.., k / 32],
-    where one scale serves 32 consecutive elements and values * scales approximates `input`.
+    """Quantizes `input` to (values, scales), so that values * scales approximates `input`.
 
-    - A scale is the smallest power of two with which the largest element of its block is at most
-      448. No element is clipped.
-    - A NaN makes its block NaN. An infinity gets the largest scale, 2^127, and becomes the result
-      of `cast`: 448, or NaN with older versions of torch.
+    The values are Float8_e4m3fn [.., k], and the scales Float8_e8m0fnu [.., k / 32]. A block of 32
+    consecutive elements has one scale.
+
+    - A scale is the smallest power of two by which the block can be divided so that no element
+      exceeds 448. No element is clipped.
+    - A NaN makes all elements of its block NaN. A block with an infinity gets the largest scale,
+      2^127. The infinity becomes 448, or NaN with older versions of torch.
     - `swizzle_block_scales` returns the scales of [m, k] in tiles of 128 rows and 4 columns:
       [ceil(m / 128) * 128, ceil(k / 128) * 4]. Element (r, c) of a tile is number (r % 32) * 16 +
       (r // 32) * 4 + c of its 512 elements. The next tile in memory is that of the next columns.
@@ -93,8 +94,10 @@ def nv_grouped_block_quantize(
     block_size: int = 16,
     dtype: DtypeLike = DataType.Float4_e2m1fn,
 ) -> tuple[TensorView, TensorView]:
-    """Quantizes [m, k] to (values, scales): as `nv_block_quantize`, with the scales in the layout
-    of `preprocess_grouped_matmul_input_sf`.
+    """Quantizes the groups of rows of `input` [m, k] to (values, scales), for a grouped product.
+
+    Values and scales are those of `nv_block_quantize`. The scales are stored in the layout that
+    `preprocess_grouped_matmul_input_sf` returns.
 
     Raises:
         DefinitionError: a shape is wrong, or `block_size` is not 32.
@@ -110,11 +113,12 @@ def nv_grouped_block_quantize(
 def preprocess_grouped_matmul_input_sf(
     input: TensorView, input_offsets: TensorView, output_offsets: TensorView
 ) -> TensorView:
-    """Copies the scales [m, k] of groups of rows into tiles, as a grouped product reads them: [(m +
-    127 g) // 128 * 128, ceil(k / 4) * 4].
+    """Copies the scales [m, k] of groups of rows into tiles, which a grouped product reads.
+
+    The result is [(m + 127 g) // 128 * 128, ceil(k / 4) * 4].
 
     - Group i has the rows from input_offsets[i] to input_offsets[i + 1] - 1; the last group ends at
-      m. Its tiles begin at row output_offsets[i], a multiple of 128.
+      m. The tiles of group i begin at row output_offsets[i], a multiple of 128.
     - Both offsets are Int32 [g] and begin with 0. Groups keep their order. The host reads the
       offsets in each run.
     - `nv_block_quantize` describes the order of the elements in a tile. Elements that belong to no
@@ -140,8 +144,11 @@ def cutlass_nvfp4_grouped_mm(
     sf_offsets: TensorView,
     dtype: DtypeLike = DataType.BFloat16,
 ) -> NoReturn:
-    """Raises `UnsupportedError`: floats of four bits need a GPU of compute capability 10.0 or more,
-    for which no kernels are built; write grouped_mm with scales, of Float8_e4m3fn."""
+    """Raises `UnsupportedError`: write grouped_mm with scales and matrices of Float8_e4m3fn.
+
+    Floats of four bits need a GPU of compute capability 10.0 or more, for which this project builds
+    no kernels.
+    """
     del scale1, scale2, alpha, problem_sizes, expert_offsets, sf_offsets, dtype
     raise unsupported(
         "cutlass_nvfp4_grouped_mm",
@@ -161,7 +168,10 @@ def _quantized(
     block_size: int,
     dtype: DtypeLike,
 ) -> tuple[TensorView, TensorView]:
-    """Returns values and scales, both in the order of the elements (no tiles)."""
+    """Returns (values, scales) of `input`, both in the order of the elements, without tiles.
+
+    Raises the errors of `nv_block_quantize`; `name` is the op in the message.
+    """
     if dtype is not DataType.Float8_e4m3fn and dtype is not torch.float8_e4m3fn:
         raise _no_format(name, input, dtype)
     if block_size != _BLOCK:
@@ -197,7 +207,10 @@ def _no_format(name: str, input: TensorView, dtype: DtypeLike) -> UnsupportedErr
 
 
 def _scales(largest: TensorView) -> TensorView:
-    """Returns, as Float, the smallest powers of two that are at least largest / 448."""
+    """Returns, as Float, the scale of each block: the smallest power of two >= largest / 448.
+
+    `largest` has the largest absolute value of each block.
+    """
     ratio = _call("minimum", _call("div", largest, _LARGEST), 2.0**127)
     near = cast(cast(ratio, DataType.Float8_e8m0fnu), DataType.Float)
     return _call("where", _call("lt", near, ratio), _call("mul", near, 2.0), near)
@@ -205,7 +218,7 @@ def _scales(largest: TensorView) -> TensorView:
 
 # ------------------------------------------------------------------ tiles
 def _tiled(scales: TensorView) -> TensorView:
-    """Returns the scales [m, k] in tiles, as one group."""
+    """Returns the scales [m, k] in tiles of 128 rows and 4 columns, with zeros as padding."""
     m, k = scales.shape()
     rows, columns = whole_tiles(m, TILE_ROWS), whole_tiles(k, TILE_COLUMNS)
     whole = sc.mul(rows, TILE_ROWS), sc.mul(columns, TILE_COLUMNS)

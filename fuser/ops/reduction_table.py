@@ -24,9 +24,10 @@ def operand_dtype(value: TensorView | Scalar) -> DataType:
 
 
 def compute_dtype(op: TensorOp) -> DataType:
-    """Returns the dtype in which an elementwise op computes. Its operands are converted to it.
+    """Returns the dtype in which an elementwise op computes, and to which operands are converted.
 
-    Half, BFloat16 and Float8 compute as Float. The condition of `where` is Bool and does not count.
+    Half, BFloat16 and Float8 are computed in Float. The condition of `where` is Bool and is not
+    converted.
     """
     assert isinstance(op, UnaryOp | BinaryOp | TernaryOp | CastOp), op
     values = list(op.inputs)
@@ -39,19 +40,22 @@ def compute_dtype(op: TensorOp) -> DataType:
 
 
 def computed_in(dtype: DataType) -> DataType:
-    """Returns the dtype in which values of a dtype are computed: Float for Half, BFloat16 and
-    Float8."""
+    """Returns the dtype in which ops compute values of `dtype`.
+
+    The dtype is Float for Half, BFloat16 and Float8, else `dtype` itself.
+    """
     return DataType.Float if dtype in HALF_LIKE else dtype
 
 
 # ------------------------------------------------------------------ reductions
 @record
 class ReductionRow:
-    """Facts about one `ReductionOp.kind`.
+    """Facts about one kind of reduction (`ReductionOp.kind`).
 
-    - `torch(x, dims)` reduces a torch tensor.
-    - `identity(dtype)` is the initial value.
-    - `cuda` is the name of the functor in kernels.
+    - `name`: the name of the op in `fd.ops`.
+    - `torch`: reduces a torch tensor over the axes `dims`.
+    - `identity`: returns the initial value in a dtype, such as 0 for a sum.
+    - `cuda`: the name of the C++ function object in kernels.
     """
 
     name: str
@@ -70,9 +74,9 @@ def _extreme(dtype: DataType, *, largest: bool) -> Number:
 
 
 def missing(dtype: DataType) -> Number:
-    """Returns the value that stands for a missing element, and for the average of no elements.
+    """Returns the result for an index out of range, and for the average of no elements.
 
-    It is NaN, or 0 in a dtype without NaN.
+    The value is NaN, or 0 in a dtype without NaN.
     """
     if is_complex(dtype):
         return cast(Number, complex(math.nan, math.nan))

@@ -3,7 +3,8 @@
 The result's logical domain keeps the reduced axes, as reduction axes, at their positions. Two kinds
 of axes are not reduced by a kernel:
 
-- A broadcast axis is squeezed instead. An expanded one counts its size for sum and prod.
+- A broadcast axis is squeezed instead. For an expanded axis, the result of sum is multiplied by the
+  size, and the result of prod is raised to the power of the size.
 - If an axis has the constant size 0, the result is filled with the identity of the reduction.
 """
 
@@ -58,10 +59,11 @@ def sum(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Sums the elements over one axis (`dim`), several (`dims`) or all.
+    """Sums the elements over one axis (`dim`), several axes (`dims`) or all axes.
 
-    Integers and Bool are summed in Int. `keepdim` keeps the reduced axes with size 1. nvFuser's
-    form `sum(x, DataType.Float)` is also accepted.
+    Integers and Bool are summed in Int. If `dtype` is passed, `arg` is first cast to `dtype`.
+    `keepdim` keeps the reduced axes with size 1. As in nvFuser, `sum(x, DataType.Float)` is also
+    accepted.
 
     Raises:
         ArgumentError: `dim` and `dims` are both passed.
@@ -80,7 +82,7 @@ def prod(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Multiplies the elements over one axis (`dim`), several (`dims`) or all.
+    """Multiplies the elements over one axis (`dim`), several axes (`dims`) or all axes.
 
     Integers and Bool are multiplied in Int. Arguments and errors are those of `sum`.
     """
@@ -95,14 +97,14 @@ def max(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Returns the largest element over one axis (`dim`), several (`dims`) or all.
+    """Returns the largest element over one axis (`dim`), several axes (`dims`) or all axes.
 
     - If one of the elements is NaN, the result is NaN.
     - The maximum of no elements is the lowest value of the dtype, as in nvFuser: -inf, the smallest
-      integer, False. `torch.amax` raises in this case.
+      integer, or False. `torch.amax` raises an error in this case.
 
     Raises:
-        DefinitionError: a dtype is passed, or as for `sum`.
+        DefinitionError: a dtype is passed, or one of the errors of `sum`.
         DtypeError: the operand is complex.
     """
     return _reduce("max", arg, dim, dims, keepdim, dtype)
@@ -116,14 +118,14 @@ def min(
     *,
     dims: Sequence[int] | None = None,
 ) -> TensorView:
-    """Returns the smallest element over one axis (`dim`), several (`dims`) or all.
+    """Returns the smallest element over one axis (`dim`), several axes (`dims`) or all axes.
 
     - If one of the elements is NaN, the result is NaN.
     - The minimum of no elements is the highest value of the dtype, as in nvFuser: inf, the largest
-      integer, True. `torch.amin` raises in this case.
+      integer, or True. `torch.amin` raises an error in this case.
 
     Raises:
-        DefinitionError: a dtype is passed, or as for `sum`.
+        DefinitionError: a dtype is passed, or one of the errors of `sum`.
         DtypeError: the operand is complex.
     """
     return _reduce("min", arg, dim, dims, keepdim, dtype)
@@ -168,7 +170,10 @@ def _reduce(
 def given_dims(
     name: str, dim: int | Sequence[int] | None, dims: int | Sequence[int] | None
 ) -> int | Sequence[int] | None:
-    """Returns the axes, passed as `dim` or as `dims`; raises `ArgumentError` if both are passed."""
+    """Returns the axes that the caller of op `name` passed as `dim` or as `dims`.
+
+    Raises `ArgumentError` if both are passed.
+    """
     if dim is not None and dims is not None:
         raise ArgumentError(
             f"{name}(): incompatible function arguments: pass dim or dims, not both"
@@ -177,9 +182,10 @@ def given_dims(
 
 
 def axes_to_reduce(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:
-    """Returns the positions of the axes to reduce; an empty set for a tensor without axes.
+    """Returns the positions of the axes of `tv` that `dims` selects; None selects all axes.
 
-    As in torch, such a tensor accepts the axes 0 and -1. For others see `_reduced_axes`.
+    For a tensor without axes, returns an empty set and accepts the axes 0 and -1, as torch does.
+    Raises the errors of `_reduced_axes`.
     """
     if tv.ndim:
         return _reduced_axes(name, tv, dims)
@@ -189,7 +195,7 @@ def axes_to_reduce(name: str, tv: TensorView, dims: int | Sequence[int] | None) 
 
 
 def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -> set[int]:
-    """Returns the positions of the axes to reduce; None as `dims` stands for all axes.
+    """Returns the positions of the axes of `tv` that `dims` selects; None selects all axes.
 
     Raises `DefinitionError` for an empty list, duplicates, and axes that do not exist.
     """
@@ -226,7 +232,10 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
-    """Returns `init` if the squeezed broadcast axes have no elements, else `out`."""
+    """Returns `init` where `repeated` is 0, else `out`.
+
+    `repeated` is the number of elements along the squeezed broadcast axes.
+    """
     if sc.is_less(0, repeated):
         return out
     chosen = apply_pointwise("where", (sc.eq(repeated, 0), init, out))
@@ -234,10 +243,10 @@ def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView
 
 
 def _squeeze_broadcasts(tv: TensorView, axes: set[int]) -> tuple[TensorView, set[int], Scalar]:
-    """Squeezes the broadcast axes among `axes`.
+    """Removes the broadcast axes among `axes` from `tv` by a squeeze op.
 
-    Returns the tensor, the positions that are still to be reduced, and how often each element
-    counts.
+    Returns (squeezed tensor, positions of the axes that still must be reduced, number of times that
+    each element counts in the reduction).
     """
     logical = axes_of(tv)
     gone = {i for i in axes if logical[i].is_broadcast}
@@ -266,10 +275,10 @@ def _reduction_node(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> 
 def welford(
     arg: TensorView, dims: int | Sequence[int]
 ) -> tuple[TensorView, TensorView, TensorView]:
-    """Computes (average, sum of squared deviations from it, count) in one pass over the axes
-    `dims`.
+    """Computes (average, sum of squared deviations, count) over the axes `dims` in one pass.
 
-    The count is an Index tensor. The sum of squares divided by the count is the variance.
+    The deviations are the distances from the average. The sum of squared deviations, divided by the
+    count, is the variance. The count is an Index tensor.
 
     Raises:
         DefinitionError: an axis does not exist, is repeated, or the list of axes is empty.
@@ -308,11 +317,11 @@ def var_mean(
     """Computes (variance, mean) over the axes `dims`.
 
     The sum of squared deviations is divided by max(count - correction, 0). The variance of a
-    complex operand is the sum of the variances of its parts.
+    complex operand is the sum of the variances of the real and imaginary parts.
 
     Raises:
-        DefinitionError: `correction` is negative, or an axis does not exist, is repeated or
-            missing.
+        DefinitionError: `correction` is negative, an axis does not exist or is repeated, or `dims`
+            is empty.
         DtypeError: the operand is Half, BFloat16 or Float8 (cast it to Float first), or not
             floating.
     """
@@ -335,9 +344,10 @@ def var_mean(
 def _complex_var_mean(
     tv: TensorView, dims: int | Sequence[int], correction: int, keepdim: bool
 ) -> tuple[TensorView, TensorView]:
-    """Computes both results from the real and the imaginary parts.
+    """Computes (variance, mean) of a complex tensor from its real and imaginary parts.
 
-    The variance is the sum of both variances: the mean squared distance in the complex plane.
+    The variance is the mean squared distance from the mean in the complex plane: the sum of the
+    variances of the parts.
     """
     parts = [typing_cast(TensorView, apply_pointwise(p, (tv,))) for p in ("real", "imag")]
     (real, x), (imag, y) = (var_mean(part, dims, correction, keepdim) for part in parts)
@@ -348,14 +358,14 @@ def _complex_var_mean(
 def var(
     arg: TensorView, dims: int | Sequence[int], correction: int = 1, keepdim: bool = False
 ) -> TensorView:
-    """Computes the variance over the axes `dims` in two passes: the mean, then the deviations from
-    it.
+    """Computes the variance over the axes `dims`.
 
-    The sum of squared deviations is divided by max(count - correction, 0).
+    The mean is computed first, then the deviations from the mean. The sum of squared deviations is
+    divided by max(count - correction, 0).
 
     Raises:
-        DefinitionError: `correction` is negative, or an axis does not exist, is repeated or
-            missing.
+        DefinitionError: `correction` is negative, an axis does not exist or is repeated, or `dims`
+            is empty.
     """
     tv = arg
     axes, scale = _variance_scale("var", tv, dims, correction)
@@ -381,19 +391,24 @@ def var(
 def _squared_deviations(
     delta: TensorView, order: Sequence[int], keepdim: bool, count: Scalar
 ) -> TensorView:
-    """Computes the sum of squared deviations from the exact mean, given those from the rounded
-    mean."""
+    """Computes the sum of squared deviations from the exact mean, over the axes `order`.
+
+    `delta` has the deviations from the rounded mean, and `count` is the number of elements.
+    """
     square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
     total, rest = (sum(x, dims=order, keepdim=keepdim) for x in (square, delta))
     return without_shift(total, rest, count)
 
 
 def without_shift(squares: TensorView, rest: TensorView, count: Scalar) -> TensorView:
-    """Corrects a sum of squared distances from a point near the mean to one from the mean itself.
+    """Converts a sum of squared distances from a point near the mean to one from the exact mean.
 
-    `rest` is the sum of the distances, which is 0 for the exact mean. The correction matters for
-    large means: near 1e6, a mean in Float is rounded by up to 0.03, which can exceed the
-    deviations.
+    - `squares`: the sum of squared distances from the point.
+    - `rest`: the sum of the distances from the point, which is 0 if the point is the exact mean.
+    - `count`: the number of elements.
+
+    The correction matters for large means: near 1e6, a mean in Float is rounded by up to 0.03,
+    which can exceed the deviations.
     """
     share = apply_pointwise("mul", (rest, apply_pointwise("div", (rest, count))))
     zero = sc.const(0, squares.dtype())
@@ -404,7 +419,11 @@ def without_shift(squares: TensorView, rest: TensorView, count: Scalar) -> Tenso
 def _variance_scale(
     name: str, tv: TensorView, dims: int | Sequence[int], correction: int
 ) -> tuple[set[int], Scalar]:
-    """Returns the reduced axes and the factor 1 / max(count - correction, 0)."""
+    """Returns (positions of the axes `dims`, factor 1 / max(count - correction, 0)).
+
+    `count` is the number of elements along these axes. Raises `DefinitionError` if `correction` is
+    negative.
+    """
     if correction < 0:
         raise fail(name, f"correction must be at least 0, got {correction}")
     axes = _reduced_axes(name, tv, dims)

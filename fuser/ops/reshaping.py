@@ -1,7 +1,7 @@
 """Ops that rearrange axes: reshape, broadcast, expand, squeeze, permute; and sizes of a tensor.
 
-A plan of a reshape divides the input axes and the output axes into groups of equal product. It
-finds the groups from both ends, so that leading symbolic axes are not changed:
+The plan of a reshape divides the input axes and the output axes into groups with equal products of
+sizes. The groups are searched from both ends, so that leading symbolic axes are not changed:
 
     [i0, i1, 384] -> [i0, i1, 12, 32]      groups (0)->(0) (1)->(1) (2)->(2 3)
 
@@ -48,23 +48,24 @@ Positions = tuple[int, ...]
 
 @record
 class AxisGroup:
-    """Positions of consecutive input axes, and of the output axes that they become."""
+    """Positions of consecutive input axes, and of the output axes with the same elements."""
 
     ins: Positions
     outs: Positions
 
     @property
     def is_kept(self) -> bool:
-        """Whether the group is one axis before and after the reshape."""
+        """Whether the group has one input axis and one output axis, so that nothing changes."""
         return len(self.ins) == len(self.outs) == 1
 
 
 @record
 class ReshapePlan:
-    """The steps of a reshape: squeeze the input positions `squeezed`, transform the groups, and
-    broadcast the output positions `added`.
+    """The steps of a reshape.
 
-    A tensor without elements (`is_empty`) needs only the broadcasts.
+    First, the input axes at the positions `squeezed` are removed. Then the input axes of each group
+    become the output axes of the group. Last, the output axes at the positions `added` are inserted
+    as broadcasts. A tensor without elements (`is_empty`) needs only the last step.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -75,13 +76,15 @@ class ReshapePlan:
 
 # ------------------------------------------------------------------ analysis
 def _divides(a: Scalar, b: Scalar) -> bool:
-    """Whether b = a * k can be proved for an integer k."""
+    """Whether it can be proved that `b` is an integer multiple of `a`."""
     return sc.int_value(a) != 0 and sc.int_value(sc.mod(b, a)) == 0
 
 
 def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]]:
-    """Returns the lengths (inputs, outputs) of the groups from the left, up to the first group that
-    cannot be decided."""
+    """Returns (number of input axes, number of output axes) of each group, from the left.
+
+    Stops before the first group that the symbolic sizes `ins` and `outs` do not decide.
+    """
     found: list[tuple[int, int]] = []
     i = j = 0
     while i < len(ins) and j < len(outs):
@@ -101,7 +104,11 @@ def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]
 
 
 def _takes_input(have: Scalar, want: Scalar) -> bool | None:
-    """Whether the input side of an unequal group must grow; None if that cannot be decided."""
+    """Whether a group with unequal products needs a further input axis, not an output axis.
+
+    `have` is the product of the input sizes, and `want` the product of the output sizes. Returns
+    None if the symbolic sizes do not decide this.
+    """
     x, y = sc.int_value(have), sc.int_value(want)
     if x is not None and y is not None:
         return x < y
@@ -111,10 +118,10 @@ def _takes_input(have: Scalar, want: Scalar) -> bool | None:
 
 
 def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]] | None:
-    """Returns the lengths (inputs, outputs) of all groups, for sizes other than 1.
+    """Returns (number of input axes, number of output axes) of each group of a reshape.
 
-    None if the middle, between the groups from the left and from the right, cannot be proved to be
-    one group.
+    `ins` and `outs` are the sizes of the axes, without sizes of 1. Groups are found from the left
+    and from the right. Returns None if it cannot be proved that the axes between form one group.
     """
     left = _walk(ins, outs)
     i, j = (sum(n[k] for n in left) for k in range(2))
@@ -136,9 +143,10 @@ def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int
 def plan_reshape(
     ins: Sequence[Scalar], outs: Sequence[Scalar], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Returns the plan for these sizes, or None if they cannot be decided symbolically.
+    """Returns the plan of a reshape from sizes `ins` to sizes `outs`.
 
-    `is_broadcast` marks the input axes that can be squeezed. Other axes of size 1 are merged into a
+    Returns None if the groups cannot be decided from the symbolic sizes. `is_broadcast` has a flag
+    per input axis: whether the axis can be squeezed. Other axes of size 1 are merged into a
     neighbouring group.
     """
     big_in = [p for p, s in enumerate(ins) if sc.int_value(s) != 1]
@@ -156,10 +164,11 @@ def plan_reshape(
 def _place_ones(
     groups: list[AxisGroup], ranks: tuple[int, int], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Adds the axes of size 1 to a plan.
+    """Returns the plan with `groups` and with all axes of size 1; None if there is no such plan.
 
-    An axis of size 1 that both sides have at a boundary between groups is kept. Others are
-    squeezed, broadcast, or merged into a group.
+    If input and output both have an axis of size 1 between the same two groups, the axis is kept.
+    Other axes of size 1 are squeezed, broadcast, or merged into a group. `ranks` is (number of
+    input axes, number of output axes).
     """
     placed: list[AxisGroup] = []
     squeezed: list[int] = []
@@ -189,7 +198,10 @@ def _place_ones(
 
 
 def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
-    """Adds iteration axes of size 1 to neighbouring groups; returns False if there is no group."""
+    """Adds the input axes `loose`, which have size 1 but are no broadcasts, to groups in `placed`.
+
+    If there is no group, makes one with an output axis of `added`. Returns False if neither exists.
+    """
     if not placed and added:
         placed.append(AxisGroup((), (added.pop(0),)))
     if not placed:
@@ -209,10 +221,10 @@ def transformed_domain(
     *,
     named: Sequence[IterDomain] = (),
 ) -> TensorDomain:
-    """Returns the domain that merges and splits root axes by groups.
+    """Returns the domain whose logical axes result from merging and splitting `root` axes.
 
-    A group is (root positions, output sizes). `named` holds existing logical axes, whose numbers
-    are used again.
+    `groups` has (positions of root axes to merge, sizes into which the result is split). `named`
+    has existing logical axes, whose numbers the new axes get.
     """
     built = DomainBuilder(fusion, root)
     logical: list[IterDomain] = []
@@ -234,8 +246,10 @@ def transformed_domain(
 def _split_all(
     built: DomainBuilder, axis: IterDomain, sizes: Sequence[Scalar], numbers: Sequence[int]
 ) -> list[IterDomain]:
-    """Splits `axis` from the right into axes of these sizes, with these numbers if there are
-    any."""
+    """Splits `axis` from the right into axes of these sizes.
+
+    The new axes get the numbers `numbers`, or new numbers if `numbers` is empty.
+    """
 
     def settle(made: IterDomain, k: int) -> IterDomain:
         state = _with_size(made, sizes[k])
@@ -279,7 +293,11 @@ def reshape(arg: TensorView, new_shape: Sequence[SizeLike]) -> TensorView:
 def _output_sizes(
     tv: TensorView, ins: Sequence[Scalar], new_shape: Sequence[SizeLike]
 ) -> list[Scalar]:
-    """Returns the canonical output sizes, with a number or expression in place of -1."""
+    """Returns the output sizes of a reshape as scalars, with the inferred size in place of -1.
+
+    Raises `DefinitionError` for more than one -1, and if constant sizes show that the numbers of
+    elements differ.
+    """
     name = "reshape"
     fusion = active_fusion()
     given = [as_extent(s, name, i, lowest=-1) for i, s in enumerate(new_shape)]
@@ -303,8 +321,10 @@ def _output_sizes(
 
 
 def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int | None, int | None]:
-    """Returns both numbers of elements after common symbols are cancelled; None for one that still
-    has symbols."""
+    """Returns the products of the sizes `ins` and `outs`, after cancelling sizes that both have.
+
+    A product that still has symbols is None.
+    """
     have, want = list(ins), list(outs)
     for size in ins:
         if size in want and sc.int_value(size) != 0:
@@ -314,8 +334,10 @@ def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int 
 
 
 def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> TensorView:
-    """Adds the squeeze, reshape and broadcast of a plan. If all axes are kept, a reshape without
-    effect is added."""
+    """Adds the squeeze, reshape and broadcast ops of a plan, and returns the result.
+
+    If the plan changes nothing, adds a reshape without effect. `outs` are the sizes of the result.
+    """
     fusion = active_fusion()
     source = tv
     if plan.squeezed:
@@ -337,7 +359,10 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
 
 
 def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
-    """Adds a reshape whose symbolic output axes are `?`: no input axis corresponds to them yet."""
+    """Adds a reshape to sizes `outs` whose groups only the sizes of inputs can decide.
+
+    The symbolic output axes are `?` axes: it is not known yet whether each is a broadcast.
+    """
     fusion = active_fusion()
     if not outs:
         raise fail("reshape", f"a tensor without axes has 1 element, but {tv} may have several")
@@ -347,8 +372,10 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
 
 
 def undecided_domain(fusion: Fusion, tv: TensorView, sizes: Sequence[Scalar]) -> TensorDomain:
-    """Returns the domain of a reshape of `tv` to `sizes` that only the sizes of inputs can
-    decide."""
+    """Returns the domain of a reshape of `tv` to `sizes`, without a plan.
+
+    The domain has no splits and merges yet, because only the sizes of inputs can decide the plan.
+    """
     root = tuple(fusion.clone_axis(a) for a in axes_of(tv))
     logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in sizes)
     return TensorDomain.of(logical, root=root)
@@ -366,7 +393,9 @@ def _undecided_kind(size: Scalar) -> IterType:
 
 
 def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
-    """Inserts axes of size 1: one flag per output axis, True for a new one. Without a True, `arg`
+    """Inserts axes of size 1.
+
+    `is_broadcast_dim` has one flag per output axis: True for a new axis. If no flag is True, `arg`
     itself is returned.
 
     Raises:
@@ -414,12 +443,13 @@ def broadcast_in_dim(
 
 
 def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
-    """Expands broadcast axes to `shape`. A size of -1 keeps an axis, and additional sizes add first
-    axes.
+    """Expands broadcast axes to the sizes in `shape`.
 
-    - An expanded axis is one element in memory, with stride 0.
-    - Another axis keeps its size, which must equal the one in `shape`. If either is symbolic, this
-      is checked when the program gets its inputs.
+    - A size of -1 keeps an axis. If `shape` has more sizes than `arg` has axes, new first axes are
+      added.
+    - An expanded axis has one element in memory, with stride 0.
+    - Any other axis keeps its size, which must equal the size in `shape`. If one of the two sizes
+      is symbolic, they are compared when the program gets its inputs.
     - If nothing is expanded, the result is a copy.
 
     Raises:
@@ -443,7 +473,10 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
 
 
 def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
-    """Returns an axis expanded to `size`; `axis` itself if nothing changes."""
+    """Returns `axis` expanded to `size`; `axis` itself if nothing changes.
+
+    Raises `DefinitionError` if a constant size of another axis than a broadcast differs.
+    """
     fusion = active_fusion()
     value = sc.int_value(size)
     if value == -1 or size == axis.size:
@@ -465,13 +498,14 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
 
 
 def _is_quotient(size: Scalar) -> bool:
-    """Whether a size has the form that a reshape infers for -1."""
+    """Whether a size is a quotient, as a reshape infers for a size of -1."""
     return isinstance(size, Apply) and size.op in ("/", "floorDiv")
 
 
 def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False) -> TensorView:
-    """Removes the axes `dims`, which must be broadcasts; expanded ones only with
-    `squeeze_expanded`.
+    """Removes the axes `dims`, which must be broadcast axes.
+
+    Expanded axes are removed only with `squeeze_expanded`.
 
     Raises:
         DefinitionError: an axis does not exist, is not a broadcast, or is expanded.
@@ -518,8 +552,10 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
 
 
 def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
-    """Copies a tensor into another memory order: entry i is the rank of axis i by stride, 0 for the
-    fastest axis. The copy is contiguous.
+    """Copies a tensor into another memory order.
+
+    Entry i of `stride_order` is the position of axis i in the order of strides: 0 for the axis with
+    the smallest stride. The copy is contiguous.
 
     Raises:
         DefinitionError: `stride_order` is not a permutation of 0 to rank - 1.
@@ -537,8 +573,9 @@ def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
 def ordered_axes(
     axes: Sequence[IterDomain], stride_order: Sequence[int], op_name: str
 ) -> list[IterDomain]:
-    """Returns logical axes in allocation order, outermost first.
+    """Returns the logical axes `axes` in memory order, outermost axis first.
 
+    Entry i of `stride_order` is 0 if axis i has the smallest stride, 1 for the next, and so on.
     Raises `DefinitionError` for a wrong length, entries out of range and duplicates.
     """
     rank = len(axes)
@@ -560,11 +597,10 @@ def ordered_axes(
 
 
 def size(arg: TensorView, dim: int) -> Scalar:
-    """Returns the size of axis `dim` as a scalar. An expanded axis counts with its expanded
-    size."""
+    """Returns the size of axis `dim` as a scalar; for an expanded axis, the expanded size."""
     return arg.size(dim)
 
 
 def shape(arg: TensorView, /) -> list[Scalar]:
-    """Returns the sizes of all axes as scalars. An expanded axis counts with its expanded size."""
+    """Returns the sizes of all axes as scalars; for an expanded axis, the expanded size."""
     return arg.shape()

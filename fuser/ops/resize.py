@@ -4,7 +4,7 @@ Whether a resized axis of size 1 is a broadcast depends on its size:
 
 - A constant size of 1 is a broadcast.
 - If the size is symbolic and may become 1, the axis is `?` until `fuser.passes.concretize` knows
-  it: `x[2:3]`, `x[:n]`, `x[1:]`.
+  the size: `x[2:3]`, `x[:n]`, `x[1:]`.
 - An axis whose size can be 1 only because an input has size 1, or only because the end is clamped,
   is an iteration axis: `x[:5]`. Symbolic axes of inputs are iteration axes as well.
 """
@@ -45,7 +45,11 @@ from fuser.support.errors import ArgumentError, DtypeError, user_line
 def resized_domain(
     fusion: Fusion, root: Sequence[IterDomain], widths: Sequence[tuple[Scalar, Scalar]]
 ) -> TensorDomain:
-    """Returns the domain whose logical axes are root axes, resized where the widths are not 0."""
+    """Returns the domain whose logical axes are the `root` axes, resized by `widths`.
+
+    `widths` has (elements added on the left, elements added on the right) per axis. A negative
+    width removes elements.
+    """
     built = DomainBuilder(fusion, root)
     logical: list[IterDomain] = []
     for axis, (left, right) in zip(root, widths, strict=True):
@@ -62,11 +66,11 @@ def resized_domain(
 
 
 def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bool:
-    """Whether an axis of this size may be resized to one element, although it has more and nothing
-    is clamped.
+    """Whether an axis of this size may have one element after a resize by `left` and `right`.
 
-    An expression that cannot be negative is treated like the size of an input: `x[:y.size(0)]`,
-    `x[:n // 2]`.
+    Cases in which the axis has one element before, or only because a bound is clamped, do not
+    count. An expression that cannot be negative is treated like the size of an input:
+    `x[:y.size(0)]`, `x[:n // 2]`.
     """
     size = fusion.canonical(size)
     start, end = sc.mul(fusion.canonical(left), -1), sc.add(size, fusion.canonical(right))
@@ -77,7 +81,7 @@ def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bo
 
 
 def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
-    """Returns `a` if `x` is the minimum of `a` and `limit`; else `x`."""
+    """Returns `a` if `x` is the expression min(a, limit); else `x`."""
     if not (isinstance(x, Apply) and x.op == "min"):
         return x
     others = [a for a in x.args if sc.int_value(sc.sub(a, limit)) != 0]
@@ -85,7 +89,7 @@ def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
 
 
 def _bounds(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:
-    """Returns the bounds as scalars, from which the extents of the result are computed."""
+    """Returns bounds or widths as Index scalars, from which the extents of the result follow."""
     return [as_extent(v, op_name, i) for i, v in enumerate(values)]
 
 
@@ -97,13 +101,13 @@ def slice(
     strides: Sequence[SizeLike] | None = None,
     manual_normalization: bool = False,
 ) -> TensorView:
-    """Returns the elements [start, end) of every axis; an end beyond the extent is clamped, as in
-    torch.
+    """Returns the elements [start, end) of every axis.
 
-    - Negative bounds raise an error; symbolic ones, once they are known.
+    - An end beyond the extent is clamped, as in torch.
+    - A negative bound raises an error. A symbolic bound is checked when its value is known.
     - With `manual_normalization`, the caller guarantees bounds in range. Symbolic bounds are then
       not clamped.
-    - A slice of everything is a copy, an empty one is a `full`.
+    - A slice of all elements adds a copy op, and an empty slice adds a `full`.
 
     Raises:
         ArgumentError: the bounds are neither all lists nor all tuples.
@@ -201,8 +205,10 @@ def _check_slice(
 def pad(
     arg: TensorView, pad_widths: Sequence[SizeLike], value: ScalarLike | None = None
 ) -> TensorView:
-    """Pads with `value` (default 0) as `torch.nn.functional.pad`: pairs of left and right widths,
-    the last axis first; negative widths crop.
+    """Pads axes with `value` (default 0), as `torch.nn.functional.pad` does.
+
+    `pad_widths` has a left and a right width for each axis, the last axis first. A negative width
+    removes elements.
 
     Raises:
         DefinitionError: the number of widths is odd or too large, or a constant size would be
@@ -239,7 +245,10 @@ def _pad_value(tv: TensorView, value: ScalarLike | None) -> Scalar:
 def pad_tensor(
     tv: TensorView, widths: Sequence[tuple[Scalar, Scalar]], value: Scalar
 ) -> TensorView:
-    """Adds a PadOp with (left, right) per axis, outermost first; a copy if all widths are 0."""
+    """Adds an op that pads `tv` with `value`, and returns the result.
+
+    `widths` has (left, right) per axis, outermost axis first. If all widths are 0, adds a copy.
+    """
     if all(sc.int_value(w) == 0 for pair in widths for w in pair):
         return copy_tensor(tv)
     for axis, pair in zip(axes_of(tv), widths, strict=True):
@@ -259,14 +268,15 @@ def pad_tensor(
 
 
 def _is_zero(value: Scalar) -> bool:
-    """Whether a pad value equals the default; -0.0 does not."""
+    """Whether a pad value is the constant 0, 0.0 or False, the default; -0.0 is another value."""
     return isinstance(value, Const) and repr(value.value) in ("0", "0.0", "False")
 
 
 # ------------------------------------------------------------------ cat
 def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = False) -> TensorView:
-    """Concatenates tensors along axis `dim`. Each is padded to the size of the result, then they
-    are joined.
+    """Concatenates tensors along axis `dim`.
+
+    Each tensor is padded to the size of the result, and then the padded tensors are joined.
 
     - With `manual_padding`, each tensor is already the result of such a pad.
     - A single tensor is copied. Tensors of constant size 0 along `dim` are dropped.
@@ -307,7 +317,10 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
 
 
 def _end_of_padded(piece: TensorView, axis: int) -> Scalar:
-    """Returns the position along `axis` at which the data of a padded tensor ends."""
+    """Returns the position along `axis` at which the data of the padded tensor `piece` ends.
+
+    Raises `UnsupportedError` if `piece` is not the result of a pad.
+    """
     definition = piece.definition()
     if not isinstance(definition, PadOp):
         raise unsupported("cat", f"manual_padding of {piece}, which is not the result of a pad")

@@ -1,7 +1,7 @@
 """The table of public ops, one row each: the source of `fuser.ops` and of its page of operations.
 
 `scripts/document_ops.py` writes the page. The facts of an elementwise op of one node are in
-`fuser.ir.pointwise_table`. Its row in this table is derived from there.
+`fuser.ir.pointwise_table`. The row of such an op is derived from that table.
 """
 
 from __future__ import annotations
@@ -68,16 +68,17 @@ from fuser.support.record import record
 
 @record
 class OpRow:
-    """Facts about one public op.
+    """Facts about one public op: one row of the table of ops.
 
-    - `nodes`: the classes of the nodes that a call adds. Casts and broadcasts of operands are not
-      listed.
+    - `function`: the function that checks the arguments and adds the nodes.
+    - `nodes`: the classes of the nodes that a call adds, without casts and broadcasts of operands.
     - `dtype`: the name of a rule in `fuser.ops.elementwise.DTYPE_RULES`.
     - `shape`: a sentence on the shape of the result.
-    - `sample`: which operands tests draw (`tests.support.op_samples`). "" stands for the class that
-      the row of the pointwise table names.
-    - `takes_scalars`: the op also takes scalars only, and then returns a scalar. Other ops raise an
-      error for that.
+    - `sample`: the kind of operands that tests draw (`tests.support.op_samples`). "" stands for the
+      kind in the pointwise table.
+    - `takes_scalars`: whether all operands may be scalars; the op then returns a scalar. Other ops
+      raise an error for scalars only.
+    - `is_implemented`: False for an op that only raises `UnsupportedError`.
     """
 
     name: str
@@ -112,7 +113,7 @@ def _composite(
     shape: str = _SAME,
     sample: str = "values",
 ) -> OpRow:
-    """Returns the row of an op that takes tensors as well as scalars."""
+    """Returns the row of an op that accepts tensors, or scalars only."""
     return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
 
 

@@ -1,7 +1,7 @@
 """Op functions along one axis: scans, sorting and the largest elements.
 
-They are library ops: torch runs them. Every device needs the whole axis; if it is sharded, it is
-gathered first. An expanded axis counts with all its elements.
+Torch runs these ops; they are not part of kernels. Every device needs the whole axis. A sharded
+axis is therefore gathered first. An expanded axis counts with all its elements.
 """
 
 from __future__ import annotations
@@ -57,13 +57,18 @@ def _check_dtype(
 
 
 def _widened(tv: TensorView) -> TensorView:
-    """Returns floats of one byte as Float, because torch cannot compute with them; others
-    unchanged."""
+    """Returns a tensor of one-byte floats cast to Float, because torch cannot compute with bytes.
+
+    Returns any other tensor unchanged.
+    """
     return cast_tensor(tv, DataType.Float) if tv.dtype() in FLOAT8 else tv
 
 
 def _axes(tv: TensorView) -> list[IterDomain]:
-    """Creates the axes of a result whose elements may all differ: no axis is expanded."""
+    """Creates axes with the sizes of the axes of `tv`; an expanded axis becomes an iteration axis.
+
+    The elements of the result along such an axis may differ.
+    """
     fusion = active_fusion()
     return [fusion.new_axis(a.extent, a.kind) for a in map(unexpanded, axes_of(tv))]
 
@@ -72,7 +77,7 @@ def _axes(tv: TensorView) -> list[IterDomain]:
 def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes the sum of all elements up to each position along axis `dim`, plus `init`.
 
-    Half, BFloat16 and Float8 are added up in Float. Integers keep their dtype, and wrap.
+    Half, BFloat16 and Float8 are added in Float. Integers keep their dtype and wrap on overflow.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -84,7 +89,7 @@ def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes the product of all elements up to each position along axis `dim`, times `init`.
 
-    Dtypes and errors are as for `cumsum`.
+    Dtypes and errors are those of `cumsum`.
     """
     return _scan("mul", arg, dim, init)
 
@@ -92,7 +97,7 @@ def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> Tensor
 def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes the maximum of all elements up to each position along axis `dim`, and of `init`.
 
-    NaN counts as larger than all numbers. Errors are as for `cumsum`; complex operands are a
+    NaN counts as larger than all numbers. Errors are those of `cumsum`. Complex operands raise
     `DtypeError`, too.
     """
     return _scan("max", arg, dim, init)
@@ -101,7 +106,7 @@ def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes the minimum of all elements up to each position along axis `dim`, and of `init`.
 
-    NaN counts as smaller than all numbers. Errors are as for `cumsum`; complex operands are a
+    NaN counts as smaller than all numbers. Errors are those of `cumsum`. Complex operands raise
     `DtypeError`, too.
     """
     return _scan("min", arg, dim, init)
@@ -132,7 +137,10 @@ def _scan(kind: str, arg: TensorView, dim: int, init: ScalarLike | None) -> Tens
 
 
 def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
-    """Returns the initial value of a scan in the dtype of the tensor."""
+    """Returns `init`, the initial value of a scan, in the dtype of `arg`.
+
+    Raises `DtypeError` if `init` is a scalar of another category than `arg`.
+    """
     if not isinstance(init, Scalar):
         return number_in(init, arg.dtype(), name)
     if category(init.dtype) != category(arg.dtype()):
@@ -147,10 +155,9 @@ def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
 def argsort(
     arg: TensorView, dim: int, descending: bool = False, stable: bool = False
 ) -> TensorView:
-    """Returns the indices (Int) that sort the elements along axis `dim`; with `stable`, equal
-    elements keep their order.
+    """Returns the indices (Int) that sort the elements along axis `dim`.
 
-    NaN counts as larger than all numbers.
+    With `stable`, equal elements keep their order. NaN counts as larger than all numbers.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -170,9 +177,9 @@ def argsort(
 def topk(
     arg: TensorView, k: SizeLike, dim: int = -1, largest: bool = True, sorted: bool = False
 ) -> tuple[TensorView, TensorView]:
-    """Returns the `k` largest (or, without `largest`, smallest) elements along axis `dim`, and
-    their indices (Int).
+    """Returns (the `k` largest elements along axis `dim`, the indices (Int) of these elements).
 
+    - If `largest` is False, the `k` smallest elements are selected.
     - The results are always in order, also without `sorted`.
     - NaN counts as larger than all numbers.
     - Of equal elements, any may be selected.

@@ -1,4 +1,4 @@
-"""`OpNotes`: a listener of a recorder, which notes the op of each step of a plan."""
+"""`OpNotes`: records which op each step of a plan carries out."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ Kind = Literal["compute", "communication", "wait", "host"]
 class TracedOp:
     """The op of one step of a plan, in one iteration of its loops.
 
-    `text` is the op's text, `where` its place in the program, and `tensors` the labels of its
-    tensors. `stream` is numbered as in `hostir.analysis.unrolled_program`.
+    - `text`: the op as text.
+    - `where`: the line of the program, with the values of loop indices.
+    - `tensors`: the labels of the op's tensors.
+    - `stream`: the stream's number, as in `hostir.analysis.unrolled_program`.
     """
 
     text: str
@@ -49,7 +51,10 @@ class TracedOp:
 
 
 class OpNotes:
-    """The ops of a recorder's steps: `ops[i]` is that of step i of the plan from `completed`."""
+    """Collects the op of each step that a recorder records.
+
+    `ops[i]` is the op of step `i` of the plan that `completed` returns.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         recorder.listeners.append(self)
@@ -62,7 +67,7 @@ class OpNotes:
         self._moved: dict[int, tuple[str, ...]] = {}
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Notes the op of each recorded step; see `Listener.on_kept`."""
+        """Adds `op` to `ops` once for each of its steps; see `Listener.on_kept`."""
         if isinstance(op, StartCoalescing):
             self._halves_of = []
         is_half = False
@@ -81,7 +86,10 @@ class OpNotes:
             self._streams.capture(op.stream)
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan with allocations as steps, and completes `ops` for all its steps."""
+        """Returns the plan with allocations as steps, and completes `ops` for all steps.
+
+        The steps that no op has made allocate outputs, or copy outputs after the last op.
+        """
         makes = tuple((Action(make.run), None) for make in plan.made.values())
         after = len(plan.steps) - len(self.ops)
         plan = replace(plan, made={}, steps=(*makes, *plan.steps))
@@ -101,11 +109,11 @@ class OpNotes:
         return plan
 
     def values(self) -> dict[Symbol, Number]:
-        """Returns the values of the symbols in this run, without that of the rank."""
+        """Returns the values of the symbols in this run, except the symbol of the rank."""
         return {s: v for s, v in self.frame.values.items() if s is not RANK}
 
     def stream_names(self) -> dict[int, str]:
-        """Returns the names of the ops' streams by number, as the program spells them."""
+        """Returns, by number, the names of streams on which ops run, as in the program's text."""
         numbers = dict.fromkeys(op.stream for op in self.ops if op.kind != "host")
         captured, others = self._streams.captured, self._streams.uncaptured
         return {n: spelled(n, captured, others) for n in sorted(numbers)}
@@ -137,7 +145,8 @@ class OpNotes:
     def _tensors(self, op: Op) -> tuple[str, ...]:
         """Returns the labels of an op's tensors.
 
-        For the end of a group, and for a wait, they are the tensors that were communicated.
+        For the end of a group of transfers, and for a `Wait`, these are the labels of the
+        communicated tensors.
         """
         touched = (v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
         found = tuple(dict.fromkeys(tv.label for tv in touched))

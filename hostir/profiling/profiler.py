@@ -1,8 +1,9 @@
 """Profiles a run: the time of each kernel, library call and communication on this rank.
 
-The run is timed like a trace (`hostir.profiling.tracer`). The plan is recorded, runs once on copies
-of the inputs that it updates, and runs again with timers. The second run is the profiled one: its
-updates are written to the caller's inputs, and torch's generator advances as by one run.
+The run is timed like a trace (`hostir.profiling.tracer`). First a plan is recorded. The plan runs
+once on copies of the inputs that the program updates, and runs again with timers. The profile is of
+the second run. The updates of this run are written to the caller's inputs, and torch's generator
+advances as by one run.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ if TYPE_CHECKING:
 class ProfiledOp:
     """The measured work of one op in one iteration of its loops, on this rank.
 
-    - `group`: the number of a kernel group, None for another op.
-    - `writes`: the numbers of the tensors whose buffers it fills.
-    - `input_bytes`, `output_bytes`: the memory of its tensors, each element once.
-    - `seconds`: the time in which its stream, or the CPU, worked for it. That of a communication
-      includes its Wait.
+    - `group`: the number of the kernel group that the op launches; None if it launches no kernel.
+    - `writes`: the numbers of the tensors whose buffers the op fills.
+    - `launch`: the launch of the kernel, if any.
+    - `input_bytes`, `output_bytes`: the memory of the op's tensors, each element once.
+    - `seconds`: the time in which the op's stream, or the CPU, worked for the op. The time of a
+      communication includes the time of its Wait.
     - `activities`: the device's names of the kernels and copies, if known.
     """
 
@@ -68,10 +70,11 @@ class ProfiledOp:
 
 @dataclass(frozen=True)
 class Profiled:
-    """One profiled run on this rank: its work in the order of the program, and its results.
+    """One profiled run on this rank.
 
+    - `work`: the measured work of each op, in the order of the program.
     - `wall`: seconds of the host's clock from before the first step until the device was done.
-    - `host`: seconds until the host had issued all steps.
+    - `host`: seconds from before the first step until the host had issued all steps.
     - `source`: the origin of the times of work, such as CUDA events.
     """
 
@@ -92,9 +95,10 @@ def take_profile(
     inputs: Sequence[Argument],
     has_cupti: bool,
 ) -> Profiled:
-    """Runs a program on these inputs, on all its ranks together, and returns its profile.
+    """Runs the evaluator's program on these inputs and returns the profile of the run.
 
-    `has_cupti`: whether CUPTI may be used. Raises the errors of `FusionDefinition.trace`.
+    All ranks `team` of the program call this function together. `has_cupti` is whether CUPTI may be
+    used to time the work. Raises the errors of `FusionDefinition.trace`.
     """
     ranks = Together(communicator, team)
 
@@ -128,7 +132,10 @@ def profile_call(
 ) -> Profiled:
     """Profiles one kernel outside a program.
 
-    `run` launches it on `tensors`, its inputs and its outputs. It is called several times.
+    - `launch`, `name`: the launch of the kernel, if known, and the name in the profile.
+    - `tensors`: (inputs, outputs) of the kernel.
+    - `run`: launches the kernel on these tensors; it is called several times.
+    - `has_cupti`: whether CUPTI may be used to time the work.
     """
     given, outputs = tensors
     sizes = sum(map(nbytes_of, given)), sum(map(nbytes_of, outputs))
@@ -186,7 +193,11 @@ def _profiled(
 def _timed(
     work: Mapping[int, ProfiledOp], waits: Mapping[int, int], run: Round
 ) -> list[ProfiledOp]:
-    """Adds the times of a run to its work; the time of a Wait counts for its communication."""
+    """Returns `work` with the times that were measured in `run`, in the order of steps.
+
+    `waits` has, for the step of each Wait, the step of the communication. The time of a Wait counts
+    for the communication.
+    """
     spans: dict[int, list[tuple[float, float]]] = {}
     names: dict[int, dict[str, None]] = {}
     for t in run.work:
@@ -206,7 +217,7 @@ def _timed(
 
 # ------------------------------------------------------------------ sizes
 def nbytes_of(value: object) -> int:
-    """Returns the bytes of a tensor, with repeated elements counted once; 0 for a number."""
+    """Returns the bytes of a tensor; an axis of stride 0 counts as one element. 0 for a number."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return 0
     count = 1
@@ -216,7 +227,7 @@ def nbytes_of(value: object) -> int:
 
 
 class SizeNotes:
-    """A listener of a recorder that notes the bytes which each step reads and writes."""
+    """Collects, for each step that a recorder records, the op and the bytes read and written."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._ops = OpNotes(recorder)
@@ -225,7 +236,8 @@ class SizeNotes:
         # By the number of the step, as the steps are recorded.
         self._moves: dict[int, tuple[Op, tuple[int, ...], int, int]] = {}
         self._group_halves: list[P2PCommunication] | None = None
-        # The step that starts a communication, by its number; the step of a Wait -> that one.
+        # The number of a communication -> the step that starts it; the step of a Wait -> the step
+        # that starts the communication.
         self._starts: dict[int, int] = {}
         self._wait_for: dict[int, int] = {}
         # The number of recorded steps, and the number of allocations before them.
@@ -233,11 +245,11 @@ class SizeNotes:
 
     @property
     def ops(self) -> list[TracedOp]:
-        """The op of each step; see `OpNotes.ops`."""
+        """The op of each step of the plan that `completed` returns."""
         return self._ops.ops
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Notes the sizes of an op's tensors while these exist."""
+        """Records the sizes of the op's tensors, which exist now but not after the run."""
         self._recorded += len(steps)
         if isinstance(op, StartCoalescing):
             self._group_halves = []
@@ -278,13 +290,13 @@ class SizeNotes:
         return nbytes_of(self._frame.tensors.get(tv)) if self._frame.is_mine(tv) else 0
 
     def completed(self, plan: Plan) -> Plan:
-        """Completes the notes for all steps of the plan; call it before `work`."""
+        """Returns the plan with allocations as steps; must be called before `work` and `waits`."""
         self._plan = made = self._ops.completed(plan)
         self._made_before = len(made.steps) - len(plan.steps)
         return made
 
     def work(self) -> dict[int, ProfiledOp]:
-        """Returns the work of the plan, by the numbers of its steps, without times."""
+        """Returns, by step number, the work of each step that works on a stream, without times."""
         made: dict[int, ProfiledOp] = {}
         for number, ((step, _), op) in enumerate(zip(self._plan.steps, self.ops, strict=True)):
             if op.kind in ("host", "wait"):
@@ -296,13 +308,13 @@ class SizeNotes:
         return made
 
     def waits(self) -> dict[int, int]:
-        """Returns, for the step of each Wait, the step that started its communication."""
+        """Returns, for the step number of each Wait, the step that starts the communication."""
         before = self._made_before
         return {at + before: of + before for at, of in self._wait_for.items()}
 
 
 def _launch_in(step: Step) -> KernelLaunch | None:
-    """Returns the kernel launch of a step; None for a step without one."""
+    """Returns the kernel launch that a step makes; None if the step launches no kernel."""
     if isinstance(step, Both):
         return _launch_in(step.first) or _launch_in(step.second)
     return step.kernel if isinstance(step, LaunchStep) else None

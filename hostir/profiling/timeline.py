@@ -1,4 +1,4 @@
-"""`Trace`: the measured timeline of one run on every rank, its sums, and its file format."""
+"""`Trace`: the measured timeline of a run on every rank, sums of its times, and the file format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hostir.profiling.op_recorder import TracedOp
 from hostir.profiling.timers import Round, Timed
 
 _WAITS = "the host waits until the device has done all of it"
-# The name of the device without a GPU.
+# The name of the device in a trace without a GPU.
 CPU = "the CPU"
 # The most ranks in a summary; the file has all of them.
 _SHOWN_RANKS = 8
@@ -45,10 +45,13 @@ _CATEGORY = {"communication": "communication", "wait": "communication"}
 
 @dataclass(frozen=True)
 class Slice:
-    """A piece of work of the last run.
+    """A piece of work in the last traced run.
 
-    `op` is an index into `RankTrace.ops`. The work ran on the host (`on_host`) or on the op's
-    stream. Times are in seconds since the run began on its rank.
+    - `op`: an index into `RankTrace.ops`.
+    - `begin`, `end`: seconds since the run began on this rank.
+    - `on_host`: whether the work ran on the host; otherwise on the op's stream.
+    - `activity`: the device's name of the kernel or copy; "" if unknown.
+    - `queue`: the device's name of the stream; "" if unknown.
     """
 
     op: int
@@ -63,10 +66,10 @@ class Slice:
 class RunTimes:
     """The times of one run on one rank, in seconds.
 
-    - `host`: until the host had issued all steps.
-    - `wall`: until the device had done all work.
-    - `busy`: how the wall time is divided; `busy.compute + busy.exposed + busy.idle == wall`.
-    - `streams`: the same for each stream.
+    - `host`: the time from the begin of the run until the host had issued all steps.
+    - `wall`: the time from the begin of the run until the device had done all work.
+    - `busy`: the parts of the wall time: `busy.compute + busy.exposed + busy.idle == wall`.
+    - `streams`: the parts of the wall time for each stream.
     """
 
     host: float
@@ -79,11 +82,13 @@ class RunTimes:
 class RankTrace:
     """The measurements of one rank.
 
-    - `runs`: the times of the traced runs; `slices`: the work of the last one.
+    - `source`: the origin of the times, such as CUDA events.
+    - `ops`: the op of each step; `streams`: the names of streams by number.
+    - `runs`: the times of the traced runs; `slices`: the work of the last traced run.
     - `began`: the begin of the last run, by the clock of the program's first rank.
     - `plain`: (wall, host) seconds of runs of the same plan without timers.
     - `usual`: (wall, host) seconds of ordinary runs, by the CUDA graphs that `graphs` describes.
-    - `skew_s`: bounds the difference between the device's clock and the host's.
+    - `skew_s`: an upper bound, in seconds, on how far the device's clock differs from the host's.
     - `doubts`: remarks about uncertain measurements.
     """
 
@@ -102,7 +107,7 @@ class RankTrace:
     doubts: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a dict of lists, texts and numbers for JSON; see `rank_from_dict`."""
+        """Returns a dict of lists, texts and numbers for JSON; `rank_from_dict` reads the dict."""
         return {**asdict(self), "streams": list(self.streams.items())}
 
 
@@ -131,7 +136,11 @@ def _run_from_dict(d: dict[str, Any]) -> RunTimes:
 
 # ------------------------------------------------------------------ the sums of a rank
 def run_times(run: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -> RunTimes:
-    """Returns the sums of one run; work before its begin or after its end does not count."""
+    """Returns the times of one run on this rank, for the whole run and for each stream.
+
+    Work before the begin or after the end of the run does not count. `ops` has the op of each step,
+    and `streams` the names of streams by number.
+    """
     wall = run.end - run.begin
     pieces: dict[int, list[tuple[float, float, bool]]] = {}
     for t in run.work:
@@ -149,7 +158,7 @@ def run_times(run: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -
 
 
 def slices_of(run: Round) -> tuple[Slice, ...]:
-    """Returns all pieces of work of a run, in the order of their begin."""
+    """Returns all pieces of work of a run, on the host and on streams, sorted by the begin."""
 
     def made(t: Timed, *, on_host: bool) -> Slice:
         begin, end = t.begin - run.begin, t.end - run.begin
@@ -163,11 +172,11 @@ def slices_of(run: Round) -> tuple[Slice, ...]:
 # ------------------------------------------------------------------ the result
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A measured trace: the timeline of the last of several runs, and the sums of one of them.
+    """A measured trace: the timeline of the last of several runs, and the sums of one run.
 
-    `FusionDefinition.trace` and `HostIrEvaluator.trace` return it on every rank of the program.
-    `run` is the index of the run of median length, by the slowest rank. All sums are those of this
-    run, so that they add up. On each rank, and for each run:
+    `FusionDefinition.trace` and `HostIrEvaluator.trace` return a trace on each rank of the program.
+    `run` is the index of the run of median length, by the slowest rank. All sums are of this one
+    run, so that the parts add up to the whole. On each rank, and for each run:
 
     wall            from before the first step until the device has done all work, by the host's
                     clock. Earlier work (checks of inputs, the ranks' agreement) does not count.
@@ -206,7 +215,7 @@ class Trace:
 
     @cached_property
     def run(self) -> int:
-        """The index of the run whose sums are reported: that of median length."""
+        """The index of the run whose sums are reported: the run of median wall time."""
         walls = [max(r.runs[i].wall for r in self.ranks) for i in range(self.repeat)]
         return sorted(range(self.repeat), key=walls.__getitem__)[(self.repeat - 1) // 2]
 
@@ -217,12 +226,12 @@ class Trace:
 
     @property
     def source(self) -> str:
-        """The sources of the devices' times, as text."""
+        """The sources of the times, such as CUDA events, on all ranks, as text."""
         return " and ".join(dict.fromkeys(r.source for r in self.ranks))
 
     @property
     def clocks(self) -> str:
-        """How well the clocks of ranks, and of their devices, agree, as text."""
+        """A text about how far the clocks of ranks and of their devices may differ."""
         skew = max(r.skew_s for r in self.ranks)
         device = f"; times of devices may be {_ms(skew)} from their hosts'" if skew else ""
         return f"{self.rank_clocks}{device}"
@@ -304,7 +313,7 @@ class Trace:
             raise InputError(f"trace: {show(path)} cannot be written: {error}") from error
 
     def to_json(self, *, predicted: bool = True) -> str:
-        """Returns the text that `save` writes."""
+        """Returns the JSON text that `save` writes; `predicted` is as in `save`."""
         first = min(r.began for r in self.ranks)
         events = [event for r in self.ranks for event in _events(r, r.began - first)]
         notes: dict[str, Any] = {
@@ -324,7 +333,7 @@ class Trace:
         return file_text(events, notes)
 
     def summary(self) -> str:
-        """Returns the sums of all ranks as text."""
+        """Returns the measured times of all ranks, and the predicted times if any, as text."""
         device = ", ".join(dict.fromkeys(r.device for r in self.ranks))
         times = f"{self.repeat} run{'s' if self.repeat > 1 else ''}"
         lines = [
@@ -378,7 +387,10 @@ def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 # ------------------------------------------------------------------ the file
 def _events(r: RankTrace, shift: float) -> list[Event]:
-    """Returns a rank's events; its last run began `shift` seconds after the earliest rank's."""
+    """Returns the events of the file for one rank.
+
+    The last run of this rank began `shift` seconds after the last run of the earliest rank.
+    """
     tracks = {_HOST: "host", **{stream_track(n): name for n, name in r.streams.items()}}
     events = titles(r.rank, f"rank {r.rank}", tracks, place=2 * r.rank)
     for s in r.slices:
@@ -439,26 +451,30 @@ _FIRST_PREDICTED = 1_000_000
 
 
 def trace_text(program: HostIrContainer, made: SimulatedSchedule) -> str:
-    """Returns the JSON of a file with only the predicted timeline."""
+    """Returns the JSON text of a file with only the predicted timeline of `program`."""
     notes = {"machine": made.machine.name, "from": "the cost model; nothing was run"}
     return file_text(predicted_events(program, made), notes)
 
 
 def file_text(events: Sequence[Event], notes: Mapping[str, object]) -> str:
-    """Returns the JSON of a timeline file; the format has times in microseconds."""
+    """Returns the JSON text of a timeline file; `notes` are further facts about the timeline.
+
+    The times of `events` are in microseconds.
+    """
     found = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes}
     return json.dumps(found)
 
 
 def stream_track(stream: int) -> int:
-    """Returns the track of a stream with its number in `hostir.analysis.unrolled_program`."""
+    """Returns the track in the file for a stream number of `hostir.analysis.unrolled_program`."""
     return stream + _FIRST_STREAM
 
 
 def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -> list[Event]:
-    """Returns the events that name a process and its tracks.
+    """Returns the events that give a process the name `title`, and names to its tracks.
 
-    Processes are drawn in the order of `place`, and tracks in the order of their numbers.
+    A process is a rank. Processes are drawn in the order of `place`, and the tracks of a process in
+    the order of their numbers.
     """
 
     def note(kind: str, track: int, args: dict[str, object]) -> Event:
@@ -478,9 +494,10 @@ def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -
 def predicted_events(
     program: HostIrContainer, made: SimulatedSchedule, *, beside: bool = False
 ) -> list[Event]:
-    """Returns the events of a simulated schedule.
+    """Returns the events of a simulated schedule of `program`.
 
-    `beside` is True if the file also has a measured run: processes then have other numbers.
+    `beside` is whether the file also has a measured run. The predicted ranks then get other process
+    numbers than the measured ranks.
     """
     lines = line_numbers(program)
     events: list[Event] = []
@@ -501,7 +518,10 @@ def predicted_events(
 
 
 def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
-    """Returns the events of a piece of work on the stream and the links of one class of ranks."""
+    """Returns the events of a piece of work: one on its stream, and one on each link that it uses.
+
+    `number` is the number of a class of ranks with equal work. `lines` has line numbers of ops.
+    """
     site = work.item.site
     args = {
         "where": site.place(lines),

@@ -1,6 +1,6 @@
-"""Timers for the steps of a plan: a watch wraps each step and notes when its work runs.
+"""Timers for the steps of a plan. A *watch* wraps each step and records when its work runs.
 
-There is one watch for each source of times:
+There is one class of watches for each source of times:
 
     HostWatch   CPU     the host's clock around each op
     EventWatch  CUDA    events before and after each op, on its stream
@@ -35,10 +35,11 @@ _RANGE = "hostir step "
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of a step on the host, or of its work on a device, in seconds of `clock`.
+    """The time of a step on the host, or of the step's work on a device, in seconds of `clock`.
 
-    `activity` is the name of the kernel or copy, and `queue` the device's own name of the stream;
-    both are "" if unknown.
+    - `step`: the number of the step.
+    - `activity`: the name of the kernel or copy; "" if unknown.
+    - `queue`: the device's own name of the stream; "" if unknown.
     """
 
     step: int
@@ -50,10 +51,10 @@ class Timed:
 
 @dataclass
 class Round:
-    """One traced run, in seconds of `clock`.
+    """The times of one traced run, in seconds of `clock`.
 
-    It began at `begin`, the host had issued all steps at `issued`, and all work was done at `end`.
-    `host` has the times of steps on the host, and `work` those of work on streams.
+    The run began at `begin`, the host had issued all steps at `issued`, and all work was done at
+    `end`. `host` has the times of steps on the host, and `work` the times of work on streams.
     """
 
     begin: float = 0.0
@@ -75,10 +76,11 @@ class _WatchedStep:
 
 
 class HostWatch:
-    """Times each op by the host's clock: work on a CPU is done when the call returns.
+    """Times each op by the host's clock, because work on a CPU is done when the call returns.
 
-    `rounds` are complete after `stop`. `doubts` has remarks about uncertain times. `skew_s` bounds
-    the difference between the clock of work and the host's, in seconds.
+    - `rounds`: the times of each run, complete after `stop`.
+    - `doubts`: remarks about uncertain times.
+    - `skew_s`: an upper bound, in seconds, on how far the clock of work differs from the host's.
     """
 
     source = "the host's clock around each op"
@@ -91,12 +93,12 @@ class HostWatch:
         self._notes: list[Timed] = []
 
     def wrapped(self, plan: Plan) -> Plan:
-        """Returns the plan with each step wrapped by this watch."""
+        """Returns the plan with each step wrapped, so that the step is timed in each run."""
         steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
         return replace(plan, steps=tuple(steps))
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs a step and notes its time; `number` is that of the step."""
+        """Returns a function that runs `closure`, the step `number`, and records its time."""
         note = self._note
 
         def timed(slots: Slots) -> None:
@@ -110,30 +112,39 @@ class HostWatch:
         self._notes.append(Timed(number, begin, end))
 
     def start(self) -> None:
-        """Starts the source of times; raises `ExecutionError` if it is not available."""
+        """Does nothing, because the host's clock always runs.
+
+        A subclass starts its source of times, and raises `ExecutionError` if there is none.
+        """
 
     def begin_round(self) -> None:
-        """Prepares for a run; the device is idle."""
+        """Drops the times of the last run; called before a run, while the device is idle."""
         self._notes = []
 
     def end_round(self, begin: float, issued: float, end: float) -> None:
-        """Keeps the times of a run that is complete, also on the device."""
+        """Adds the times of a run to `rounds`; called when all work of the run is done.
+
+        The run began at `begin`, was issued at `issued` and was done at `end`.
+        """
         self.rounds.append(Round(begin, issued, end, self._notes))
 
     def abandon(self) -> None:
-        """Stops the source of times after an error on this or another rank."""
+        """Does nothing; a subclass stops its source of times after an error on some rank."""
 
     def stop(self) -> None:
-        """Completes `rounds`; raises `ExecutionError` if times are missing."""
+        """Completes `rounds`: the time of work on a CPU is the host's time for the step.
+
+        A subclass raises `ExecutionError` if its source of times lacks some times.
+        """
         for run in self.rounds:
             run.work = [t for t in run.host if self.ops[t.step].kind != "host"]
 
 
 class EventWatch(HostWatch):
-    """Times each op with work for a stream by CUDA events before and after it.
+    """Times each op that works on a stream, by CUDA events before and after the op.
 
-    The time of an op includes two kinds of waiting after its first event. One is a wait on the
-    device; the other is the host's time until the launch, if the stream is idle.
+    The time of an op includes two kinds of waiting after the first event. One is a wait on the
+    device. The other is the host's time until the launch, if the stream is idle.
     """
 
     source = "CUDA events around each op"
@@ -149,7 +160,10 @@ class EventWatch(HostWatch):
         return torch.cuda.Event(enable_timing=True)
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that records events around a step with work for a stream."""
+        """Returns a function that runs `closure`, the step `number`, between two CUDA events.
+
+        A step without work on a stream is timed by the host's clock.
+        """
         if self.ops[number].kind not in ("compute", "communication"):
             return super().around(number, closure)
         note, make = self._note, self._event
@@ -166,7 +180,7 @@ class EventWatch(HostWatch):
         return timed
 
     def begin_round(self) -> None:
-        """Records a base event, and the host's time at which the device reaches it."""
+        """Records a base event, and the host's time at which the device reaches the event."""
         super().begin_round()
         self._events = []
         self._base = self._event()
@@ -178,7 +192,7 @@ class EventWatch(HostWatch):
         self.skew_s = max(self.skew_s, (after - before) / 2)
 
     def end_round(self, begin: float, issued: float, end: float) -> None:
-        """Converts the times of events, relative to the base event, to the host's clock."""
+        """Adds the times of a run to `rounds`; converts the times of events to the host's clock."""
         super().end_round(begin, issued, end)
         at, base = self._base_at, self._base
         self.rounds[-1].work = [
@@ -187,7 +201,7 @@ class EventWatch(HostWatch):
         ]
 
     def stop(self) -> None:
-        """Does nothing: `end_round` has the times already."""
+        """Does nothing, because `end_round` has already completed the times."""
 
 
 class CuptiWatch(HostWatch):
@@ -204,7 +218,7 @@ class CuptiWatch(HostWatch):
         self._profile: Any = None
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs a step in a range of the profiler."""
+        """Returns a function that runs `closure`, the step `number`, in a range of the profiler."""
         name, note = f"{_RANGE}{number}", self._note
         make: Callable[[str], AbstractContextManager[object]] = range_named
 
@@ -228,13 +242,16 @@ class CuptiWatch(HostWatch):
         self._profile = made
 
     def abandon(self) -> None:
-        """Stops torch.profiler, if it runs."""
+        """Stops torch.profiler, if it is running, and drops its result."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None
 
     def stop(self) -> None:
-        """Stops torch.profiler and reads its export; raises `ExecutionError` as `take` does."""
+        """Stops torch.profiler and reads the times from its export.
+
+        Raises `ExecutionError` if the export fails or lacks times.
+        """
         made = self._profile
         try:
             self.abandon()
@@ -247,9 +264,10 @@ class CuptiWatch(HostWatch):
         self.take(text)
 
     def take(self, text: str) -> None:
-        """Reads the export of torch.profiler into `rounds`.
+        """Adds the times in `text`, an export of torch.profiler, to `rounds`.
 
-        Raises `ExecutionError` if a step is missing, or all work of the device.
+        Raises `ExecutionError` if a step is missing in the export, or if the export has no work of
+        the device.
         """
         found = read_profile(text, _RANGE)
         notes = [t for run in self.rounds for t in run.host]
@@ -259,7 +277,7 @@ class CuptiWatch(HostWatch):
             )
         if any(op.kind == "compute" for op in self.ops) and not found.activities:
             raise ExecutionError("CUPTI has recorded no work of the device")
-        # The profile has another clock. A range begins just after the time noted for its step.
+        # The profile has another clock. A range begins just after the recorded time of its step.
         shifts = sorted(t.begin - r.begin for t, r in zip(notes, found.ranges, strict=True))
         shift = shifts[len(shifts) // 2] if shifts else 0.0
         ends = len(shifts) // 20
@@ -276,7 +294,12 @@ class CuptiWatch(HostWatch):
         self._doubt(strangers, shift, found.doubtful)
 
     def _doubt(self, strangers: Sequence[Activity], shift: float, doubtful: int) -> None:
-        """Adds doubts about activities that ran during a run and belong to no step for sure."""
+        """Adds remarks about activities that may belong to another step, or to no step.
+
+        - `strangers`: the activities that were launched in no range.
+        - `shift`: the seconds to add to the profile's clock to get the host's clock.
+        - `doubtful`: the number of activities whose two references lead to different ranges.
+        """
         lost = [
             a
             for a in strangers
@@ -317,9 +340,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel, copy or fill on a device.
+    """A kernel, copy or fill on a device, in seconds of the profile's clock.
 
-    `range` is the index of the range that launched it; None if no range did.
+    `queue` is the device's name of the stream. `range` is the index of the range in which the
+    activity was launched; None if it was launched outside all ranges.
     """
 
     name: str
@@ -331,7 +355,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Profile:
-    """The ranges and activities of a profile, in the order of their begin.
+    """The ranges and the activities of a profile, each sorted by the time of the begin.
 
     `doubtful` is the number of activities whose two references lead to different ranges.
     """
@@ -397,6 +421,6 @@ def _read(events: Sequence[dict[str, Any]], prefix: str) -> Profile:
 
 
 def _interval(event: dict[str, Any]) -> tuple[float, float]:
-    """Returns the (begin, end) of an event in seconds; the file has microseconds."""
+    """Returns (begin, end) of an event in seconds; the file has times in microseconds."""
     begin = float(event["ts"])
     return begin * 1e-6, (begin + float(event.get("dur", 0.0))) * 1e-6

@@ -1,9 +1,9 @@
 """Takes a trace: runs a program several times on the same inputs, with timers, on all ranks.
 
-1  All ranks check their inputs and compile. An error on one rank is raised on all.
+1  All ranks check their inputs and compile. An error on one rank is raised on all ranks.
 2  One run, op by op, records a plan. Runs to warm up follow.
-3  Runs without timers: of that plan, and ordinary runs by CUDA graphs.
-4  Runs with timers. Each begins after a barrier, with an idle device.
+3  Runs without timers: runs of the recorded plan, and ordinary runs by CUDA graphs.
+4  Runs with timers. Each run begins after a barrier, with an idle device.
 5  The ranks exchange their measurements, and the first rank writes the file.
 """
 
@@ -60,7 +60,8 @@ _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
 class HostIrEvaluator(ProgramEvaluator):
     """Runs one host program on one rank, and traces runs; each rank has its own evaluator.
 
-    - `communicator` defaults to this process's. Only programs with a mesh need one.
+    - `communicator` defaults to the communicator of this process. Only programs with a mesh need a
+      communicator.
     - `device` defaults to the device of the first tensor input.
     - `settings` default to those of the environment variables.
     - `make_runner` makes the executor of a kernel group.
@@ -96,7 +97,10 @@ def take_trace(
     inputs: Sequence[Argument],
     asked: Asked,
 ) -> Trace:
-    """Returns the trace of a program on these inputs; see `HostIrEvaluator.trace`."""
+    """Returns the trace of the evaluator's program on these inputs; see `HostIrEvaluator.trace`.
+
+    All ranks `team` of the program call this function together. `asked` has the user's arguments.
+    """
     ranks = Together(communicator, team)
 
     def prepare() -> tuple[list[Argument], Path | None, Machine | None]:
@@ -140,10 +144,11 @@ def take_trace(
 class Asked:
     """The arguments of a trace.
 
-    - `path`: the file to write, if any.
+    - `path`: the file to write; None to write no file.
     - `warm_up`, `repeat`: the numbers of runs to warm up and of traced runs.
-    - `source`: the source of device times.
-    - `predicted`: the machine model for a predicted timeline in the same file, if any.
+    - `source`: the source of the device's times.
+    - `predicted`: the name of the machine model for a predicted timeline in the same file; None for
+      no prediction.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -154,15 +159,16 @@ class Asked:
 
     @property
     def line(self) -> str:
-        """The text about these arguments in a run signature: it must be equal on all ranks."""
+        """A text of the arguments that must be equal on all ranks, for the run signature."""
         names = "warm_up", "repeat", "source"
         runs = ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
         return f"// traced: {runs}"
 
     def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
-        """Checks the arguments; returns the file that this rank writes, if any, and the machine.
+        """Checks the arguments; returns (file that this rank writes, machine model), each or None.
 
-        Raises `InputError` or `ArgumentError` for an invalid argument.
+        `is_written` is whether this rank writes the file. Raises `InputError` or `ArgumentError`
+        for an invalid argument.
         """
         for name, least in (("warm_up", 0), ("repeat", 1)):
             count: int = require("trace", name, getattr(self, name), int)
@@ -174,7 +180,7 @@ class Asked:
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:
-    """Returns the file that this rank writes; None if it writes none.
+    """Returns the file that this rank writes; None if `path` is None or another rank writes.
 
     Raises `InputError` for a path that cannot be written, before anything runs.
     """
@@ -196,9 +202,10 @@ def _path(path: object, *, is_written: bool) -> Path | None:
 def ways_to_time(
     device: torch.device, source: object, communicator: Communicator | None
 ) -> list[Callable[[Sequence[Any]], HostWatch]]:
-    """Returns the constructors of watches for a device and a source of times, the best first.
+    """Returns functions that make watches (`HostWatch`) for a device, in the order to try them.
 
-    Raises `InputError` or `UnsupportedError` for a source that the device does not have.
+    `source` is the user's choice of the source of times. Raises `InputError` or `UnsupportedError`
+    for a source that the device does not have.
     """
     known = _SOURCES.get(device.type, ("auto", "host"))
     if not isinstance(source, str) or source not in known:
@@ -226,9 +233,10 @@ def watched_as_agreed(
     inputs: Sequence[Argument],
     asked: object,
 ) -> T:
-    """Calls `take_trace` or `take_profile` once the ranks have agreed, and returns its result.
+    """Calls `take`, which is `take_trace` or `take_profile`, and returns its result.
 
-    Raises `UnsupportedError` if the evaluator has a `late_stream`.
+    Called after the ranks have agreed on the run. `asked` is the last argument of `take`. Raises
+    `UnsupportedError` if the evaluator has a `late_stream`.
     """
     if evaluator.late_stream is not None:
         raise UnsupportedError(
@@ -241,10 +249,10 @@ def watched_as_agreed(
 def recorded(
     evaluator: ProgramEvaluator, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
 ) -> tuple[T, Plan]:
-    """Runs once, op by op, and records a plan.
+    """Runs the program once, op by op, and records a plan; returns (listener, plan).
 
-    `listen` makes a listener of the recorder. Returns the listener and the plan, which is in no
-    cache.
+    `listen` makes the listener, which the recorder notifies of each step. The plan is not added to
+    the evaluator's cache.
     """
     evaluator.begin_run()
     with torch.no_grad():
@@ -259,18 +267,19 @@ def recorded(
 
 
 class Notes(Protocol):
-    """Notes about the steps of a recorder."""
+    """Data about the steps that a recorder has recorded, such as the op of each step."""
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan for which the notes have an entry per step."""
+        """Returns `plan` with further steps, so that there is one entry of data per step."""
         ...
 
 
 class Runs(Generic[N]):
-    """Repeats runs on the same inputs, all with the same initial state.
+    """Repeats runs on the inputs `given`; every run begins with the same values.
 
     Runs update copies of the inputs. Before each run, the copies get their initial values, and
-    torch's generator its initial state. `listen` makes the notes about the plan's steps.
+    torch's generator gets its initial state. `listen` makes `notes`, the data about the plan's
+    steps.
     """
 
     def __init__(
@@ -311,7 +320,10 @@ class Runs(Generic[N]):
                 copy.copy_(value)
 
     def keep(self, given: Sequence[Argument]) -> list[torch.Tensor]:
-        """Makes the last run the caller's: copies updates to the inputs and returns the outputs."""
+        """Makes the last run visible to the caller.
+
+        Copies the updates of the last run into the inputs `given`, and returns the outputs.
+        """
         own: dict[int, torch.Tensor] = {}
         for copy, value in self._restored:
             value.copy_(copy)
@@ -325,7 +337,7 @@ class Runs(Generic[N]):
             torch.cuda.synchronize(self.plan.device)
 
     def bound(self, plan: Plan) -> Callable[[], None]:
-        """Binds a plan to new memory and the current stream; returns a function that runs it."""
+        """Binds `plan` to new memory and the current stream; returns the function that runs it."""
         found = plan.bind(plan.memory(plan.nbytes), Arena(plan.device, plan.current_stream()))
         streams = plan.streams
 
@@ -350,7 +362,11 @@ class Runs(Generic[N]):
     def timed(
         self, run: Callable[[], None], begin_round: Callable[[], None] | None = None
     ) -> tuple[float, float, float]:
-        """Runs once, on all ranks together; returns the times of its begin, issue and end."""
+        """Calls `run` once, on all ranks together; returns the times (begin, issued, end).
+
+        `begin_round` is called before the run, while the device is idle. The host has issued all
+        steps at `issued`, and the device is done at `end`.
+        """
         self.outputs = []
         self._restore()
         self.ranks.begin_run()
@@ -365,14 +381,20 @@ class Runs(Generic[N]):
         return begin, issued, clock()
 
     def plain(self, warm_up: int, repeat: int) -> Times:
-        """Returns (wall, host) seconds of `repeat` runs without timers, after runs to warm up."""
+        """Returns (wall, host) seconds of `repeat` runs of the plan without timers.
+
+        `warm_up` runs precede these runs.
+        """
         run = self.bound(self.plan)
         for _ in range(warm_up):
             self.timed(run)
         return tuple(_wall_and_host(*self.timed(run)) for _ in range(repeat))
 
     def usual(self, warm_up: int, repeat: int) -> tuple[Times, tuple[str, ...]]:
-        """Returns (wall, host) seconds of ordinary runs, and lines about their CUDA graphs."""
+        """Returns (wall, host) seconds of `repeat` ordinary runs, and lines about CUDA graphs.
+
+        At least `warm_up` runs precede these runs, and enough to capture a CUDA graph.
+        """
         evaluator, inputs = self._evaluator, self._inputs
         entry = evaluator.new_entry(inputs)
         places: list[tuple[int, ...] | None] = [None]
@@ -400,10 +422,10 @@ def watched(
     ways: Sequence[Callable[[Sequence[Any]], HostWatch]],
     rounds: Callable[[HostWatch], None],
 ) -> tuple[HostWatch, list[str]]:
-    """Times `rounds` by the first watch of `ways` that works on all ranks.
+    """Times the runs that `rounds` makes, by the first kind of watch that works on all ranks.
 
-    Returns that watch, and the reasons why earlier ones failed. Raises `ExecutionError` if none
-    works.
+    `ways` has the functions that make watches, and `ops` the op of each step. Returns the watch,
+    and the reasons why earlier kinds failed. Raises `ExecutionError` if no kind works.
     """
     whys: list[str] = []
     for make in ways:
@@ -425,7 +447,10 @@ def watched(
 
 
 def _refusal(ranks: Together, step: Callable[[], None]) -> str:
-    """Returns why a method of a watch failed on some rank; "" if it failed on none."""
+    """Calls `step`, a method of a watch, on all ranks; returns why the method failed on some rank.
+
+    Returns "" if the method failed on no rank.
+    """
     why = ""
     try:
         step()
@@ -436,7 +461,10 @@ def _refusal(ranks: Together, step: Callable[[], None]) -> str:
 
 
 def rounds_of(runs: Runs[N], watch: HostWatch, repeat: int) -> None:
-    """Runs a plan `repeat` times, after one run in which the watch makes its own objects."""
+    """Runs the plan of `runs` with timers, `repeat` times.
+
+    One more run precedes these runs, in which the watch makes its own objects.
+    """
     run = runs.bound(watch.wrapped(runs.plan))
     for _ in range(1 + repeat):
         watch.end_round(*runs.timed(run, watch.begin_round))
@@ -449,7 +477,12 @@ def _measured(
     whys: Sequence[str],
     **unwatched: Any,
 ) -> RankTrace:
-    """Returns the measurements of this rank, with doubts about uncertain ones."""
+    """Returns the measurements of this rank, with remarks about uncertain measurements.
+
+    - `shift`: the seconds to add to this rank's clock to get the clock of the first rank.
+    - `whys`: the reasons why other watches failed.
+    - `unwatched`: the times of runs without timers, by field of `RankTrace`.
+    """
     device, ops, rounds = runs.plan.device, runs.notes.ops, watch.rounds[1:]
     streams, last = runs.notes.stream_names(), rounds[-1]
     doubts = [*whys, *watch.doubts]
@@ -494,7 +527,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Together:
-    """The collective actions of a program's ranks; a rank outside of the program acts alone."""
+    """Actions that all ranks `team` of a program do together, such as a barrier.
+
+    A rank that is not in `team`, or that is alone in `team`, does not communicate.
+    """
 
     def __init__(self, communicator: Communicator | None, team: Team) -> None:
         self._communicator = communicator
@@ -504,9 +540,10 @@ class Together:
         self.is_first = self.rank == self._team[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Does `work` on all ranks and returns this rank's result once all have succeeded.
+        """Calls `work` on all ranks; returns this rank's result once all ranks have succeeded.
 
-        Raises this rank's error, or `PeerError` with another rank's. `work` must not communicate.
+        Raises this rank's error, or `PeerError` with the error of another rank. `work` must not
+        communicate.
         """
         try:
             result = work()
@@ -517,27 +554,31 @@ class Together:
         return result
 
     def barrier(self, error: Exception | None = None) -> None:
-        """Waits for all ranks; raises `PeerError` on the others if this one passes an error."""
+        """Waits for all ranks; if one passes an `error`, raises `PeerError` on the other ranks."""
         if self._communicator is not None and not self._is_alone:
             self._communicator.agree(error, team=self._team)
 
     def exchange(self, what: T) -> list[T]:
-        """Exchanges data of lists, texts and numbers; returns those of all ranks in order."""
+        """Sends `what` to all ranks; returns the data of all ranks, in the order of the ranks.
+
+        The data consist of lists, dicts, texts and numbers, as in JSON.
+        """
         if self._communicator is None or self._is_alone:
             return [json.loads(json.dumps(what))]
         texts = self._communicator.exchange(json.dumps(what).encode(), team=self._team)
         return [json.loads(text) for text in texts]
 
     def begin_run(self) -> None:
-        """Counts a run in the communicator; every rank counts its runs."""
+        """Adds 1 to the communicator's count of runs; every rank counts its own runs."""
         if self._communicator is not None:
             self._communicator.begin_run(self._team)
 
 
 def aligned(ranks: Together) -> tuple[float, str]:
-    """Returns the offset of the first rank's clock from this rank's, and its accuracy as text.
+    """Returns (seconds to add to this rank's clock to get the first rank's clock, accuracy text).
 
-    A barrier ends on each rank only after it has begun on all, which bounds the offset.
+    The difference of the clocks is bounded by several barriers, because a barrier ends on a rank
+    only after all ranks have begun the barrier.
     """
     marks: list[tuple[float, float]] = []
     for _ in range(_BARRIERS):

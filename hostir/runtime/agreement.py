@@ -1,7 +1,7 @@
 """The agreement of a program's ranks before each run: all compare their run signatures.
 
 A *run signature* describes the run of one rank: the program's text, the options, the sizes and the
-local extents of inputs. `multidevice.job.agreement` compares those of all ranks.
+local extents of inputs. `multidevice.job.agreement` compares the run signatures of all ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
 
 
 class RankAgreement:
-    """The agreement of the ranks of one program on its runs.
+    """Compares the runs of one program on all ranks, before a run begins.
 
-    Without a communicator, the rank agrees with no other. `free` has the positions of inputs whose
-    values may change between runs. `how` is text for the run signature: the options and the
-    number of streams.
+    - `communicator`: None for a rank that is alone, which then compares nothing.
+    - `free`: the positions of the scalar inputs whose values are not part of the run signature.
+    - `how`: a text for the run signature, with the options and the number of streams.
     """
 
     def __init__(
@@ -54,23 +54,27 @@ class RankAgreement:
         self.team = program.devices() or (self.rank,)
 
     def channel(self) -> Channel | None:
-        """Returns the channel through which the ranks agree; None for a rank without others."""
+        """Returns the channel over which the ranks compare; None without a communicator."""
         return None if self.communicator is None else self.communicator.channel(self.team)
 
     def begin_run(self) -> None:
-        """Counts a run in the communicator; every rank counts its runs."""
+        """Adds 1 to the communicator's count of runs; every rank counts its own runs."""
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
     def run_signature(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
-        """Returns this rank's signature of a run on these inputs, with further text lines `also`.
+        """Returns this rank's signature of a run on these inputs.
 
-        `values` are the values that the inputs give to symbols.
+        `values` are the values that the inputs give to symbols. `also` are further lines of text
+        that must be equal on all ranks.
         """
         return program_run_signature(self._program, (self._how, *also), inputs, values, self._free)
 
     def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
-        """Returns the free scalar inputs, whose values the ranks compare in each run."""
+        """Returns the scalar inputs that are not part of the run signature.
+
+        The ranks compare the values of these scalars in each run.
+        """
         return tuple(inputs[i] for i in sorted(self._free))
 
     def agreed(
@@ -80,10 +84,10 @@ class RankAgreement:
         body: Callable[[list[Argument]], T],
         *also: str,
     ) -> T:
-        """Calls `body` with the flat inputs once the ranks agree, and returns its result.
+        """Calls `body` with the flat list of inputs once the ranks agree; returns its result.
 
-        `check` returns the values of all symbols. An error that it raises is raised on all ranks.
-        The ranks also compare the text lines `also`.
+        `check` returns the values of all symbols. An error in `check` is raised on all ranks.
+        `also` are further lines of text that the ranks compare.
         """
         channel = self.channel()
         if channel is None:
@@ -98,10 +102,10 @@ class RankAgreement:
 
 
 def communications_text(program: HostIrContainer) -> str:
-    """Returns the text of a program's communications, in order, with their memory orders.
+    """Returns the text of a program's communications, in order, with the memory order of each.
 
-    Ranks may run together although their programs differ elsewhere, in local layouts or kernels.
-    Axes are therefore numbered in the order of their appearance in this text.
+    Ranks may run together if only these texts are equal: local layouts and kernels may differ. Axes
+    are therefore numbered in the order in which they appear in this text.
     """
     text = "\n".join(
         f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
@@ -111,12 +115,15 @@ def communications_text(program: HostIrContainer) -> str:
 
 
 def first_line(program: HostIrContainer) -> str:
-    """Returns the user's line of the first communication; "" if there is none."""
+    """Returns the user's line of the first communication that has such a line, else ""."""
     return next((op.where for op in program.started() if op.where), "")
 
 
 def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:
-    """Returns each input's name in errors: number, type and the user's line of its first use."""
+    """Returns, for error messages, a text for each input.
+
+    The text has the input's number, label and the user's line of the first op that uses the input.
+    """
     lines: dict[object, str] = {}
     for op in ops:
         for operand in op.inputs:
@@ -141,13 +148,15 @@ def run_signature_of(
     ops: Iterable[Op] = (),
     fixed: int = 1,
 ) -> RunSignature:
-    """Returns a rank's run signature: texts, traits that decide the structure, local extents.
+    """Returns a rank's run signature, from texts and the properties of the inputs.
 
-    - `parts` are the texts; the first `fixed` of them do not depend on the inputs.
-    - `names` are the inputs' names in errors.
-    - `declared` are the inputs of the program.
-    - `free` has the positions of scalars on which the structure does not depend.
-    - `ops` are the ops in the texts, and `where` is the user's line for errors.
+    - `parts`: texts that must be equal on all ranks. The first `fixed` texts do not depend on the
+      inputs.
+    - `names`: the names of the inputs in errors.
+    - `sizes`: the values of integer symbols.
+    - `declared`: the inputs of the program.
+    - `free`: the positions of the scalar inputs whose values are not part of the signature.
+    - `ops`: the ops in the texts; `where`: the user's line for errors.
     """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(
@@ -170,7 +179,10 @@ def run_signature_of(
 
 
 def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
-    """Returns the (name, value) traits of an input, besides extents, that select a program."""
+    """Returns the properties of an input, besides extents, on which the program depends.
+
+    Each property is a pair (name, value).
+    """
     if not isinstance(x, torch.Tensor):
         return (("the value", str(x)),)
     # The stride of an axis with one element has no effect.
@@ -192,8 +204,9 @@ def program_run_signature(
 ) -> RunSignature:
     """Returns a rank's run signature for a host program.
 
-    `parts` are text lines about options, `values` the values of symbols, and `free` the positions
-    of inputs whose values may change between runs.
+    - `parts`: lines of text about options.
+    - `values`: the values of symbols.
+    - `free`: the positions of the scalar inputs whose values are not part of the signature.
     """
     ops = tuple(walk(program.ops))
     loose = {program.inputs[i] for i in free}

@@ -1,7 +1,7 @@
 """Turns communication ops into calls of a backend.
 
-Each function exists in two forms: `post` and `exchange` start a communication once, and `bind_post`
-and `bind_exchange` return a function that repeats it on other addresses.
+`post` and `exchange` start a communication once. `bind_post` and `bind_exchange` return a function
+that starts the same communication again, on buffers at other addresses.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ PostedBuffer = torch.Tensor | None
 
 
 class Done:
-    """A completed communication: a copy of a rank to itself, or an empty group."""
+    """The handle of a communication that needs no wait: a rank's copy to itself, an empty group."""
 
     def wait(self) -> None:
-        """Returns immediately."""
+        """Returns immediately, because the communication is complete."""
 
     def synchronize(self) -> None:
-        """Returns immediately."""
+        """Returns immediately, because the communication is complete."""
 
 
 def flat(
     op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
-    """Returns the shard of `tv` as backends need it: contiguous, with axes in memory order.
+    """Returns `tensor`, a shard of `tv`, as a contiguous view for a backend.
 
-    Expanded axes have one element. Raises `CommunicationError` if the strides of the shard leave
-    gaps in the memory order that the program declares.
+    The axes of the view are in memory order (`order.axes`), and expanded axes have one element.
+    Raises `CommunicationError` if the shard has gaps in the memory order that the program declares.
     """
     for axis in order.expanded:
         tensor = tensor.narrow(axis, 0, 1) if tensor.size(axis) else tensor
@@ -60,7 +60,10 @@ def flat(
 
 @dataclass(frozen=True)
 class CommunicationCall:
-    """A communication op with the team, backend and root of one rank; root -1 means none."""
+    """A collective op, with the team, the backend and the root for the call on `rank`.
+
+    `root` is a global rank, or -1 for a collective without root.
+    """
 
     op: Communication
     rank: int
@@ -70,9 +73,10 @@ class CommunicationCall:
 
 
 def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
-    """Starts a collective on local shards; None stands for a shard that this rank lacks.
+    """Starts a collective on this rank's shards `inp` and `out`; returns the handle to wait for.
 
-    Raises `CommunicationError` for a shard that is not dense in its declared memory order.
+    A shard is None if this rank has no such shard. Raises `CommunicationError` for a shard that has
+    gaps in its declared memory order.
     """
     op = call.op
     mine, theirs = op.orders
@@ -100,7 +104,8 @@ def bind_post(
 ) -> protocol.Post | None:
     """Binds a collective that `post` has started once, for shards with these shapes and strides.
 
-    Returns a function of the shards' addresses; None if the backend must check each call.
+    Returns a function that starts the collective on the shards' addresses. Returns None if the
+    backend must check each call.
     """
     op, row = call.op, call.op.collective
     mine, theirs = op.orders
@@ -123,7 +128,8 @@ def bind_exchange(
 ) -> protocol.PostBatch | None:
     """Binds sends and receives that `exchange` has started once, for tensors like these.
 
-    Returns a function of the tensors' addresses; None if the backend must check each call.
+    Returns a function that starts the transfers on the tensors' addresses. Returns None if the
+    backend must check each call.
     """
     backend.where = op.where
     try:
@@ -141,9 +147,9 @@ def permute(
     inp: torch.Tensor,
     out: torch.Tensor,
 ) -> Work:
-    """Sends `inp` to rank peers[0] and receives `out` from rank peers[1].
+    """Sends `inp` to rank `peers[0]` and receives `out` from rank `peers[1]`.
 
-    If both are this rank, it copies `inp` to `out`.
+    If both peers are this rank, copies `inp` to `out`. Returns the handle to wait for.
     """
     sent, received = both = halves(op, peers, inp, out)
     if peers == (rank, rank):
@@ -164,14 +170,17 @@ def halves(
 def transfer(
     op: P2PCommunication, tensor: torch.Tensor, peer: int, order: int | None = None
 ) -> protocol.Transfer:
-    """Returns the backend's transfer for a send or a receive op; see `exchange`."""
+    """Returns the description of a send or a receive of `tensor`, to pass to `exchange`.
+
+    `order` is the number of the transfer among those with this peer; None for program order.
+    """
     return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
 
 
 def exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> Work:
-    """Starts sends and receives together, as one batch of the backend."""
+    """Starts sends and receives as one batch of the backend; returns the handle to wait for."""
     backend.where = op.where
     try:
         return backend.batch(transfers, team=team)

@@ -1,7 +1,7 @@
 """The context of the runs of one program on one rank.
 
 - `RunBinder` checks the inputs of a run and binds them.
-- `Devices` has the machine of each device: its streams, backends and host units.
+- `Devices` makes the execution context of each device: streams, backends and host units.
 - The functions at the end check that a program fits the job that runs it.
 """
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 class RunBinder:
     """Checks and binds the inputs of each run of one program.
 
-    The result is a `Frame`: the values of all symbols and the input tensors, on the machine of the
-    run's device.
+    The result is a `Frame` with the values of all symbols, the input tensors, and the execution
+    context of the device.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class RunBinder:
         number_of_streams: int,
         is_checked: bool,
     ) -> None:
-        """`device` None stands for the device of the first tensor input.
+        """If `device` is None, a run uses the device of its first tensor input.
 
-        `is_checked`: whether a new program is checked for races and deadlocks before its first run.
+        - `rank`, `number_of_streams`: the values of these symbols in the program.
+        - `is_checked`: whether a program is checked for races and deadlocks before the first run.
         """
         self._program, self.storage = program, storage
         self.devices, self._device = devices, device
@@ -92,13 +93,13 @@ class RunBinder:
         results: Sequence[TensorView] = (),
         checked_on: torch.device | None = None,
     ) -> Frame:
-        """Returns the frame in which a run on these inputs begins.
+        """Checks the inputs and returns the frame in which a run on these inputs begins.
 
         `results` are the tensors for which the caller provides buffers. `checked_on` is the device
-        for which the caller has checked kinds, dtypes and layouts.
+        for which the caller has already checked kinds, dtypes and layouts.
 
-        Raises `InputError` or `ShardingError` for inputs that do not fit. Raises `VerifyError` if
-        the streams of a new program race, or its ranks would wait for ever.
+        Raises `InputError` or `ShardingError` for inputs that do not fit the program. Raises
+        `VerifyError` if the streams of the program race, or if its ranks would wait for ever.
         """
         program = self._program
         device = checked_on or self._device or device_of(program.inputs, inputs)
@@ -122,19 +123,22 @@ class RunBinder:
         return frame
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Returns the values of the symbols that the inputs bind; raises as `frame` does."""
+        """Returns the values that the inputs give to symbols; raises the errors of `frame`."""
         values = self.frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in self.own}
 
     def check_of_numbers(
         self, inputs: Sequence[Argument]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Returns a check of later inputs' numbers, for this signature; None if none is needed."""
+        """Returns a function that checks the numbers in later inputs of the same signature.
+
+        Returns None if no number needs a check.
+        """
         return self._exact.check_of(self.check(inputs)) if self._exact else None
 
 
 class Devices:
-    """The machines of a program, one per device; machines and streams persist between runs."""
+    """The execution contexts of a program, one per device; contexts are kept between runs."""
 
     def __init__(
         self,
@@ -148,10 +152,11 @@ class Devices:
         votes: bool,
         late_stream: str | int | None,
     ) -> None:
-        """`kernel` returns the executor of a kernel group by its number.
+        """`kernel` returns the executor of the kernel group with a number.
 
         - `make_evaluator` makes the evaluator of a host unit's program.
-        - `team` are the ranks of the program; with `votes`, they vote on how each run is replayed.
+        - `team` are the ranks of the program.
+        - `votes`: whether the ranks vote before each run if CUDA graphs replay the run.
         - `late_stream`: see `ProgramEvaluator`.
         """
         self._program, self._communicator, self._settings = program, communicator, settings
@@ -162,14 +167,14 @@ class Devices:
         self._units: dict[tuple[int, torch.device], UnitRunner] = {}
 
     def machine(self, device: torch.device) -> ExecutionContext:
-        """Returns the execution context of a device, which is made at its first use."""
+        """Returns the execution context of a device; makes the context at first use."""
         found = self._machines.get(device)
         if found is None:
             found = self._machines.setdefault(device, self._machine_on(device))
         return found
 
     def streams(self, device: torch.device) -> Streams:
-        """Returns the streams of a device, which are made at their first use."""
+        """Returns the streams of a device; makes the object at first use."""
         if device not in self._streams:
             made: Streams
             if device.type == "cuda":
@@ -230,7 +235,7 @@ class Devices:
         )
 
     def _unit(self, number: int, device: torch.device) -> UnitRunner:
-        """Returns the runner of a host unit, which is made at its first use."""
+        """Returns the runner of host unit `number` on a device; makes the runner at first use."""
         key = number, device
         if key not in self._units:
             unit = self._program.units[number]
@@ -242,9 +247,10 @@ class Devices:
 
 
 # ----------------------------------------------------------------------
-# Host units: fusions that `PostOnStream` runs; each is compiled to a host program of its own.
+# Host units: fusions that `PostOnStream` runs; each is compiled to its own host program.
 #
-# A unit is scheduled automatically, once per input class, and its program is cached.
+# A unit is scheduled automatically, once per class of inputs that can share a program. The program
+# is cached.
 
 # The cache of one unit: signatures of inputs, and programs.
 MAX_SIGNATURES = 64
@@ -252,17 +258,20 @@ MAX_PROGRAMS = 16
 
 
 class UnitEvaluator(Protocol):
-    """Runs the program of a host unit."""
+    """The methods of an evaluator that a host unit's runner calls."""
 
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
-        """See `ProgramEvaluator.run_as_agreed`."""
+        """Runs the program on these inputs; see `ProgramEvaluator.run_as_agreed`."""
         ...
 
 
 class UnitRunner:
-    """Runs one host unit on local shards, on the current stream; compiles it per input class."""
+    """Runs one host unit on this rank's shards, on the current stream.
+
+    Compiles one program per class of inputs that can share a program.
+    """
 
     def __init__(
         self,
@@ -273,8 +282,11 @@ class UnitRunner:
         settings: Settings,
         make_evaluator: Callable[..., UnitEvaluator],
     ) -> None:
-        """`make_evaluator` takes a program, the communicator, `device` and `settings`; it is called
-        once per input class."""
+        """`number` is the number of the host unit, and `fusion` is the unit's program.
+
+        `make_evaluator` takes a program, the communicator, `device` and `settings`. It is called
+        once per compiled program.
+        """
         self._name = f"HostUnit{number}"
         self._fusion = fusion
         self._communicator = communicator
@@ -288,9 +300,9 @@ class UnitRunner:
         self._by_class: Recent[object, UnitEvaluator] = Recent(MAX_PROGRAMS)
 
     def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
-        """Computes the allocated `outputs`.
+        """Runs the unit and writes the results into the tensors `outputs`.
 
-        Raises `InputError` or `ShardingError`, naming the unit, for inputs that do not fit it.
+        Raises `InputError` or `ShardingError`, with the unit's name, for inputs that do not fit.
         """
         key = signature_of(inputs, self._free)
         evaluator = self._by_signature.recall(key)
@@ -335,9 +347,9 @@ class UnitRunner:
 
 
 def read_late_stream(late: str | int | None) -> str | int | None:
-    """Checks the argument `late_stream`: a stream number, "entry", "all" or None.
+    """Checks and returns the argument `late_stream`: a stream number, "entry", "all" or None.
 
-    Returns digits in text as an int. Raises `ExecutionError` for any other value.
+    A string of digits is returned as an int. Raises `ExecutionError` for any other value.
     """
     if isinstance(late, str) and late.isascii() and late.isdigit():
         return int(late)
@@ -367,10 +379,10 @@ def _has_stream(tv: TensorView) -> bool:
 
 
 def check_grouped(program: HostIrContainer) -> None:
-    """Raises `UnsupportedError` for a send or a receive outside a group.
+    """Raises `UnsupportedError` if a send or a receive is outside a group of transfers.
 
-    A late stream starts transfers in another order than the program's. Only simulated ranks can
-    then match sends with receives.
+    The check is for programs with a `late_stream` on real ranks. Such a stream starts transfers in
+    another order than the program. Only simulated ranks can then match sends with receives.
     """
     is_grouped = False
     for op in walk(program.ops):
@@ -396,8 +408,8 @@ def check_devices(program: HostIrContainer, size: int) -> None:
 def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
     """Returns whether the option `tune` is on.
 
-    Raises `UnsupportedError` for a program of several ranks. Each rank might find another kernel
-    fastest, but replicated tensors must be equal in every bit.
+    Raises `UnsupportedError` if `tune` is on for a program of several ranks. Each rank could choose
+    another kernel then, but replicated tensors must be equal in every bit on all ranks.
     """
     is_on = settings.enabled("tune")
     if is_on and len(team) > 1:

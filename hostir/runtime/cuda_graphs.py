@@ -55,9 +55,9 @@ _NUMBERS = count(FIRST_GRAPH)
 
 
 def gains_nothing(steps: int, kernels: int) -> str:
-    """Returns why a plan of `steps` steps, `kernels` of them kernels, is not captured.
+    """Returns the reason why a CUDA graph would not make a plan faster, or "" if it would.
 
-    Returns "" if a graph would be faster.
+    `steps` is the number of steps of the plan, and `kernels` is how many steps launch a kernel.
     """
     is_slower = steps < (1 if steps == kernels else MIN_STEPS)
     return f"{steps} step(s) gain nothing by it" if is_slower else ""
@@ -76,7 +76,7 @@ def _beside(threads: Sequence[str]) -> str:
 
 
 class _WatchedSlots(list[Any]):
-    """The slots of a run that is captured; `read` has the slots that steps have read."""
+    """The slots of a run during capture; `read` collects the indices that steps read."""
 
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
@@ -89,9 +89,10 @@ class _WatchedSlots(list[Any]):
 
 @dataclass(frozen=True)
 class CaptureBinding(Binding):
-    """The binding of a plan for a capture: notes its kernels and its views.
+    """The binding of a plan for a capture: records the plan's kernels and views.
 
-    The address of a view follows from its source: `origins` has (source slot, offset in bytes).
+    `origins` has, by the slot of a view, (slot of the viewed tensor, offset in bytes). The
+    addresses of views are computed from these pairs.
     """
 
     maker: GraphMaker = field(kw_only=True)
@@ -102,11 +103,14 @@ class CaptureBinding(Binding):
     views: dict[int, Closure] = field(default_factory=dict[int, Closure])
 
     def raw(self, stream: int | None) -> int:
-        """Returns the handle of the capture's stand-in for a stream."""
+        """Returns the handle of the stream that replaces `stream` during the capture."""
         return self.stream if stream is None else self.maker.stand_in(stream)
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Notes the view's origin; making the view does not count as a read of its source."""
+        """Records that slot `out` is a view of slot `source`, at `nbytes` from its start.
+
+        The closure that is returned makes the view without marking the source as read.
+        """
         self.origins[out] = source, nbytes
         self.views[out] = view
 
@@ -134,7 +138,7 @@ class CaptureBinding(Binding):
         return launch
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Returns (slot, offset in bytes) of the tensor that a slot is finally a view of."""
+        """Follows a chain of views to the viewed tensor; returns its (slot, offset in bytes)."""
         nbytes = 0
         while slot in self.origins:
             slot, more = self.origins[slot]
@@ -143,20 +147,23 @@ class CaptureBinding(Binding):
 
 
 def _seen_as_words(memory: Any) -> memoryview:
-    """Returns memory as a sequence of 8-byte words, a kernel's arguments, for fast copies."""
+    """Returns `memory`, the arguments of a kernel, as 8-byte words, which are fast to copy."""
     return memoryview(memory).cast("B").cast("Q")
 
 
 def _exact(x: Any) -> object:
-    """Returns a key that is equal exactly for numbers with equal bits.
+    """Returns a key of a number; two keys are equal only if the numbers have equal bits.
 
-    Plain comparison would not serve: 0.0 == -0.0, and NaN != NaN.
+    The numbers themselves cannot be keys, because 0.0 == -0.0 and NaN != NaN.
     """
     return x if x and x == x and not isinstance(x, complex) else repr(x)
 
 
 def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
-    """Returns comparable keys of the scalars that a kernel reads in a run; None without any."""
+    """Returns keys (`_exact`) of the scalars that a kernel reads in a run.
+
+    Returns None if no scalar of the kernel can change between runs.
+    """
     numbers = kernel.numbers(slots)
     return None if numbers is None else list(map(_exact, numbers))
 
@@ -165,7 +172,8 @@ def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
 class _CapturedKernel:
     """A kernel node of a graph.
 
-    `words` are its arguments (`_seen_as_words`), `numbers` the scalars that they hold (`_numbers`).
+    `words` are the packed arguments of the kernel (`_seen_as_words`). `numbers` are keys of the
+    scalars in these arguments (`_numbers`).
     """
 
     node: object
@@ -174,7 +182,7 @@ class _CapturedKernel:
 
 
 class Replayed(NamedTuple):
-    """The facts about graphs that the compiled runner reads; the names are those of `Replays`."""
+    """The data about graphs that the compiled runner reads; `Replays` describes the fields."""
 
     replays: Replays
     graphs: dict[Hashable, _Captured]
@@ -189,7 +197,12 @@ class Replayed(NamedTuple):
 
 @dataclass
 class _Captured:
-    """A graph, the addresses of tensors in its kernels, and the objects that it keeps alive."""
+    """A captured graph, with the current tensor addresses in its kernels.
+
+    - `nodes`: the kernel nodes, by the number of the kernel.
+    - `places`: the addresses of the tensors that may move, in the order of `Replays._moving`.
+    - `held`: objects that must live as long as the graph.
+    """
 
     graph: Graph
     nodes: dict[int, _CapturedKernel]
@@ -201,7 +214,7 @@ class _Captured:
 
 
 class RepeatedPlan(Protocol):
-    """The attributes of a `hostir.runtime.plan.Plan` that its graphs read."""
+    """The attributes of a `hostir.runtime.plan.Plan` that `Replays` reads."""
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -210,17 +223,17 @@ class RepeatedPlan(Protocol):
 
     @property
     def vote(self) -> Vote | None:
-        """The vote of the ranks on each run; None if each rank decides alone."""
+        """The vote by which all ranks choose a graph for a run; None if each rank chooses alone."""
         ...
 
     @property
     def steps(self) -> tuple[tuple[Step, Op | None], ...]:
-        """Each step with its op; None for a step of no single op."""
+        """Each step with the op that it carries out; the op is None if there is no single op."""
         ...
 
     @property
     def streams(self) -> Streams | None:
-        """The streams, if the program switches between them."""
+        """The streams of the program; None if the program does not switch streams."""
         ...
 
     @property
@@ -230,12 +243,12 @@ class RepeatedPlan(Protocol):
 
     @property
     def inputs(self) -> int:
-        """The number of input slots, which are the first ones."""
+        """The number of inputs; the inputs are in the first slots."""
         ...
 
     @property
     def made(self) -> Mapping[int, object]:
-        """The allocations of buffers that outlive a run, by slot."""
+        """The allocations of buffers that are still used after a run, by slot."""
         ...
 
     @property
@@ -245,7 +258,7 @@ class RepeatedPlan(Protocol):
 
 
 class Replays:
-    """The graphs of a plan on one stream, or the reason why there are none."""
+    """The CUDA graphs of a plan on one stream, or the reason why the plan has no graphs."""
 
     def __init__(
         self,
@@ -258,7 +271,7 @@ class Replays:
     ) -> None:
         """`memory` has the tensors of fixed slots, and `steps` is the number of bound steps.
 
-        Runs begin on `stream`. The graph maker that `graphs` returns captures them.
+        Runs begin on `stream`. `graphs` returns the graph maker that captures the runs.
         """
         self._plan, self._memory = plan, memory
         self._is_long = steps >= MIN_STEPS
@@ -269,18 +282,19 @@ class Replays:
         self._seen: Recent[Hashable, int] = Recent(MAX_KEYS)
         # The numbers that this rank sends in votes, by its own key.
         self._vote_numbers: dict[Hashable, int] = {}
-        # Those of its numbers that are part of the key of a graph.
+        # Those numbers of this rank that are part of the key of a graph.
         self._agreed: set[int] = set()
         self._is_full = False
         self._captures = self._misses = 0
         self._generations = [b.generation for b in self._plan.backends]
-        # All backends of a rank count calls in one place: one of them, and the counts of a run.
+        # All backends of a rank share one counter of calls, so one backend serves to read it.
+        # `_calls` has the counts of the captured run.
         self._counting = plan.backends[:1]
         self._calls: list[Counter[Calls]] = []
         # Slots of the key: tensors, then numbers. None before the first capture.
         self._key_slots: tuple[list[int], list[int]] | None = None
-        # The slots of tensors that only kernels read; and the readers of each: (kernel, parameter,
-        # offset in bytes).
+        # The slots of tensors that only kernels read. For each such slot, the kernel arguments that
+        # have its address: (kernel, parameter, offset in bytes).
         self._moving: list[int] = []
         self._readers: list[list[tuple[int, int, int]]] = []
         # The kernels that read scalars of the run; and the argument words of all kernels.
@@ -296,7 +310,7 @@ class Replays:
         self.why_not = self.why_not_now = ""
 
     def describe(self) -> str:
-        """Returns a line about the captured graphs, or the reason why there are none."""
+        """Returns a line about the captured graphs, or the reason why no graph is captured."""
         if self._key_slots is None or not self._graphs.size():
             why = self.why_not or self.why_not_now or "it has not run often enough"
             return f"not captured: {why}"
@@ -308,9 +322,10 @@ class Replays:
         )
 
     def run(self, slots: Slots, stream: int) -> bool:
-        """Runs by a graph, if one fits these tensors; returns False if none does.
+        """Launches a graph for the tensors in `slots`; returns False if no graph fits.
 
-        `slots` holds the inputs and the buffers that outlive the run. May capture a graph.
+        `slots` has the inputs, and the buffers that are still used after the run. If runs with such
+        tensors are frequent, this captures a new graph and launches the new graph.
         """
         vote = self._plan.vote
         if self.why_not and (vote is not None or self._key_slots is None):
@@ -357,7 +372,7 @@ class Replays:
         return bool(self.why_not) and self._key_slots is None
 
     def replayed(self) -> Replayed | str:
-        """Returns the facts for the compiled runner, or why it cannot launch the graphs."""
+        """Returns the data for the compiled runner, or why that runner cannot launch the graphs."""
         if self._key_slots is None or self._binding is None:
             return "it has not been captured"
         tensors, numbers = self._key_slots
@@ -399,7 +414,8 @@ class Replays:
     def _own_vote(self, key: Hashable) -> int:
         """Returns this rank's vote for a run with this key.
 
-        It is STEP_BY_STEP while other threads run programs, because this rank could not capture.
+        The vote is STEP_BY_STEP while other threads run programs, because this rank cannot capture
+        a graph then. Otherwise the vote is the number of `key`.
         """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
@@ -408,7 +424,7 @@ class Replays:
         return STEP_BY_STEP
 
     def _number(self, key: Hashable) -> int:
-        """Returns the number that stands for a key of this rank in votes."""
+        """Returns the number that this rank sends in votes for `key`; makes one for a new key."""
         number = self._vote_numbers.get(key)
         if self._is_full or (number is None and len(self._vote_numbers) >= MAX_KEYS // 2):
             self.forget()
@@ -418,7 +434,10 @@ class Replays:
         return number
 
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
-        """Captures a graph for this key if its runs are frequent enough; else returns None."""
+        """Captures a graph for this key if runs with this key are frequent enough.
+
+        Returns None if no graph is captured: runs are too few, or this or another rank cannot.
+        """
         if self.why_not:
             return None
         seen = self._seen[key] = (self._seen.recall(key) or 0) + 1
@@ -510,9 +529,10 @@ class Replays:
         return binding
 
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
-        """Makes an action first flush the flags of pending transfers, unless it is a transfer.
+        """Returns an action that first writes the flags of earlier transfers, then runs `action`.
 
-        Only further transfers may be captured between a transfer and its flags.
+        If `op` is a transfer itself, returns `action`: only further transfers may be captured
+        between a transfer and its flags. A flag tells a peer that a transfer is complete.
         """
         flushes = [backend.flush for backend in self._plan.backends]
         if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):
@@ -526,7 +546,10 @@ class Replays:
         return after_flags
 
     def _classify_slots(self, binding: CaptureBinding, watched: _WatchedSlots) -> None:
-        """Divides the slots into those of the key and those that kernels can find at new addresses.
+        """Divides the slots of inputs and buffers into two sets, after a first capture.
+
+        - Slots that torch's calls or communications read. Their addresses are part of the key.
+        - Slots that only kernels read. Their addresses can be replaced in the graph.
 
         Raises `_Refused` if an output is not a view of an input or of a buffer.
         """
@@ -563,7 +586,7 @@ class Replays:
         self._words = [_seen_as_words(kernel.call.words) for kernel in binding.kernels]
 
     def _updated(self, captured: _Captured, slots: Slots) -> _Captured:
-        """Returns the graph, or a copy of it, with the addresses and the scalars of this run."""
+        """Returns the graph or a copy of the graph, with the addresses and scalars of this run."""
         places = [slots[i].data_ptr() for i in self._moving]
         if places != captured.places:
             captured = self._twin(captured, places)
@@ -572,7 +595,10 @@ class Replays:
         return captured
 
     def _twin(self, captured: _Captured, places: list[int]) -> _Captured:
-        """Returns the graph or its copy to use for these addresses; may make a new copy."""
+        """Returns the graph or the copy of the graph to use for these addresses.
+
+        Makes a new copy if tensors have moved often and there are few copies.
+        """
         for twin in captured.twins:
             if twin.places == places:
                 return twin

@@ -2,7 +2,8 @@
 
 Nothing is launched, computed or communicated. A dry run finds two things:
 
-- the kernels that a run needs, so that all are compiled together, before the first launch;
+- the kernels that a run needs, so that all kernels are compiled before the first launch, several at
+  the same time;
 - the plan that later runs replay, for programs that `can_bind`.
 """
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def can_bind(program: HostIrContainer) -> bool:
-    """Whether a dry run can make the plan of a program; otherwise the first run records it."""
+    """Whether a dry run can make the plan of `program`; otherwise the first run makes it."""
     return all(not isinstance(op, HostOp) or op.has_dry_run for op in walk(program.ops))
 
 
@@ -44,17 +45,18 @@ def can_bind(program: HostIrContainer) -> bool:
 class DryRun:
     """The findings of a dry run: a request for each kernel, and the plan of later runs.
 
-    `plan` is None if none was asked for, or if only a run can record it.
+    A request has the executor, the operands, the results and the sizes of a launch. `plan` is None
+    if no plan was asked for, or if only a real run can record the plan.
     """
 
     requests: Sequence[KernelRequest]
     plan: Plan | None = None
-    # Makes the plans of other sizes; None if these may need other steps.
+    # Makes the plans of other sizes; None if other sizes may need other steps.
     generic_plan: SizeGenericPlan | None = None
 
     @property
     def is_compiled(self) -> bool:
-        """Whether every kernel is compiled; False without a plan, which would show it."""
+        """Whether every kernel is compiled; False if there is no plan in which to look."""
         if self.plan is None:
             return False
         launches = [step.kernel for step, _ in self.plan.steps if isinstance(step, LaunchStep)]
@@ -62,9 +64,9 @@ class DryRun:
 
 
 def dry_run(frame: Frame) -> DryRun:
-    """Finds the kernels that the program of a frame needs.
+    """Finds the kernels that the program of `frame` needs for the inputs in `frame`.
 
-    Steps of a loop with equal shapes, strides and alignments have one request together.
+    Loop iterations with equal shapes, strides and alignments share one request.
     """
     requests: dict[object, KernelRequest] = {}
 
@@ -81,10 +83,11 @@ def dry_run(frame: Frame) -> DryRun:
 def dry_run_plan(
     frame: Frame, free: frozenset[int], outputs: list[TensorView], arenas: Arenas
 ) -> DryRun:
-    """Finds the kernels of a program that `can_bind`, and the plan that yields `outputs`.
+    """Finds the kernels of the frame's program, and makes the plan whose runs return `outputs`.
 
-    There is no plan in two cases: torch chooses the strides of a result, or the address of an input
-    is no multiple of its element size.
+    The program must satisfy `can_bind`. `free` has the positions of scalar inputs on which no size
+    depends. There is no plan in two cases: torch chooses the strides of a result, or the address of
+    an input is not a multiple of its element size.
     """
     requests: list[KernelRequest] = []
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):
@@ -103,9 +106,9 @@ def dry_run_plan(
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
-    """Returns a frame with the same values and with tensors on the `meta` device.
+    """Returns a frame with the same values as `frame` and with tensors on the `meta` device.
 
-    A launch in it only passes the kernel's request to `note`.
+    A kernel launch in the new frame only passes the kernel's request to `note`.
     """
     from fuser.kernels.executor import FusedKernelExecutor
 
@@ -133,9 +136,9 @@ def _nothing() -> None:
 
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:
-    """Returns a `meta` tensor with the same shape, strides, dtype and alignment.
+    """Returns a `meta` tensor with the shape, strides, dtype and alignment of `t`.
 
-    The alignment is kept as a storage offset, in whole elements.
+    The alignment is represented by a storage offset, in whole elements.
     """
     shape, strides, skipped = t.shape, t.stride(), t.data_ptr() % VECTOR_BYTES // t.element_size()
     if not skipped:
@@ -147,9 +150,10 @@ def _without_contents(t: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel_key(value: Argument) -> object:
-    """Returns the facts about an operand that select a kernel.
+    """Returns the properties of an operand by which a kernel is selected.
 
-    For a tensor: shape, strides, and its address modulo a vector (not the address itself).
+    For a tensor, these are shape, strides, and the address modulo the bytes of a vector access. For
+    a number, this is the number.
     """
     if not isinstance(value, torch.Tensor):
         return value

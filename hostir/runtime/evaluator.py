@@ -83,7 +83,8 @@ _NAME = "HostIrEvaluator"
 class ProgramEvaluator:
     """Runs one program on one rank; each rank has its own evaluator.
 
-    - `communicator` defaults to this process's. Only programs with a mesh need one.
+    - `communicator` defaults to the communicator of this process. Only programs with a mesh need a
+      communicator.
     - `device` defaults to the device of the first tensor input.
     - `settings` default to those of the environment variables.
     - `make_runner` makes the executor of a kernel group.
@@ -171,7 +172,7 @@ class ProgramEvaluator:
             device=None if device is None else torch_device(device),
             rank=self.ranks.rank,
             number_of_streams=number_of_streams,
-            # If streams hold work back, the run itself shows a missing wait.
+            # If streams delay work, the run itself shows a missing wait.
             is_checked=late_stream is None
             and (queries.has_streams(program) or queries.has_communications(program)),
         )
@@ -180,7 +181,7 @@ class ProgramEvaluator:
         self.outputs = returned(program)
 
     def kernel(self, group: int) -> KernelRunner:
-        """Returns the executor of a kernel group, which is made at its first use."""
+        """Returns the executor of kernel group number `group`; makes the executor at first use."""
         if group not in self._runners:
             self._runners[group] = self._make_runner(self.program.groups[group])
         return self._runners[group]
@@ -207,9 +208,9 @@ class ProgramEvaluator:
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
-        """Like `run`, without agreement: the ranks have agreed on the enclosing call.
+        """Like `run`, but without comparing the ranks, which have agreed on the enclosing call.
 
-        `signature` is the signature of the inputs, if the caller has computed it already.
+        `signature` is the signature of the inputs, if the caller has already computed it.
         """
         inputs, key, entry = self.cache.recall(inputs, signature)
         if entry is not None:
@@ -221,9 +222,10 @@ class ProgramEvaluator:
 
     # ------------------------------------------------------------ among ranks
     def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
-        """Returns this rank's run signature and the function that runs the program.
+        """Returns (run signature of this rank, free scalar inputs, function that runs the program).
 
-        The ranks compare their run signatures first. Nothing is launched before that.
+        The ranks compare the signatures and the scalars before the function is called. Nothing is
+        launched before that.
         """
         inputs, key, entry = self.cache.recall(inputs)
         if entry is None:
@@ -245,7 +247,7 @@ class ProgramEvaluator:
         return signature, self.ranks.numbers(inputs), run
 
     def new_entry(self, inputs: Sequence[Argument]) -> SignatureEntry:
-        """Returns a new cache entry for inputs of one signature; see `run_entry`."""
+        """Returns a new cache entry for the signature of `inputs`; see `run_entry`."""
         return self.cache.new(inputs, self.binder.check_of_numbers(inputs))
 
     def run_entry(
@@ -255,10 +257,11 @@ class ProgramEvaluator:
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
-        """Like `run_as_agreed`, for inputs whose signature has this cache entry.
+        """Like `run_as_agreed`, for inputs whose cache entry the caller has looked up.
 
-        `places` are their alignments, from `entry.contents.check`; None before the first run.
-        `are_apart` is the result of the method with this name, if the caller has called it.
+        - `places`: the alignments of the inputs, from `entry.contents.check`; None before the first
+          run.
+        - `are_apart`: the result of the method `are_apart`, if the caller has called that method.
         """
         if self._copies_from_peers:
             self.begin_run()
@@ -273,22 +276,26 @@ class ProgramEvaluator:
             return self._updates.run(list(inputs), lambda apart: self._run(apart, entry, None))
 
     def begin_run(self) -> None:
-        """Counts a run of a program with peer copies; every rank counts its runs."""
+        """Adds 1 to this rank's count of runs, if the program copies from peers.
+
+        All ranks count, because peer copies use the count to distinguish runs.
+        """
         if self._copies_from_peers:
             self.ranks.begin_run()
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
-        """Whether no input that is updated in place shares memory with another.
+        """Whether no input that is updated in place shares memory with another input.
 
-        Raises `InputError` if two updated inputs share memory: one update would be lost.
+        `signature` is a key of the inputs' layouts, by which the last answer is cached. Raises
+        `InputError` if two updated inputs share memory, because one update would be lost.
         """
         return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
-        """Like `run`, with a value for each input and optional buffers for results.
+        """Like `run`, but takes a dict of inputs and may write results into buffers of the caller.
 
-        `values` must have every input of the program. Any other key is a tensor of the program, and
-        its value is the buffer that the program writes this tensor to.
+        `values` must have a value for every input of the program. Any other key is a tensor of the
+        program; its value is the buffer into which the program writes this tensor.
         """
         channel = self.ranks.channel()
         if channel is None:
@@ -322,7 +329,7 @@ class ProgramEvaluator:
             return self._on_apart(inputs, body)
 
     def current_stream(self, device: torch.device | str = "cpu") -> object:
-        """Returns the current stream of this thread: a CUDA stream, or a name on the CPU."""
+        """Returns this thread's current stream on `device`: a CUDA stream, or a name on the CPU."""
         return self.binder.devices.streams(torch_device(device)).current()
 
     def _run(
@@ -356,10 +363,11 @@ class ProgramEvaluator:
     def _first_replay(
         self, plan: Plan, inputs: Sequence[Argument], entry: SignatureEntry, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
-        """Runs a new plan for the first time and caches it.
+        """Runs a new plan for the first time and adds the plan to `entry`.
 
         If there is no memory for all intermediates at once, the program runs op by op instead. That
-        needs less memory, or raises an error that names the op.
+        run needs less memory, or raises an error that names the op. `places` are the alignments of
+        the inputs.
         """
         try:
             with on_device(plan.device):
@@ -376,15 +384,16 @@ class ProgramEvaluator:
         return outputs
 
     def plans(self) -> list[Plan]:
-        """Returns the plans in the cache of `run`."""
+        """Returns all plans that `run` has cached."""
         return self.cache.plans()
 
     def steady(
         self, entry: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
-        """Returns a fast path: the compiled runner repeats runs on inputs like these in one call.
+        """Returns an object of C code that repeats runs on inputs like these in one call.
 
-        The inputs must have run before. If there is no fast path now, returns the reason as text.
+        The program must have run on such inputs before. If the C code cannot run the program now,
+        returns the reason as text. `around` is the context that must not change between runs.
         """
         if self._settings.disabled("compiled_runner"):
             return "FUSER_DISABLE=compiled_runner"
@@ -399,7 +408,7 @@ class ProgramEvaluator:
         return steady(runner, plan, inputs, around)
 
     def arenas(self) -> list[Arenas]:
-        """Returns the arenas of this evaluator, one object per device."""
+        """Returns this evaluator's `Arenas` objects, one per device on which it has run."""
         return self.cache.arenas()
 
     def memory(self) -> Memory:
@@ -407,9 +416,10 @@ class ProgramEvaluator:
         return self.cache.memory()
 
     def cuda_graphs(self, entry: SignatureEntry | None = None) -> list[str]:
-        """Returns a line per cached plan and stream: how many CUDA graphs replay it, or why none.
+        """Returns a line per cached plan and stream about the plan's CUDA graphs on the stream.
 
-        `entry` restricts the lines to the plans of one signature.
+        The line says how many graphs are captured, or why none is. If `entry` is not None, the
+        lines are only about the plans of that entry.
         """
         if not self._is_replayed:
             return ["not captured: the value of a float decides what is done"]
@@ -417,7 +427,7 @@ class ProgramEvaluator:
         return [line for plan in plans for line in plan.graphs()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Returns the values of all symbols; raises the errors that `run` would raise."""
+        """Returns the values that `inputs` give to symbols; raises the errors that `run` raises."""
         return self.binder.check(inputs)
 
     def _checked(self, inputs: Sequence[Argument]) -> Values:
@@ -429,11 +439,11 @@ class ProgramEvaluator:
     def prepare(
         self, inputs: Sequence[Argument], *, checked_on: torch.device | None = None
     ) -> SignatureEntry:
-        """Compiles together all kernels that `run` needs for inputs like these.
+        """Compiles all kernels that `run` needs for inputs like these, several at the same time.
 
         Returns the cache entry to pass to `run_entry`. Nothing is launched, computed or
-        communicated. `checked_on` is the device for which the caller has checked kinds, dtypes and
-        layouts. Raises the errors that `run` would raise about these inputs or their kernels.
+        communicated. `checked_on` is the device for which the caller has already checked kinds,
+        dtypes and layouts. Raises the errors that `run` would raise about inputs or kernels.
         """
         inputs = flatten(inputs)
         frame = self.binder.frame(inputs, checked_on=checked_on)
@@ -450,11 +460,11 @@ class ProgramEvaluator:
         return entry
 
     def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
-        """Returns the requests that `prepare` compiles; equal steps of a loop share a request."""
+        """Returns the kernels that `prepare` compiles; equal loop iterations share a kernel."""
         return dry_run(self.binder.frame(flatten(inputs))).requests
 
     def _dry_run_plan(self, frame: Frame) -> Plan | None:
-        """Makes a plan for the inputs of a frame in a dry run, and compiles its kernels.
+        """Makes a plan for the inputs of `frame` in a dry run, and compiles the plan's kernels.
 
         Returns None if only a real run can record the plan.
         """
@@ -472,7 +482,7 @@ class ProgramEvaluator:
             compile_many(kernels.requests, device=frame.machine.device)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Like `run`, but op by op and without a cache: the reference for all faster paths."""
+        """Like `run`, but runs op by op without a cache: the reference for all faster paths."""
         return self.ranks.agreed(inputs, self._checked, self._evaluate)
 
     def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
@@ -481,15 +491,18 @@ class ProgramEvaluator:
             return self._on_apart(inputs, lambda apart: self.walk(self.binder.frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Returns the outputs of `body` on inputs that share no memory with updated ones."""
+        """Returns the outputs of `body`, called on inputs that share no memory with updated inputs.
+
+        Inputs that share memory with an updated input are copied for the call.
+        """
         signature_of(inputs)  # raises for an input that is no dense tensor or number
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)
 
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
-        """Runs the program op by op in a frame; a `recorder` also records the steps."""
+        """Runs the program op by op in `frame`; if a `recorder` is passed, records the steps."""
         if not frame.machine.streams.holds_work_back:
             return self._walk_streams(frame, recorder)
-        # The queues of held-back work serve one run at a time.
+        # The queues of delayed work serve one run at a time.
         with self._late_lock:
             return self._walk_streams(frame, recorder)
 
@@ -511,7 +524,10 @@ class ProgramEvaluator:
 
 
 def returned(program: HostIrContainer) -> list[TensorView]:
-    """Returns the tensors that a run returns, in order; for an alias, the input that it updates."""
+    """Returns the tensors that a run returns, in order.
+
+    An output that is written into an input is replaced by that input; hidden outputs are left out.
+    """
     # An input that is an output is the caller's own tensor, whatever else it is written into.
     into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
     hidden = {a.out for a in program.aliases if a.hidden}
@@ -519,9 +535,9 @@ def returned(program: HostIrContainer) -> list[TensorView]:
 
 
 def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
-    """Returns the communicator if it belongs to a simulated rank, and None otherwise.
+    """Returns `communicator` if it belongs to a simulated rank, and None otherwise.
 
-    Simulated ranks run concurrently in one process, so they must not share arenas.
+    Simulated ranks run concurrently in one process, so each needs its own arenas.
     """
     if communicator is None or not communicator.is_available() or communicator.is_real():
         return None

@@ -107,16 +107,19 @@ Half = tuple[P2PCommunication, int, int, Transfer]
 
 
 class OnlyRunTells(Exception):
-    """Raised in a dry run when torch chooses the strides of a result: only a run shows them."""
+    """Raised in a dry run if only a real run can show the strides that torch chooses."""
 
 
 def as_step(made: Step | Closure) -> Step:
-    """Returns a step; a closure becomes an `Action`, which is the same for every binding."""
+    """Returns `made` as a step: a closure is wrapped in an `Action`, a step is returned as is."""
     return Action(made) if callable(made) else made
 
 
 class InputSizes(Protocol):
-    """The sizes and layouts for which steps are made: those of a walk, or new ones."""
+    """The sizes and tensor layouts for which steps are made.
+
+    An `Execution` has the sizes of its walk. Other implementations have the sizes of new inputs.
+    """
 
     @property
     def frame(self) -> Frame:
@@ -124,7 +127,7 @@ class InputSizes(Protocol):
         ...
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns a tensor with the layout of a slot's tensor; it may have no contents."""
+        """Returns a tensor with the layout of the tensor in `slot`; its values do not matter."""
         ...
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
@@ -139,7 +142,7 @@ MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns the generic step of a step that is the same for all sizes."""
+    """Returns the `MakeGeneric` function for a step that is the same for all sizes."""
     return lambda: ((), lambda sizes: step)
 
 
@@ -158,20 +161,24 @@ class Receiver(Protocol):
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Receives work for the current stream.
+        """Receives a step that is to run on the current stream.
 
-        `make` makes the step; a dry run that records nothing does not call it. `generic` makes the
-        step for other sizes. The host calls `after` right after it has enqueued the work. Until
-        `ready()` is true, the work would wait for a peer.
+        - `make`: makes the step. A dry run that records nothing does not call this function.
+        - `generic`: makes the step for other sizes.
+        - `after`: the host calls this function right after the host has enqueued the step.
+        - `ready`: returns whether the step can run without waiting for a peer.
         """
         ...
 
     def run_now(self, run: Closure) -> None:
-        """Receives work that the host does immediately, not on a stream."""
+        """Receives a function that the host calls immediately, without a stream."""
         ...
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Receives `out`, a view of the tensor in another slot."""
+        """Receives the definition of `out` as a view of the tensor in another slot.
+
+        `generic` makes the view for other sizes.
+        """
         ...
 
     def allocate(
@@ -181,32 +188,32 @@ class Receiver(Protocol):
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Receives the end of a buffer, or of a view of the shards of several ranks."""
+        """Receives that `tv` is no longer used: a buffer, or a view of several ranks' shards."""
         ...
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Receives the results of an op that torch has computed in new memory."""
+        """Receives `found`, the results of `op` that torch has computed in new memory."""
         ...
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Receives an op whose results may replace its output buffers in later runs."""
+        """Receives an op whose output buffers torch's results may replace in later runs."""
         ...
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend `name` for a communication; `what` is the collective's name."""
+        """Returns the backend `name` for the communication `op`; `what` names the collective."""
         ...
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Receives a reason why no CUDA graph can replay the steps."""
+        """Receives the reason `why` this run's steps cannot be captured as a CUDA graph."""
         ...
 
 
 class Execution:
-    """One walk over a program: the slots of names, the open group and the current stream.
+    """One walk over a program: turns ops into steps and passes the steps to a receiver.
 
-    Implements `hostir.ir.ops.base.Runtime`, where its methods for ops are described. A slot is
-    assigned once in a walk. A loop that allocates a tensor in each iteration uses a new slot for
-    each.
+    An execution has the slot of each value, the open group of transfers and the current stream.
+    Implements `hostir.ir.ops.base.Runtime`, which describes the methods that ops call. A slot is
+    assigned once in a walk. A loop that allocates a tensor uses a new slot in each iteration.
     """
 
     def __init__(
@@ -216,10 +223,11 @@ class Execution:
         machine: ExecutionContext | None = None,
         receiver: Receiver | None = None,
     ) -> None:
-        """`free` has the positions of scalar inputs on which no size depends.
+        """`free` has the positions of the scalar inputs on which no size depends.
 
-        `machine` is the context in which the steps will run. It differs from the frame's in a dry
-        run.
+        `machine` is the context in which the steps will run. In a dry run, `machine` differs from
+        `frame.machine`. `receiver` runs or records the steps; the default runs each step
+        immediately.
         """
         self.frame = frame
         self.machine = frame.machine if machine is None else machine
@@ -232,31 +240,35 @@ class Execution:
             else frame.values.get(cast("Symbol", v))
             for v in inputs
         ]
-        # Slots that two names share: the end of one name must not clear the slot.
+        # Slots that two tensors share: the end of one tensor must not clear the slot.
         self._aliased_slots: set[int] = set()
-        # The slots of the input scalars, and those whose value may change within an input class.
+        # The slots of the input scalars, and the input scalars whose value may change within an
+        # input class (runs that share a plan).
         self.places = {v: i for i, v in enumerate(inputs) if isinstance(v, Symbol)}
         self.free_positions, self.free_symbols = free, free_scalars(frame, free)
         self.free_slots = tuple((s, self.places[s]) for s in self.free_symbols)
         self.is_dry = frame.machine.device == _META
         self.holds_work_back = frame.machine.streams.holds_work_back
         self.switches_streams = frame.storage.switches_streams
-        # The current stream, and those that the program captured; None is the one on which the run
-        # began.
+        # The current stream, and the streams that the program captured. None stands for the stream
+        # on which the run began.
         self.stream: Handle | None = None
         self._captured: dict[str, Handle | None] = {}
         # The sends and receives since StartCoalescing; None outside.
         self._group: list[Half] | None = None
-        # For streams that hold work back, by the slot of a communication: (result, buffer into
-        # which it was received); and the slots of lone sends or receives, whose peer may wait for
-        # work that other streams of this rank have still to post.
+        # For streams that delay work: by the slot of a communication, pairs (result, temporary
+        # buffer that receives the result). `_alone` has the slots of sends and receives outside a
+        # group: their peer may wait for work that other streams of this rank have still to post.
         self._landed: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._alone: set[int] = set()
         self._receiver: Receiver = Immediate(self) if receiver is None else receiver
 
     # ------------------------------------------------------------ names
     def slot(self, value: object) -> int:
-        """Returns the slot of a tensor, an input scalar or a communication."""
+        """Returns the slot of `value`: a tensor, an input scalar, or a communication's key.
+
+        A value without a slot gets a new slot.
+        """
         i = self._slot.get(value)
         if i is None:
             i = self.new_slot(value)
@@ -265,7 +277,10 @@ class Execution:
         return i
 
     def new_slot(self, value: object) -> int:
-        """Returns a new slot for a value, and clears the slot that the name had before."""
+        """Assigns a new slot to `value` and returns the slot; clears the previous slot of `value`.
+
+        The previous slot is not cleared if delayed work or another tensor still uses that slot.
+        """
         slots, before = self.slots, self._slot.get(value)
         if before is not None and not self.holds_work_back and before not in self._aliased_slots:
             slots[before] = None
@@ -274,12 +289,12 @@ class Execution:
         return i
 
     def empty(self, slot: int) -> None:
-        """Drops the tensor of a slot, unless held-back work or another name still uses it."""
+        """Drops the tensor in `slot`, unless delayed work or another tensor still uses the slot."""
         if not self.holds_work_back and slot not in self._aliased_slots:
             self.slots[slot] = None
 
     def has_slot(self, value: object) -> bool:
-        """Whether a value has a slot."""
+        """Whether `value` has been assigned a slot in this walk."""
         return value in self._slot
 
     def argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
@@ -293,7 +308,7 @@ class Execution:
         return reader(value, self.places, self.free_symbols, self.frame)
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns the tensor of a slot, as an example of its layout."""
+        """Returns the tensor that is in `slot` in this walk, as an example of the slot's layout."""
         return self.slots[slot]
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
@@ -301,14 +316,14 @@ class Execution:
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` names memory of another tensor or of the caller."""
+        """Whether `tv` uses the memory of another tensor or of the caller, as `storage` plans."""
         return tv in self.frame.storage.named
 
     def number(self, x: Scalar) -> Number:
         """Returns the value of a scalar in this walk.
 
-        Raises `DefinitionError` for an op without control scalars. Its plan would also be replayed
-        with other numbers, and would then repeat the work for this one.
+        Raises `DefinitionError` if the current op declares that it has no control scalars. A plan
+        of such an op is replayed for other numbers, too, but would repeat the work for this number.
         """
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
@@ -321,14 +336,14 @@ class Execution:
         return self.frame.number(x)
 
     def integer(self, x: Scalar) -> int:
-        """Returns the value of an integer scalar; raises as `number` does."""
+        """Returns the value of an integer scalar in this walk; raises the errors of `number`."""
         return int(self.number(x))
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:
-        """Carries out, in order, the ops of a region that concern this rank.
+        """Carries out, in order, those ops of a region in which this rank takes part.
 
-        Raises `ExecutionError` with the op and the user's line if torch fails in one.
+        Raises `ExecutionError` with the op and the user's line if torch fails in an op.
         """
         frame, carry_out = self.frame, self.carry_out
         # In a program without meshes, every op concerns this rank.
@@ -338,7 +353,7 @@ class Execution:
                 carry_out(op)
 
     def carry_out(self, op: Op) -> None:
-        """Carries out one op that concerns this rank; see `run`."""
+        """Passes one op to the receiver; an error of torch is raised with the op and user line."""
         self.frame.op = op
         try:
             if torch_profiler._is_profiler_enabled and not self.is_dry:  # pyright: ignore[reportPrivateUsage]
@@ -352,7 +367,10 @@ class Execution:
             raise op_failed(op, error) from error
 
     def emit(self, op: Op) -> None:
-        """Passes the steps of an op to the receiver; torch computes tensor ops of the fusion IR."""
+        """Makes the steps of `op` and passes the steps to the receiver.
+
+        A host op makes its own steps. Torch computes a tensor op of the fusion IR.
+        """
         if isinstance(op, HostOp):
             op.emit(self)
         else:
@@ -360,10 +378,13 @@ class Execution:
             self._compute(op)
 
     def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
-        """Runs the body of a loop once per step; a dry run walks only the steps that differ."""
+        """Runs `body` once for each value of `index` in the range `steps`.
+
+        A dry run skips loop iterations that would need the same kernels as earlier iterations.
+        """
         if self.is_dry and not any(isinstance(op, ShardByStream) for op in walk(body)):
-            # A few steps show all kernels. Without `ShardByStream` only the alignments of the parts
-            # differ between steps, and these repeat after VECTOR_BYTES steps.
+            # A few iterations show all kernels. Without `ShardByStream`, iterations differ only in
+            # the alignments of tensor parts. The alignments repeat after VECTOR_BYTES iterations.
             steps = steps[:VECTOR_BYTES]
         with self.frame.with_index(index) as bind:
             for i in steps:
@@ -372,16 +393,23 @@ class Execution:
 
     # ------------------------------------------------------------ buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
-        """Allocates the buffer of a local shard, or of its part at a step of a stream loop."""
+        """Passes the allocation of this rank's shard of `tv` to the receiver.
+
+        If `stream_index` is not None, the buffer is only the part of the shard that the iteration
+        `stream_index` of a stream loop computes. If `is_cleared`, the elements are set to zero.
+        """
         shape = self.frame.local_shape(tv, stream_index)
         self._receiver.allocate(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
 
     def deallocate(self, tv: TensorView) -> None:
-        """Ends a buffer, or a view of the shards of several ranks."""
+        """Tells the receiver that `tv` is no longer used: a buffer or a view of ranks' shards."""
         self._receiver.deallocate(tv)
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
-        """Names a part of `inp` as `out`: an element or a chunk along an axis, or all of it."""
+        """Defines `out` as a view of `inp`: an element or a chunk along an axis.
+
+        If `part` is None, `out` is a view of the whole tensor `inp`.
+        """
         i = self.slot(inp)
         source: torch.Tensor = self.slots[i]
         shape, strides, shift = tuple(source.shape), source.stride(), 0
@@ -399,18 +427,18 @@ class Execution:
         self._receiver.name(out, view)
 
     def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
-        """Names all elements of the dense tensor `inp` with the local shape of `out`."""
+        """Defines `out` as a view of all elements of the dense tensor `inp`, in `out`'s shape."""
         self._name_as(out, inp, self.frame.tensors[inp].view(self.frame.local_shape(out)))
 
     def _name_as(self, out: TensorView, inp: TensorView, seen: torch.Tensor) -> None:
-        """Names `out` as the part of the memory of `inp` that the tensor `seen` shows."""
+        """Defines `out` as a view of `inp` with the shape, strides and start of the view `seen`."""
         i = self.slot(inp)
         shift = int(seen.storage_offset()) - int(self.slots[i].storage_offset())
         shape, strides, itemsize = tuple(seen.shape), seen.stride(), seen.element_size()
         self._receiver.name(out, View(i, self.new_slot(out), shape, strides, shift, itemsize))
 
     def show_shards(self, op: SymmetricContiguousView) -> None:
-        """Maps the shards of all ranks as one tensor; all ranks meet in it."""
+        """Maps the shards of all ranks as one tensor; waits until all ranks have called this."""
         frame, machine, shape = self.frame, self.machine, self.frame.local_shape(op.out)
         i, o = self.slot(op.inp), self.new_slot(op.out)
         if self.is_dry:
@@ -419,12 +447,12 @@ class Execution:
         self._receiver.run_now(shows_shards(op, machine, i, o, shape).run)
         frame.tensors[op.out] = self.slots[o]
         if self.holds_work_back:
-            # Held-back work of this stream must be done before other ranks read its shard.
+            # Delayed work of this stream must be done before other ranks read this rank's shard.
             self._receiver.enqueue(lambda: lambda slots: meet_at(op, machine))
 
     # ------------------------------------------------------------ work on the current stream
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
-        """Enqueues a call of `work` with the operands' tensors and numbers of each run."""
+        """Enqueues a call of `work`; each run passes its own tensors and numbers for `operands`."""
         reads = [self.argument(v) for v in operands]
 
         def call(slots: Slots) -> None:
@@ -441,7 +469,10 @@ class Execution:
         axis: int,
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
-        """Enqueues a copy of the part (start, length) of `inp` along an axis into `out`."""
+        """Enqueues a copy of a part of `inp` into `out`.
+
+        `bounds` returns the (start, length) of the part along `axis`, from the local shapes.
+        """
         i, o = self.slot(inp), self.slot(out)
 
         def make(sizes: InputSizes) -> Closure:
@@ -450,11 +481,11 @@ class Execution:
         self._receiver.enqueue(lambda: make(self), generic=lambda: ((i, o), make))
 
     def launch(self, op: LaunchKernel) -> None:
-        """Enqueues the launch of a kernel group."""
+        """Enqueues the launch of the compiled kernel of the fusion `op.group`."""
         frame = self.frame
         for out in op.outs:
             if out not in frame.tensors:
-                # An in-place output is the input that it overwrites.
+                # An in-place output shares the slot of the input that the output overwrites.
                 into = frame.alias_target(out)
                 i = self._slot[out] = self.slot(into)
                 self._aliased_slots.add(i)
@@ -474,7 +505,10 @@ class Execution:
     def _launch_step(
         self, op: LaunchKernel, given: list[Argument], results: list[torch.Tensor]
     ) -> Step:
-        """Returns the launch step of later runs, for operands and results with these layouts."""
+        """Returns the step that launches the kernel in later runs with operands of equal layouts.
+
+        If the kernel cannot be fixed for all later runs, the step looks up the launch in each run.
+        """
         frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
         device = self.machine.device if self.is_dry else None
         kernel = runner.launch_for(given, results, sizes=sizes, device=device)
@@ -523,7 +557,10 @@ class Execution:
         return operands, make
 
     def run_unit(self, op: PostOnStream) -> None:
-        """Enqueues a host unit; results without a buffer are allocated by it."""
+        """Enqueues the run of a host unit: a host program that one op runs on the current stream.
+
+        The step allocates the results that have no buffer yet.
+        """
         frame, machine = self.frame, self.machine
         makes: list[Closure] = []
         for out in op.outs:
@@ -555,7 +592,11 @@ class Execution:
         self._receiver.enqueue(make)
 
     def _compute(self, op: TensorOp) -> None:
-        """Computes into allocated outputs; an output without a buffer becomes a view."""
+        """Makes the step by which torch computes a tensor op, or defines the result as a view.
+
+        Outputs that have buffers are computed into the buffers. Other results are views, or new
+        tensors of torch.
+        """
         frame, receiver = self.frame, self._receiver
         if isinstance(op, nodes.LibraryOp):
             if op.draws:
@@ -583,9 +624,9 @@ class Execution:
             receiver.results(op, found)
 
     def _view(self, op: TensorOp) -> tuple[View, MakeGeneric] | None:
-        """Returns the view of a view op and the function that makes it for other sizes.
+        """Returns the result of a view op as a `View`, and a function for the view of other sizes.
 
-        None if only torch can decide whether the result is a view.
+        Returns None if only torch can decide whether the result is a view.
         """
         (source, *_), tv = op.inputs, op.out_tensor
         assert isinstance(source, TensorView), f"{op.name} is a view of a tensor"
@@ -639,16 +680,16 @@ class Execution:
         )
 
     def computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-        """Returns a function by which torch computes an op on the slots of a run."""
+        """Returns a function that computes the results of `op` with torch, from a run's slots."""
         return computing(op, self.frame, self.operands(op), self.free_slots, self.machine)
 
     def operands(self, op: TensorOp) -> list[int | None]:
-        """Returns the slots of an op's operands; None for a scalar."""
+        """Returns the slot of each operand of an op; the entry of a scalar operand is None."""
         return [self.slot(v) if isinstance(v, TensorView) else None for v in op.inputs]
 
     # ------------------------------------------------------------ communications
     def post(self, op: Communication, team: Team, root: int) -> None:
-        """Starts a collective in a team; `root` is a global rank, or -1."""
+        """Starts a collective among the ranks `team`; `root` is a global rank, -1 for no root."""
         self._announce(op)
         rank, work = self.rank, self._new_work(op.number)
         inp, out = self._held(op.inp), self._held(op.out)
@@ -707,7 +748,7 @@ class Execution:
             group.append((op, i, peer, half))
 
     def open_group(self, op: Op) -> None:
-        """Opens a group of sends and receives; raises `ExecutionError` if one is open."""
+        """Opens a group of sends and receives; raises `ExecutionError` if a group is open."""
         if self._group is not None:
             raise ExecutionError(
                 f"{op.name} inside another group: close the open group with EndCoalescing first"
@@ -727,7 +768,10 @@ class Execution:
         self._exchange(op, group, work)
 
     def _exchange(self, op: P2PCommunication | EndCoalescing, group: list[Half], work: int) -> None:
-        """Starts the sends and receives of a group, which may be empty or have one member."""
+        """Starts the sends and receives of `group`, which may be empty or have one member.
+
+        `work` is the slot that gets the handle for the `Wait`.
+        """
         team, stream, receiver = self.machine.team, self.stream, self._receiver
 
         def make() -> TwoPhaseStep:
@@ -760,7 +804,7 @@ class Execution:
         self._start(work, make)
 
     def wait(self, number: int) -> None:
-        """Makes the current stream wait for a communication, if this rank takes part in it."""
+        """Makes the current stream wait for communication `number`, if this rank has started it."""
         # A rank outside the communication's mesh has started nothing.
         work = self._slot.get(("work", number))
         if work is None:
@@ -781,7 +825,8 @@ class Execution:
             return
         join, mark = self.machine.streams.join_mark, self.slot(("mark", work))
         if self.holds_work_back:
-            # The mark joins the queue now: its position decides after which work it is served.
+            # The join enters the queue of delayed work now: the position in the queue decides
+            # after which work the join is done.
             self._receiver.run_now(lambda slots: None if slots[mark] is None else join(slots[mark]))
             self._receiver.enqueue(lambda: wait, ready=self._ready(work))
             return
@@ -794,9 +839,9 @@ class Execution:
         self._receiver.enqueue(lambda: join_and_wait)
 
     def _ready(self, work: int) -> Ready | None:
-        """Returns a predicate: whether waiting for a lone send or receive returns immediately.
+        """Returns a predicate: whether the transfer in slot `work` is done, so no wait is needed.
 
-        None for other communications.
+        Returns None unless the communication is a send or a receive outside a group.
         """
         if work not in self._alone:
             return None
@@ -809,18 +854,19 @@ class Execution:
         return is_done
 
     def _new_work(self, number: int) -> int:
-        """Returns the slot of a communication that starts now.
+        """Returns the slot for the handle of communication `number`, which starts now.
 
-        If streams hold work back, it is a new slot: an earlier communication with this number may
-        not have been waited for yet.
+        If streams delay work, the slot is new, because an earlier communication with the same
+        number may not have been waited for yet.
         """
         name = "work", number
         return self.new_slot(name) if self.holds_work_back else self.slot(name)
 
     def _start(self, work: int, make: MakeStep, generic: MakeGeneric | None = None) -> None:
-        """Starts a communication, and marks its position in its stream.
+        """Enqueues the step that starts a communication, and records an event after the step.
 
-        The `Wait` may be on another stream, which then waits for the mark.
+        The event is needed only if the program switches streams. If the `Wait` is on another
+        stream, that stream waits for the event. `work` is the slot of the communication.
         """
         if not self.switches_streams:
             self._receiver.enqueue(make, generic=generic)
@@ -837,10 +883,10 @@ class Execution:
         return self.slot(tv) if self.frame.is_mine(tv) else -1
 
     def _landing(self, tv: TensorView, work: int) -> int:
-        """Returns the slot of the buffer that receives `tv`.
+        """Returns the slot of the buffer into which communication `work` receives `tv`.
 
-        If streams hold work back, it is a temporary buffer, copied to `tv` at the `Wait`. A program
-        that reads `tv` too early then computes a wrong result.
+        If streams delay work, the buffer is temporary and the `Wait` copies the buffer to `tv`.
+        A program that reads `tv` before the `Wait` then computes a wrong result, so tests see it.
         """
         i = self.slot(tv)
         if not self.holds_work_back:
@@ -852,7 +898,7 @@ class Execution:
         return len(self.slots) - 1
 
     def _announce(self, op: StartsCommunication) -> None:
-        """Dumps a line for a communication, in this run and later ones, if the user asks for it."""
+        """Writes a line for a communication in each run, if `FUSER_DUMP=communication` is set."""
         announce = None if self.is_dry else announcer(op, self.machine)
         if announce is None:
             return
@@ -865,7 +911,7 @@ class Execution:
 
     # ------------------------------------------------------------ streams
     def enter(self, stream: Stream) -> None:
-        """Makes a stream the current one."""
+        """Makes `stream` the current stream, on which the steps that follow run."""
         enter, captured = self.machine.streams.enter, self._captured_slot(stream)
         if captured is None:
             handle = self.stream = self.frame.stream(stream)
@@ -875,7 +921,7 @@ class Execution:
             self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
-        """Names the current stream, so that the program can return to it."""
+        """Stores the current stream under the name of `stream`, so that the program can return."""
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
         self._captured[stream.name] = self.stream
 
@@ -885,7 +931,7 @@ class Execution:
         self._receiver.run_now(capture)
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all work enqueued so far on another stream."""
+        """Makes the current stream wait for all work enqueued so far on `stream`."""
         join, captured = self.machine.streams.join, self._captured_slot(stream)
         if captured is None:
             handle = self.frame.stream(stream)
@@ -896,7 +942,7 @@ class Execution:
     def _captured_slot(self, stream: Stream) -> int | None:
         """Returns the slot of a stream that this program captured; None for any other stream.
 
-        A captured stream may differ between runs.
+        The stream is read from the slot because each run may begin on another stream.
         """
         if stream.index is not None or stream.name not in self._captured:
             return None
@@ -908,16 +954,17 @@ _GROUPED = -1
 
 
 class Immediate:
-    """The receiver that runs each step immediately; in a dry run, it only binds names and buffers.
+    """The receiver that runs each step immediately.
 
-    If streams hold work back, `enqueue` passes work to the stream instead of running it.
+    In a dry run, this receiver only makes buffers and views, without contents. If streams delay
+    work, `enqueue` submits the step to the stream, which runs the step later.
     """
 
     def __init__(self, execution: Execution) -> None:
         self._execution, self._frame = execution, execution.frame
         self._machine, self._slots = execution.machine, execution.slots
         self._is_dry, self._holds_work_back = execution.is_dry, execution.holds_work_back
-        # Steps are bound to the stream on which the run begins, and to no arena.
+        # Steps are bound to the stream on which the run begins, without an arena.
         self._stream = 0 if self._is_dry else raw_stream_on(self._machine.device)()
         self._binding: Binding | None = None
         # See `Receiver`.
@@ -931,12 +978,15 @@ class Immediate:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Makes the step and runs it, or submits it to a stream; does nothing in a dry run."""
+        """Makes the step and runs or submits the step as `take` does; does nothing in a dry run."""
         if not self._is_dry:
             self.take(make(), after, ready)
 
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
-        """Runs a step on the current stream, or submits it to a stream that holds work back."""
+        """Runs a step on the current stream; if streams delay work, submits the step instead.
+
+        Then calls `after`. A stream that delays work runs the step only once `ready()` is true.
+        """
         if isinstance(made, TwoPhaseStep):
             run = made.first
         elif isinstance(made, Multiply):
@@ -955,19 +1005,19 @@ class Immediate:
             after(self._slots)
 
     def run_now(self, run: Closure) -> None:
-        """Runs the host's work, but not in a dry run."""
+        """Calls `run` on the slots; does nothing in a dry run."""
         if not self._is_dry:
             run(self._slots)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Binds `out` to the view and stores it in its slot."""
+        """Makes the view and stores it as the tensor of `out`, in the frame and in the slot."""
         slots = self._slots
         slots[view.out] = self._frame.tensors[out] = view.of(slots[view.source])
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Allocates the buffer and stores it in its slot."""
+        """Allocates the buffer and stores it as the tensor of `tv`, in the frame and in `slot`."""
         frame = self._frame
         made = new_buffer(frame.program, tv, shape, frame.machine.device, frame.symmetric(tv))
         self._slots[slot] = frame.tensors[tv] = made.zero_() if is_cleared else made
@@ -976,7 +1026,7 @@ class Immediate:
             poison(made)
 
     def deallocate(self, tv: TensorView) -> None:
-        """Drops the buffer; ranks first meet to end a view of their shards."""
+        """Drops the buffer of `tv`; for a view of ranks' shards, first waits for all ranks."""
         frame, execution = self._frame, self._execution
         buffer, view = frame.tensors.pop(tv), frame.storage.views.get(tv)
         if view is not None:
@@ -988,10 +1038,13 @@ class Immediate:
             frame.submit(partial(poison, buffer))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Binds an op's outputs to the results that torch has computed."""
+        """Stores the results `found` as the tensors of the op's outputs.
+
+        If streams delay work, the stream computes the values again, into new tensors.
+        """
         execution, frame = self._execution, self._frame
         if self._holds_work_back and not all(_shares(r, op, frame) for r in found):
-            # The results now only give the shapes; the stream computes the values when it runs.
+            # The results only show the shapes; the stream computes the values when the stream runs.
             outs = found = [torch.empty_like(r) for r in found]
             compute_op = execution.computing(op)
 
@@ -1004,26 +1057,26 @@ class Immediate:
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Does nothing: no later run follows."""
+        """Does nothing, because this receiver records no plan for later runs."""
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend of a communication."""
+        """Returns the backend `name` of this rank."""
         return self._machine.backend(name)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Does nothing: one run needs no CUDA graph."""
+        """Does nothing, because this receiver records no plan that a CUDA graph could replay."""
 
 
 def poison(buffer: torch.Tensor) -> None:
-    """Fills a buffer with NaN, or with 85 for integers, so that a use of it shows in results."""
+    """Fills a buffer with NaN, or with 85 for integers, so that a wrong read shows in results."""
     buffer.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 85)
 
 
 def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int, int]) -> Closure:
-    """Returns a closure that copies a part of one slot's tensor into another slot's tensor.
+    """Returns a function that copies a part of one slot's tensor into another slot's tensor.
 
-    `slots` are the source and the target, `at` is (start, length) along the axis, and `like` has
-    the layout of the target.
+    `slots` is (source, target), `at` is (start, length) of the part along `axis`, and `like` is a
+    tensor with the layout of the target.
     """
     (inp, out), (start, length), put = slots, at, writer(like)
 
@@ -1039,9 +1092,10 @@ def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
 
 
 def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
-    """Adds the axes of extent 1 that a kernel expects for tensors which lack them.
+    """Inserts axes of extent 1 into those operands and results that lack axes of the kernel.
 
-    These are the axes along which `HirAliasSelect` selected one element.
+    A tensor lacks the axes along which `HirAliasSelect` selected one element. `dropped` has these
+    axes by the index of the operand and of the result. The lists are changed in place.
     """
     for values, axes in zip(operands, dropped, strict=True):
         for k, gone in axes.items():
@@ -1050,19 +1104,22 @@ def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
 
 
 def _shows(after: torch.Tensor, source: TensorView, frame: Frame) -> bool:
-    """Whether torch's result is a view of the operand `source`, so that a plan can name it."""
+    """Whether torch's result `after` is a view of the operand `source`.
+
+    A plan can then make the result as a `View`, without a call of torch's function.
+    """
     has_memory = after.numel() > 0 and (after.is_meta or after.data_ptr() != 0)
     return has_memory and share_storage(frame.tensors[source], after)
 
 
 def _shares(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
-    """Whether a result shares the memory of the op's first operand."""
+    """Whether `result` shares memory with the first operand of `op`."""
     source = op.inputs[0] if op.inputs else None
     return isinstance(source, TensorView) and share_storage(result, frame.tensors[source])
 
 
 def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
-    """Returns a view with the strides that the user declared, and without gradient."""
+    """Returns `view` with the strides that the user declared for `tv`, and without gradient."""
     view = without_gradient(view)
     strides = viewed_strides(tv, view.shape, view.stride())
     return view if strides == view.stride() else view.as_strided(view.shape, strides)
@@ -1073,9 +1130,10 @@ def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
 
 
 def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
-    """Returns the input scalars whose value may change within an input class.
+    """Returns the input scalars whose value may differ between runs of one plan.
 
-    `free` has the positions of the scalars on which no size depends.
+    These are the scalars that are not integers and the integers at the positions `free`, on which
+    no size depends.
     """
     inputs = frame.program.inputs
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
@@ -1083,16 +1141,17 @@ def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
 
 
 def changes(value: Scalar, free: Sequence[Symbol]) -> bool:
-    """Whether the value of a scalar may differ between the runs of an input class."""
+    """Whether a scalar depends on any of the symbols `free`, which may change between runs."""
     return any(s in free for s in sc.symbols(value))
 
 
 def reader(
     value: Scalar, places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], Argument]:
-    """Returns a function that reads a scalar from the slots of a run.
+    """Returns a function that computes the scalar `value` from the slots of a run.
 
-    `places` has the slots of the input scalars.
+    `places` has the slots of the input scalars, and `free` the input scalars that may change
+    between runs of one plan. A scalar that cannot change is computed once, from `frame`.
     """
     if isinstance(value, Symbol) and value in places:
         i = places[value]
@@ -1111,7 +1170,10 @@ def reader(
 def numbers_reader(
     scalars: Sequence[Scalar], places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], list[Number]] | None:
-    """Returns a function that reads scalars in a run; None if the input class fixes all of them."""
+    """Returns a function that computes `scalars` in a run; None if no scalar changes between runs.
+
+    The parameters are those of `reader`.
+    """
     if not any(changes(v, free) for v in scalars):
         return None
     readers = [reader(v, places, free, frame) for v in scalars]
@@ -1123,10 +1185,11 @@ def numbers_reader(
 
 
 class Posting(NamedTuple):
-    """A communication with its slots.
+    """A collective with the slots of its buffers.
 
-    `inp` and `out` are the slots of its buffers, -1 for a buffer that this rank lacks. `work` is
-    the slot of the handle that a `Wait` waits for.
+    `inp` and `out` are the slots of operand and result; a slot is -1 if this rank has no such
+    buffer. `work` is the slot of the handle that a `Wait` waits for. `stream` is the raw handle of
+    a stream, or None for the stream on which runs begin.
     """
 
     call: CommunicationCall
@@ -1136,23 +1199,23 @@ class Posting(NamedTuple):
     stream: int | None
 
     def post(self, slots: Slots) -> None:
-        """Starts the communication as in a first run, without a binding."""
+        """Starts the collective through its backend, with the tensors in `slots`."""
         inp, out = self.held(slots)
         slots[self.work] = post(self.call, inp, out)
 
     def two_phase_step(self) -> TwoPhaseStep:
-        """Returns the step that starts the communication in a first run and in later ones."""
+        """Returns the step that starts the collective in a first run and in later runs."""
         text = collective_text(self.inp, self.out)
         return TwoPhaseStep(self.post, lambda slots: self.step(*self.held(slots)), text)
 
     def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
-        """Returns the step of later runs; the communication has run on buffers like these."""
+        """Returns the step of later runs, for buffers with the layouts of `inp` and `out`."""
         bound = bind_post(self.call, inp, out)
         if bound is None:
             return Action(self.post)
         return CollectiveStep(bound, self.inp, self.out, self.work, self.stream)
 
     def held(self, slots: Slots) -> tuple[PostedBuffer, PostedBuffer]:
-        """Returns the buffers of a run: (operand, result), None for one that this rank lacks."""
+        """Returns a run's buffers (operand, result); None for a buffer that this rank lacks."""
         inp = slots[self.inp] if self.inp >= 0 else None
         return inp, slots[self.out] if self.out >= 0 else None

@@ -1,4 +1,4 @@
-"""The state of one run: its machine, the values of its symbols, and its tensors."""
+"""The state of one run of a program on one rank: context, values of symbols, and tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class KernelRunner(Protocol):
-    """Runs the kernel of one group on local shards, on the current stream."""
+    """Runs the compiled kernel of one kernel group on this rank's shards, on the current stream."""
 
     def run(
         self,
@@ -45,7 +45,7 @@ class KernelRunner(Protocol):
         *,
         sizes: Mapping[Symbol, int],
     ) -> None:
-        """Computes the allocated `outputs`; `sizes` has every global extent."""
+        """Computes the results into the tensors `outputs`; `sizes` has every global extent."""
         ...
 
     def launch_for(
@@ -58,18 +58,19 @@ class KernelRunner(Protocol):
     ) -> KernelLaunch | None:
         """Returns the launch that `run` would make, for all tensors with these layouts.
 
-        Layouts are shapes, strides and alignments. Returns None if the launch must be looked up in
-        each run. If `device` is passed, the tensors may have no contents (a dry run), and the
-        kernel need not be compiled yet.
+        A layout consists of shape, strides and alignment. Returns None if the launch must be looked
+        up in each run. In a dry run, `device` is the device of the later run: the tensors then have
+        no memory on that device, and the kernel may not be compiled yet.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """The machine of a run: this rank, its device, its backends, its streams and its kernels.
+    """The context of a run: the rank, the device, the backends, the streams and the kernels.
 
-    `team` are the ranks of the program's meshes, which send to and receive from each other.
+    - `rank`, `size`: the number of this rank, and the number of all ranks.
+    - `team`: the ranks of the program's meshes, which send to and receive from each other.
     """
 
     rank: int
@@ -96,7 +97,10 @@ class ExecutionContext:
 
 @dataclass
 class Frame:
-    """The state of one run: the values of symbols, the tensors by name, and the current op."""
+    """The state of one run: the values of symbols, the tensors, and the op that is running.
+
+    `machine` is the context of the run, and `storage` says which tensors share memory.
+    """
 
     program: HostIrContainer
     machine: ExecutionContext
@@ -107,7 +111,8 @@ class Frame:
     owned: set[TensorView] = field(default_factory=set[TensorView])
     # The number of transfers so far, by kind and peer.
     transfers: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    # The indices of the open loops, outermost first. A buffer allocated inside belongs to one step.
+    # The indices of the open loops, outermost first. A buffer that is allocated inside a loop
+    # belongs to one iteration.
     indices: tuple[Symbol, ...] = ()
     # Whether this run is recorded for later runs.
     is_recorded: bool = False
@@ -116,18 +121,24 @@ class Frame:
 
     @property
     def rank(self) -> int:
-        """This process's rank, or that of the simulated rank."""
+        """The number of this process's rank, or of the simulated rank that runs."""
         return self.machine.rank
 
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
-        """Returns the function that allocates memory for `tv` that peers can map."""
+        """Returns the function (bytes -> memory) that allocates memory for `tv` that peers can map.
+
+        Memory of a recorded run is not cached, because the recording happens only once.
+        """
         if tv in self.storage.shown:
             return self.machine.shard
         # A recorded run happens once. Its memory is not cached for further runs of this kind.
         return self.machine.lasting if self.is_recorded else self.machine.symmetric
 
     def number(self, x: Scalar) -> Number:
-        """Returns the value of `x`; raises `InputError` if the inputs do not determine it."""
+        """Returns the value of the scalar `x`.
+
+        Raises `InputError` if the inputs do not determine the value, or if the value is undefined.
+        """
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
@@ -137,16 +148,16 @@ class Frame:
             raise InputError(f"{x} has no value for {bound}: {error}") from None
 
     def operand(self, value: TensorView | Scalar) -> Argument:
-        """Returns the tensor, or the number, of an operand."""
+        """Returns the tensor of a tensor operand, or the number of a scalar operand."""
         return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
 
     def integer(self, x: Scalar) -> int:
-        """Returns the value of `x` as an int; raises as `number` does."""
+        """Returns the value of `x` as an int; raises `InputError` in the same cases as `number`."""
         return int(self.number(x))
 
     @contextmanager
     def with_index(self, index: Symbol) -> Generator[Callable[[int], None]]:
-        """Opens a loop: yields a function that sets the value of its index for each iteration."""
+        """Opens a loop over `index`; yields a function that sets the index for an iteration."""
 
         def bind(value: int) -> None:
             self.values = {**self.values, index: value}
@@ -156,17 +167,20 @@ class Frame:
         self.indices, self.values = outside, values
 
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
-        """Submits work to the current stream, with errors explained; see `Streams.submit`."""
+        """Submits `work` to the current stream, as `Streams.submit` does.
+
+        If streams delay work, errors of torch get the name and the user's line of the current op.
+        """
         streams = self.machine.streams
         if streams.holds_work_back and self.op is not None:
             work = partial(guarded, self.op, work)
         streams.submit(work, ready)
 
     def order(self, kind: str, peer: int) -> int | None:
-        """Returns the number of this transfer among those of its kind with a peer.
+        """Returns how many transfers of this kind with `peer` precede this transfer.
 
-        Only streams that hold work back start transfers in another order than the program's. For
-        all other streams the number is None.
+        `kind` is "send" or "recv". Returns None unless streams delay work, because only such
+        streams start transfers in another order than the program.
         """
         if not self.machine.streams.holds_work_back:
             return None
@@ -174,7 +188,7 @@ class Frame:
         return number
 
     def stream(self, stream: Stream) -> Handle:
-        """Returns the stream with a number, or with a name that no op has captured."""
+        """Returns the handle of `stream`, which has a number or a name that no op has captured."""
         if stream.index is None:
             return self.machine.streams.handle(stream.name)
         number = self.integer(stream.index)
@@ -183,9 +197,9 @@ class Frame:
         return self.machine.streams.handle(number)
 
     def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
-        """Returns (start, length) of a part of `source` along its axis; `op` names the part.
+        """Returns (start, length), along the axis `part.axis`, of the part that `op` takes.
 
-        Raises `ExecutionError` if the part is outside the tensor.
+        Raises `ExecutionError` if the part is outside the tensor `source`.
         """
         size = source.size(part.axis)
         index = self.integer(part.index)
@@ -203,7 +217,7 @@ class Frame:
 
     @cached_property
     def sizes(self) -> Mapping[Symbol, int]:
-        """The integer symbols that the inputs bind: the global extents that kernels need."""
+        """The values of the integer symbols that inputs determine, such as the global extents."""
         own = (RANK, NUMBER_OF_STREAMS, *self.indices)
         return {s: int(v) for s, v in self.values.items() if isinstance(v, int) and s not in own}
 
@@ -214,15 +228,17 @@ class Frame:
     def elsewhere(
         self, machine: ExecutionContext, tensors: dict[TensorView, torch.Tensor]
     ) -> Frame:
-        """Returns a frame with the same values and shapes on another machine, with new tensors."""
+        """Returns a frame with the same values and shapes, for another context and new tensors."""
         made = Frame(self.program, machine, self.storage, self.values, tensors)
         made._whole, made.sizes = self._whole, self.sizes
         return made
 
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
-        """Returns the shape of the local shard, or of its part at a step of a stream loop.
+        """Returns the shape of this rank's shard of `tv`.
 
-        Raises `ShardingError` if an extent is not divisible, and `InputError` if one is negative.
+        If `stream_index` is not None, returns the shape of the part of the shard that the iteration
+        `stream_index` of a stream loop computes. Raises `ShardingError` if an extent is not
+        divisible by the mesh, and `InputError` if an extent is negative.
         """
         if stream_index is None and not self.indices and tv in self._whole:
             return self._whole[tv]
@@ -245,18 +261,18 @@ class Frame:
         return (*shape[:cut], length, *shape[cut + 1 :])
 
     def is_mine(self, tv: TensorView) -> bool:
-        """Whether this rank holds a part of `tv`."""
+        """Whether this rank has a shard of `tv`."""
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 
     def is_idle(self, op: Op) -> bool:
-        """Whether all tensors of the op are on meshes without this rank, so that it is skipped."""
+        """Whether this rank skips `op`, because no tensor of `op` is on a mesh with this rank."""
         if not self.storage.is_placed:
             return False
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
         return bool(tensors) and not any(map(self.is_mine, tensors))
 
     def result(self, tv: TensorView) -> torch.Tensor:
-        """Returns an output of the run; an empty tensor if this rank holds no part of it."""
+        """Returns the tensor of output `tv`; an empty tensor if this rank has no shard of `tv`."""
         if not self.is_mine(tv):
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
         if tv not in self.tensors:
@@ -264,7 +280,7 @@ class Frame:
         return self.tensors[tv].clone() if tv in self.storage.borrowed else self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:
-        """Returns the input whose buffer an in-place output is written into."""
+        """Returns the input into whose buffer the in-place output `out` is written."""
         into = self.program.values.alias_of(out)
         assert into is not None, f"{out} has neither a buffer nor a declared alias"
         return into
@@ -279,7 +295,10 @@ class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
 
 
 def op_failed(op: Op, error: Exception) -> ExecutionError:
-    """Returns the error for an op in which torch failed; it adds the op and the user's line."""
+    """Returns an error with the op and the user's line, for an `error` that torch raised in `op`.
+
+    The error is an `OutOfMemoryError` if torch had no memory.
+    """
     kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
     return kind(
         f"{op.name} failed ({type(error).__name__}: {error}){user_code(op.where)}:\n{op_text(op)}"
@@ -287,7 +306,7 @@ def op_failed(op: Op, error: Exception) -> ExecutionError:
 
 
 def guarded(op: Op, work: Callable[[], object]) -> None:
-    """Runs the work of an op; raises `ExecutionError` with op and user line if torch fails."""
+    """Runs `work`, a part of `op`; raises `ExecutionError` with op and user line if torch fails."""
     try:
         work()
     except FuserError:
@@ -303,9 +322,10 @@ def new_buffer(
     device: torch.device,
     symmetric: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Allocates a tensor with this local shape; `symmetric` allocates memory that peers can map.
+    """Allocates the buffer of `tv` with this local shape.
 
-    Raises `OutOfMemoryError` if torch fails to allocate it, whatever error torch raises.
+    `symmetric` is a function (bytes -> memory that peers can map). Raises `OutOfMemoryError` if the
+    allocation fails, whatever error torch raises.
     """
     strides, dtype = allocated_strides(tv, shape), to_torch(tv.dtype())
     try:
@@ -320,7 +340,7 @@ def new_buffer(
 def no_memory(
     program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
 ) -> OutOfMemoryError:
-    """Returns the error for a tensor with this local shape that cannot be allocated."""
+    """Returns the error for the tensor `tv`, if no memory is left for its local shape."""
     name, where = _maker(program, tv)
     nbytes = spanned(shape, allocated_strides(tv, shape)) * nbytes_of(tv.dtype())
     place = "" if device.type == "meta" else f" on {device}"  # found in a dry run
@@ -331,7 +351,7 @@ def no_memory(
 
 
 def _maker(program: HostIrContainer, tv: TensorView) -> tuple[str, str]:
-    """Returns the name of the op that computes `tv`, and the user's line; "allocate" if none."""
+    """Returns (name, user's line) of the op that computes `tv`; ("allocate", "") without one."""
     for op in walk(program.ops):
         if isinstance(op, Allocate) or tv not in op.outputs:
             continue

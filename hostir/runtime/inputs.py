@@ -1,6 +1,7 @@
-"""Checks the inputs of a program: kinds, dtypes, devices and layouts; binds their symbols.
+"""Checks the inputs of a program: kinds, dtypes, devices and layouts; computes symbols from them.
 
-It also handles inputs that share memory, and checks numbers that must fit the dtype of a result.
+The module also handles inputs that share memory, and checks numbers that must fit the dtype of a
+result.
 """
 
 from __future__ import annotations
@@ -50,25 +51,25 @@ _ACCEPTS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """The requirements on one input tensor: its dtype, memory order and expanded axes."""
+    """The requirements on input tensor number `index`: dtype, memory order, expanded axes."""
 
     index: int
     tv: TensorView
     dtype: torch.dtype
     order: MemoryOrder
-    # The axes that are expanded: memory has one element along them.
+    # The axes that are expanded: memory has one element along such an axis.
     expanded: tuple[int, ...]
     # Whether the memory order of the axes is their logical order, without expanded axes.
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Returns the error `Expected input .., <text>`, with the user's line."""
+        """Returns the error `<head>Expected input .., <text>`, with the user's line."""
         line = user_code(self.tv.user_line())
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
 
 
 def spec_of(index: int, tv: TensorView) -> _TensorSpec:
-    """Returns the requirements on input number `index`."""
+    """Returns the requirements on `tv`, which is input number `index`."""
     order = memory_order(tv)
     expanded = expanded_positions(tv)
     is_in_order = not expanded and all(p == i for i, (p, _) in enumerate(order))
@@ -76,7 +77,7 @@ def spec_of(index: int, tv: TensorView) -> _TensorSpec:
 
 
 class InputBinder:
-    """Checks the inputs of one program and binds its symbols to values."""
+    """Checks the inputs of one program and computes the values of the program's symbols."""
 
     def __init__(self, values: Fusion) -> None:
         self._specs: list[_TensorSpec | Scalar] = [
@@ -89,10 +90,11 @@ class InputBinder:
         self._binder = Binder(values, blocks=parts)
 
     def bind(self, inputs: Sequence[Argument], device: torch.device) -> Values:
-        """Returns the value of every symbol.
+        """Checks the inputs and returns the value of every symbol.
 
-        Raises `InputError` with the input, and the tensor that bound a symbol first. Raises
-        `ShardingError` if an extent does not fit the mesh.
+        Raises `InputError` for an input that does not fit its declaration. If two inputs disagree
+        about a symbol, the message names both. Raises `ShardingError` if an extent does not fit the
+        mesh. `device` is the device on which tensors must be.
         """
         check_count(len(inputs), self._declared)
         for i, (spec, value) in enumerate(zip(self._specs, inputs, strict=True)):
@@ -118,9 +120,9 @@ class InputBinder:
 
 
 def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
-    """Raises `InputError` unless `value` is a tensor with the declared rank and dtype on `device`.
+    """Raises `InputError` unless `value` is a tensor with the declared dtype and dimension count.
 
-    A CPU scalar must be on the host instead.
+    The tensor must be on `device`; a CPU scalar must be on the host instead.
     """
     if not isinstance(value, torch.Tensor):
         raise spec.refuses(f"to be an at::Tensor but got scalar {show(value)}")
@@ -169,9 +171,10 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
 
 
 def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] | None:
-    """Returns (axis, expected stride) of the innermost axis that is wrongly declared contiguous.
+    """Returns (axis, expected stride) for the innermost axis whose stride is wrong.
 
-    Returns None if the strides of the tensor fit the declaration.
+    The stride is wrong if `order` declares the axis contiguous, but memory has gaps. Returns None
+    if all strides of `value` fit the declaration.
     """
     expected = 1
     for position, flag in reversed(order):
@@ -185,7 +188,10 @@ def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] |
 
 
 def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
-    """Raises `InputError` unless `value` is a number of the dtype of this scalar input."""
+    """Raises `InputError` unless `value` is a number that fits the dtype of scalar input `spec`.
+
+    `index` is the position of the input, for the message.
+    """
     if isinstance(value, torch.Tensor):
         raise InputError(
             f"Expected input {index}, {spec}, to be a scalar but got "
@@ -203,13 +209,16 @@ def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
 
 
 def is_computed(tv: TensorView) -> bool:
-    """Whether an extent of `tv` is computed, by a formula or by the division over a mesh."""
+    """Whether an extent of `tv` is computed: by a formula, or by division over a mesh's devices."""
     is_given = all(isinstance(x, Symbol | Const) for x in tv.shape())
     return not is_given or any(n > 1 for n in parts(tv))
 
 
 def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.device:
-    """Returns the device of the first tensor that is no CPU scalar, else torch's default device."""
+    """Returns the device of the first tensor input that is not declared as a CPU scalar.
+
+    Without such an input, returns torch's default device. `declared` are the program's inputs.
+    """
     for value, given in zip(declared, inputs, strict=False):
         is_scalar = isinstance(value, TensorView) and value.is_cpu_scalar
         if isinstance(given, torch.Tensor) and not is_scalar:
@@ -229,7 +238,10 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...]:
-    """Returns the positions of inputs that a program writes to, by declared updates or by ops."""
+    """Returns the positions of the inputs that a program writes to.
+
+    A program writes to an input by a declared update or by an op that writes into its memory.
+    """
     effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
     written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
     written.update(alias.into for alias in program.aliases)
@@ -238,9 +250,10 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Reports to autograd, after the run or its error, the tensors that the run writes.
+    """Returns a context for a run; at its end, tells autograd which tensors the run has changed.
 
-    A backward pass that needs an old value then raises an error.
+    `written` has the positions of these tensors in `tensors`. A backward pass that needs an old
+    value then raises an error. Autograd is told after an error of the run, too.
     """
     try:
         yield
@@ -251,7 +264,7 @@ def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None
 
 
 class Updates:
-    """The inputs that a program updates in place, and the treatment of memory that they share."""
+    """Handles inputs that share memory with an input that the program updates in place."""
 
     def __init__(self, program: HostIrContainer) -> None:
         self._program = program
@@ -264,7 +277,8 @@ class Updates:
     def are_apart(self, inputs: Sequence[Argument], signature: object) -> bool:
         """Whether no updated input shares memory with another input.
 
-        Raises `InputError` if two updated inputs have an element in common.
+        `signature` is a key of the inputs' layouts, by which the last answer is cached. Raises
+        `InputError` if two updated inputs have an element in common.
         """
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in inputs]
         if self._apart == (signature, addresses):
@@ -275,7 +289,10 @@ class Updates:
         return is_apart
 
     def run(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Calls `body` on inputs of which those that share memory with updated ones are copied."""
+        """Calls `body` with `inputs`, after copying inputs that share memory with an updated input.
+
+        Returns the outputs of `body`. An output that is a copy is replaced by the original input.
+        """
         copies = {i: _copy(_tensor(inputs[i])) for i in sorted(self._shared(inputs))}
         outputs = body([copies.get(i, x) for i, x in enumerate(inputs)])
         given = {id(copy): _tensor(inputs[i]) for i, copy in copies.items()}
@@ -330,7 +347,7 @@ def _end(x: torch.Tensor) -> int:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with the same strides, gaps and overlaps included."""
+    """Returns a copy of `x` with the same strides; gaps between elements are copied, too."""
     flat = x.as_strided((_span(x.shape, x.stride()),), (1,))
     return flat.clone().as_strided(x.shape, x.stride(), 0)
 
@@ -357,7 +374,7 @@ def _share(a: _Layout, b: _Layout, distance: int) -> bool:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor has no gaps between its first and its last element."""
+    """Whether a tensor with this shape and strides has no gaps between its elements in memory."""
     expected = 1
     for n, stride in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]):
         if n > 1 and stride > expected:
@@ -372,7 +389,7 @@ def _bytes_of(marks: torch.Tensor, layout: _Layout, offset: int) -> torch.Tensor
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of a tensor may share memory, as in expanded axes or sliding windows."""
+    """Whether two elements of `x` may share memory, as with expanded axes or sliding windows."""
     reach = 1
     for n, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda s: s[1]):
         if n > 1:
@@ -401,9 +418,9 @@ class _Exact:
 
 
 class ExactNumbers:
-    """Checks the scalars of ops that must be representable in the dtypes of results.
+    """Checks scalar operands of ops that must be representable in the dtype of the op's result.
 
-    `inputs` are those of the program.
+    `inputs` are the inputs of the program.
     """
 
     def __init__(self, ops: Iterable[Op], inputs: Sequence[object]) -> None:
@@ -425,16 +442,20 @@ class ExactNumbers:
         return bool(self._found)
 
     def check(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `InputError` with the first number that does not fit its dtype, and its op."""
+        """Raises `InputError` for the first number that does not fit its dtype; names the op.
+
+        `values` has the values of all symbols.
+        """
         for exact, value in zip(self._found, self._values(values), strict=True):
             problem = misfit(value, exact.dtype)
             if problem:
                 raise self._refusal(exact, problem, values)
 
     def check_of(self, values: Mapping[Symbol, Number]) -> Callable[[Sequence[Any]], None]:
-        """Returns the check for later inputs of one signature; `values` has the sizes.
+        """Returns a function that does `check` for later inputs of the same signature.
 
-        Raises `InputError` as `check` does.
+        The function takes the list of inputs. `values` has the values of symbols for the first
+        inputs; the sizes among these values stay the same.
         """
         known = dict(values)
         positions = {v: i for i, v in self._inputs}
@@ -474,7 +495,7 @@ class ExactNumbers:
 
 
 def _range_of(dtype: DataType) -> tuple[Number, Number]:
-    """Returns the least and the largest finite value of a dtype."""
+    """Returns the smallest (most negative) and the largest finite value of a dtype."""
     own = to_torch(dtype)
     info = torch.finfo(own) if is_floating(dtype) else torch.iinfo(own)
     return info.min, info.max

@@ -1,7 +1,8 @@
 """Executors of kernel groups.
 
-- The kernel of a stream loop runs step by step, on equal blocks and a shorter or empty last block.
-- A kernel may read tensors that the kernel before it has left in the L2 cache.
+- The kernel of a stream loop runs once per iteration, on one block (part) of a tensor. The last
+  blocks may be shorter or empty.
+- A kernel may read tensors that the preceding kernel has left in the L2 cache.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ Sizes = Mapping[Symbol, int]
 
 
 class StepKernels:
-    """The kernels of a group in a loop, for full blocks, a shorter last one and empty ones."""
+    """The kernels of a kernel group that runs once per loop iteration, on one part of a tensor.
+
+    There is one kernel each for full parts, for the shorter last part, and for empty parts.
+    """
 
     def __init__(
         self, place: int, split: TensorView, make: Callable[[Block], FusedKernelExecutor]
@@ -55,7 +59,10 @@ class StepKernels:
     def pick(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> FusedKernelExecutor | None:
-        """Returns the executor for a step with these tensors; None if all results are empty."""
+        """Returns the kernel for a loop iteration with these tensors; None if results are empty.
+
+        `sizes` has every global extent.
+        """
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):
             return None
@@ -71,7 +78,7 @@ class StepKernels:
         return self._made[block]
 
     def has(self, executor: FusedKernelExecutor) -> bool:
-        """Whether `executor` is one of these kernels."""
+        """Whether `executor` runs one of this group's kernels."""
         return any(made is executor for made in self._made.values())
 
     def _number(self, inputs: Sequence[Argument]) -> int:
@@ -91,7 +98,10 @@ class StepKernels:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch of the block's kernel; see `KernelRunner.launch_for`."""
+        """Returns the launch of the kernel for this iteration's part of the tensors.
+
+        Returns None if all results are empty. See `KernelRunner.launch_for`.
+        """
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is None:
             return None
@@ -100,7 +110,7 @@ class StepKernels:
     def run(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes
     ) -> None:
-        """Runs the block's kernel; does nothing for empty results."""
+        """Runs the kernel for this iteration's part; does nothing if all results are empty."""
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is not None:
             kernel.run(inputs, outputs, sizes=sizes)
@@ -110,18 +120,18 @@ class StepKernels:
 # L2 reuse: a reduction kernel and the following pointwise kernel read the same tensor, for example
 # the statistics of rows and then their normalisation.
 #
-# The first kernel keeps its inputs in the L2 cache. The second reads them in reverse order, so that
-# it begins with the data that were read last.
+# The first kernel keeps its inputs in the L2 cache. The second kernel counts its blocks from the
+# last to the first, so that it begins with the data that were read last.
 
-# Kernels whose blocks may run in any order.
+# Schedulers of kernels whose CUDA blocks may run in any order.
 _IN_ANY_ORDER = ("pointwise", "transpose")
 
 
 class CacheReuse(NamedTuple):
     """The L2 reuse of one kernel.
 
-    `again` has the numbers of inputs that the next kernel reads again. `is_second` says that this
-    kernel itself is the second of a pair.
+    `again` has the numbers of those input tensors that the next kernel reads again. `is_second` is
+    whether this kernel reads inputs that the preceding kernel has left in the cache.
     """
 
     again: frozenset[int] = frozenset()
@@ -133,9 +143,10 @@ NOTHING_AGAIN: Mapping[int, CacheReuse] = MappingProxyType({})
 
 
 def second_reads(program: HostIrContainer) -> Mapping[int, CacheReuse]:
-    """Finds pairs of consecutive kernels that read the same tensors; returns facts by group.
+    """Finds pairs of consecutive kernels that read the same tensors; returns their L2 reuse.
 
-    The first is a reduction. The second waits for its results and may run its blocks in any order.
+    The keys are numbers of kernel groups. The first kernel of a pair is a reduction. The second
+    kernel needs the results of the first, and may run its CUDA blocks in any order.
     """
     found: dict[int, CacheReuse] = {}
     launches = [op for op in walk(program.ops) if isinstance(op, LaunchKernel)]
@@ -165,7 +176,9 @@ def make_kernel_executor(
     lowered: Lowered | None = None,
     reads: Mapping[int, CacheReuse] = NOTHING_AGAIN,
 ) -> FusedKernelExecutor | StepKernels:
-    """Returns the executor of a group's kernel, for local shards or for the blocks of a loop.
+    """Returns the executor of the kernel of `group`.
+
+    If the kernel runs once per iteration of a stream loop, returns a `StepKernels`.
 
     - `of` and `rank` appear in dumps of the kernel.
     - `lowered`: see `FusedKernelExecutor`.

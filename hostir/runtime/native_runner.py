@@ -1,8 +1,8 @@
-"""Describes a bound plan for the compiled runner (`fuser/runtime/runner.c`): the fast path.
+"""Describes a bound plan for the compiled runner (`fuser/runtime/runner.c`), which is fast.
 
-`steady` returns a runner that repeats calls like one that has just run, or the reason why there is
-none. A call that differs falls back to the Python path. The C code reads the attributes of
-`_Description` and `Replayed` by name.
+`steady` returns a runner that repeats a call that has just run, or the reason why no runner can.
+The runner declines a call that differs, which then takes the Python path. The C code reads the
+attributes of `_Description` and `Replayed` by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from hostir.runtime.steps import Closure, Slots
 _Launch = tuple[int, tuple[int, ...], int, tuple[tuple[int, int], ...], Callable[[int], None]]
 
 
-# The classes of inputs that the runner accepts. A subclass may override the methods it relies on.
+# The Python classes of inputs that the runner accepts. A subclass may override methods on which the
+# runner relies.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float))
 
 
@@ -40,32 +41,32 @@ MAX_RUNNERS = 8
 
 
 class Steady(Protocol):
-    """A compiled runner: repeats calls like one that has run; returns None for any other call.
+    """A compiled runner, which repeats a call with other tensors of the same layouts.
 
     Implemented by the type `Steady` in `fuser/runtime/runner.c`.
     """
 
-    # The number of calls it has run, and of those it has declined since the last one.
+    # The number of calls that the runner has run, and of calls declined since the last run.
     runs: int
     declined: int
-    # Whether it has released its memory. It then declines all calls.
+    # Whether the runner has released its memory. Such a runner declines all calls.
     is_dropped: int
 
     def drop(self) -> None:
-        """Releases memory and graphs."""
+        """Releases the memory and the CUDA graphs; the runner declines all later calls."""
         ...
 
     def __call__(self, inputs: Any, /, *device_and_options: Any) -> list[torch.Tensor] | None:
-        """Runs the call and returns its outputs; returns None to decline the call."""
+        """Runs the call and returns the outputs; returns None if earlier calls were different."""
         ...
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The context that must be unchanged for the fast path.
+    """The context that must be unchanged if the compiled runner is to run a call.
 
-    `context` holds the simulated rank, and `no_options` is the value of the options of a call
-    without options.
+    `context` has the simulated rank. `no_options` is the value that the options of a call have if
+    the user passes no options.
     """
 
     context: ContextVar[Any]
@@ -74,9 +75,9 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The plan as the C code reads it; it lives as long as the runner.
+    """The description of a bound plan that the C code reads, by the names of the fields.
 
-    It must not refer to a tensor of the caller.
+    The runner keeps this object alive. No field may refer to a tensor of the caller.
     """
 
     # The alignment mask of a vector, the device (-1: the CPU), the stream, the most spare arenas.
@@ -110,7 +111,7 @@ def _enter() -> None:
 
 
 def _why_not(plan: Plan) -> str:
-    """Returns why the runner cannot repeat a plan, for any binding; "" if it can."""
+    """Returns why the compiled runner cannot repeat `plan` with any arena; "" if it can."""
     if plan.records:
         return "torch records gradients of its inputs"
     if plan.vote is not None:
@@ -123,9 +124,10 @@ def _why_not(plan: Plan) -> str:
 def steady(
     runner: ModuleType, plan: Plan, inputs: Sequence[Argument], around: Surroundings
 ) -> Steady | str:
-    """Returns a runner that repeats runs of a plan on inputs like these, or why there is none now.
+    """Returns a compiled runner for runs of `plan` on inputs like these.
 
-    The inputs must have run on the current stream before. `runner` is the extension module.
+    If the plan cannot run in a compiled runner now, returns the reason as text. The plan must have
+    run on these inputs, on the current stream. `runner` is the extension module.
     """
     if why := _why_not(plan):
         return why
@@ -196,7 +198,10 @@ def steady(
 def _explain(
     bound: BoundPlan, arena: Arena, error: BaseException, closure: Closure | None
 ) -> NoReturn:
-    """Raises an error of a run with its op added; the arena is abandoned, not reused."""
+    """Raises an error of a run, with the op that failed added to the message.
+
+    First drops all bindings of the arena, because running work may still write to its buffer.
+    """
     arena.abandon()
     bound.explain(error, closure)
 
@@ -207,10 +212,10 @@ def _others(
     stream: int,
     explain: Callable[[BaseException, Closure | None], NoReturn],
 ) -> Callable[[Slots], None]:
-    """Returns a function that runs the plan if the runner finds no graph for the addresses.
+    """Returns a function that runs the plan in Python if no CUDA graph fits the addresses.
 
-    It uses the buffers that the runner has allocated. New buffers would have other addresses, for
-    which no graph would be found in the next run either.
+    The function uses the buffers that the runner has already allocated. With new buffers at other
+    addresses, the next run would not find a graph, either.
     """
 
     def run(slots: Slots) -> None:
@@ -229,7 +234,10 @@ def _others(
 
 
 def _step(bound: BoundPlan, closure: Closure) -> Closure | _Launch:
-    """Returns the addresses of a launch, which the runner launches itself; else the closure."""
+    """Returns the addresses of a kernel launch if the closure only launches a kernel.
+
+    The runner then launches the kernel itself. Otherwise, returns the closure.
+    """
     kernel = bound.launches.get(closure)
     if kernel is None or kernel.read is not None or not kernel.call.raw:
         return closure

@@ -1,4 +1,4 @@
-"""Checks the buffers that a caller provides for results, and the memory that they share.
+"""Checks the buffers that a caller provides for results, and the memory that the buffers share.
 
 A result is written while the program runs. Two cases of shared memory need a check:
 
@@ -40,7 +40,7 @@ _POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, node
 def inputs_and_buffers(
     program: HostIrContainer, values: Mapping[Value, Argument]
 ) -> tuple[list[Argument], dict[TensorView, Argument]]:
-    """Splits `values` into the inputs of a program, in order, and buffers for other tensors.
+    """Splits `values` into (list of the program's inputs, buffers by tensor of the program).
 
     Raises `InputError` for an input without a value, and for a key that is not in the program.
     """
@@ -59,10 +59,11 @@ def inputs_and_buffers(
 
 
 def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
-    """Binds the buffers that the caller provides to the results that a run writes to them.
+    """Stores the caller's buffers in `frame`, so that the run writes the results into the buffers.
 
-    Raises `InputError` for a buffer that does not fit its result. Raises it also if a buffer shares
-    memory with another buffer or an input, so that a value would be lost.
+    `given` has the buffer of each result. Raises `InputError` for a buffer that does not fit its
+    result. Also raises `InputError` if a buffer shares memory with another buffer or an input, so
+    that a value would be lost.
     """
     buffers = {tv: _buffer(frame, tv, t) for tv, t in given.items()}
     _check_pairs(buffers)
@@ -123,9 +124,9 @@ def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
 
 
 def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -> None:
-    """Raises `InputError` for a buffer that a backend cannot communicate.
+    """Raises `InputError` for a buffer whose strides a backend cannot send or receive.
 
-    The backend itself would raise only when other ranks already wait for this one.
+    Without this check, the backend would raise the error when other ranks already wait.
     """
     for op in frame.program.started():
         for tv in (*op.inputs, *op.outputs):
@@ -143,10 +144,12 @@ def _box(t: torch.Tensor) -> object:
 # ------------------------------------------------------------------ uses in program order
 @dataclass(frozen=True)
 class _Use:
-    """A use of a tensor by an op.
+    """A use of a buffer by an op.
 
-    `at` is its position in the program, where all ops of a loop have one position. `parts` are the
-    parts that lead from `tensor`, the whole buffer, to the used part.
+    - `at`: the position of the op in the program. All ops in a loop have the position of the loop.
+    - `loops`: the indices of the loops around the op.
+    - `tensor`: the tensor that is the whole buffer.
+    - `parts`: the selections, applied one after another, that lead to the part that the op uses.
     """
 
     op: Op
@@ -158,7 +161,10 @@ class _Use:
 
 
 class _BufferUses(Walk[None]):
-    """All uses of whole buffers by the ops of a program, in program order."""
+    """Collects the uses of all buffers by the ops of a program, in program order.
+
+    `given` are the tensors for which the caller provides buffers.
+    """
 
     def __init__(self, frame: Frame, given: Iterable[TensorView]) -> None:
         super().__init__(EachOpOnce())
@@ -172,7 +178,7 @@ class _BufferUses(Walk[None]):
         self._is_ordered = not any(isinstance(o, in_turn) for o in walk(frame.program.ops))
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Notes the position at which a loop begins."""
+        """Records the position at which an outermost loop begins."""
         if isinstance(op, ForLoop) and not self.indices:
             self._loop_begin = len(self._all)
 
@@ -203,7 +209,8 @@ class _BufferUses(Walk[None]):
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
         """Raises `InputError` if a value is lost because the buffer of `tv` shares memory with `x`.
 
-        `x` is an input. `is_same`: the buffer has exactly the elements of `x`, in the same order.
+        `x` is an input. `is_same` is whether the buffer has the same address, shape and strides as
+        `x`.
         """
         program = self._frame.program
         what = f"the buffer of {tv} shares elements with input {program.inputs.index(x)}, {x}"
@@ -226,7 +233,10 @@ class _BufferUses(Walk[None]):
 
 
 def _is_in_place(use: _Use, write: _Use, *, is_same: bool) -> bool:
-    """Whether one op may both read and write the shared elements, in all steps of its loops."""
+    """Whether an op may read and write the same elements, in every iteration of its loops.
+
+    `use` is the read and `write` is the write, both of one op.
+    """
     op = use.op
     is_permuted = isinstance(op, nodes.LoadStoreOp) and bool(op.out.domain.root_numbers)
     is_elementwise = isinstance(op, _POINTWISE) and not is_permuted

@@ -43,7 +43,7 @@ from multidevice.transports.base.protocol import STEP_BY_STEP, Backend, Vote
 
 
 class Dropped(Protocol):
-    """An object that can release its memory: a compiled runner."""
+    """An object with a `drop` method that releases its memory; compiled runners have one."""
 
     def drop(self) -> None:
         """Releases memory and graphs; the object is not used afterwards."""
@@ -52,9 +52,11 @@ class Dropped(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class BoundPlan:
-    """A plan bound to an arena and a stream: its steps as closures, for one run at a time.
+    """A plan bound to an arena and a stream: the plan's steps as closures, for one run at a time.
 
-    `rest` has the slots after the inputs: fixed ones hold their tensor, the others None.
+    - `rest`: the initial values of the slots after the inputs. A slot in the arena has its tensor,
+      and every other slot has None.
+    - `kept`: objects that the closures need as long as the closures exist.
     """
 
     # By slot, the allocations of buffers that outlive a run, without those that steps allocate.
@@ -72,14 +74,14 @@ class BoundPlan:
     runners: list[Dropped] = field(default_factory=list["Dropped"])
 
     def release(self) -> None:
-        """Drops the compiled runners: the memory no longer belongs to this plan."""
+        """Drops the compiled runners, because the memory no longer belongs to this plan."""
         for runner in self.runners:
             runner.drop()
         self.runners.clear()
 
     @cached_property
     def makes(self) -> tuple[Closure, ...]:
-        """The functions that allocate the buffers, in order."""
+        """The functions that allocate the buffers `made`, in order of allocation."""
         return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:
@@ -87,7 +89,10 @@ class BoundPlan:
         return self.ops[self.closures.index(closure)]
 
     def explain(self, error: BaseException, closure: Closure | None) -> NoReturn:
-        """Raises an error of a closure, or of a graph, with the op and the user's line added."""
+        """Raises `error` with the name of the op that `closure` carries out and the user's line.
+
+        If `closure` is None, the error occurred in a CUDA graph, and no op is added.
+        """
         explained = _explained(error, None if closure is None else self.op(closure))
         if explained is error:
             raise error
@@ -96,14 +101,16 @@ class BoundPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The recorded program of one input class: its steps, its slots and its buffers.
+    """The recorded steps, slots and buffers of a program, for the inputs of one input class.
 
-    - `inputs`: the number of input slots, which are the first ones; `size`: the number of slots.
+    - `inputs`: the number of inputs, which are in the first slots; `size`: the number of slots.
     - `outputs`: the slots of the outputs.
-    - `made`: by slot, the allocations of buffers that outlive a run; they run before the steps.
-    - `by_steps`: those slots of `made` whose buffer may be replaced by the result of a step.
-    - `blocks`: the buffers that are stored in an arena of `nbytes`.
-    - `records`: whether torch would record gradients, because an input that requires one is read.
+    - `made`: by slot, the allocations of buffers that are still used after a run. A run makes these
+      allocations before the steps.
+    - `by_steps`: the slots of `made` for which a step may instead store a new tensor.
+    - `blocks`: the buffers that are stored in an arena of `nbytes` bytes.
+    - `records`: whether torch would record gradients, because a torch call may read an input that
+      requires a gradient.
     """
 
     made: Mapping[int, Allocation]
@@ -136,20 +143,26 @@ class Plan:
     after_first_run: Callable[[], Plan] | None = None
 
     def describe(self) -> list[str]:
-        """Returns a line per step, in order: its op, its kind and its number of operands.
+        """Returns a line per step: the op, the kind of step and the number of operands.
 
-        An example is `LaunchKernel: Launch of 3`. A step without an op has only its kind.
+        An example is `LaunchKernel: Launch of 3`. The line of a step without an op has no op name.
         """
         return [str(step) if op is None else f"{op.name}: {step}" for step, op in self.steps]
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory for intermediates on the current stream; may raise torch's error."""
+        """Allocates `nbytes` bytes for intermediates on the current stream.
+
+        Raises torch's error if there is not enough memory.
+        """
         if self.symmetric is not None:
             return self.symmetric(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
-        """Binds the plan to the stream of an arena and to the memory `buffer` for intermediates."""
+        """Returns closures of the steps, for the stream of `arena` and addresses in `buffer`.
+
+        `buffer` is the memory of the arena, in which the intermediates are stored.
+        """
         stream = arena.stream
         fixed = views_of(self.blocks, buffer)
         memory = dict(fixed)
@@ -176,7 +189,7 @@ class Plan:
         return BoundPlan(made, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
 
     def graphs(self) -> list[str]:
-        """Returns a line per stream on which the plan has run: its graphs, or why it has none."""
+        """Returns a line per stream on which the plan has run: the graphs, or why none exist."""
         if self.why_not:
             return [f"not captured: {self.why_not}"]
         return [
@@ -201,7 +214,8 @@ class Plan:
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Runs the steps on these inputs and returns the visible outputs.
 
-        Raises `ExecutionError` with the op and the user's line if torch fails in one.
+        A CUDA graph replaces the steps if one fits. Raises `ExecutionError` with the op and the
+        user's line if torch fails in a step.
         """
         if self.current_device is not None and self.current_device() != self.device.index:
             with on_device(self.device):
@@ -248,7 +262,11 @@ class Plan:
 
 
 def _explained(error: BaseException, op: Op | None) -> BaseException:
-    """Returns the error to raise for an error of a run, with the op that was running, if any."""
+    """Returns the error to raise when a run fails with `error` in `op`.
+
+    An error of torch is replaced by one with the op and the user's line. If `op` is None, no op was
+    running.
+    """
     if isinstance(error, FuserError) or not isinstance(error, Exception):
         return error
     if op is not None:
@@ -284,7 +302,7 @@ MIN_SHRINK_NBYTES = 64 << 20
 
 
 def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Returns the tensors of blocks in a uint8 arena, by slot."""
+    """Returns, by slot, the tensors of `blocks` as views of `arena`, a uint8 tensor."""
     typed = {dtype: arena.view(dtype) for dtype in {b.dtype for b in blocks}}
     return {b.slot: b.view(typed[b.dtype]) for b in blocks}
 
@@ -292,8 +310,8 @@ def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Te
 def with_room(nbytes: int) -> int:
     """Returns the size of the buffer to allocate for a plan that needs `nbytes`.
 
-    It is up to a fourth larger, by less than MAX_ROOM_NBYTES. Somewhat larger sizes of a program
-    then fit, too, and no plan has to be bound again.
+    The buffer is up to a fourth larger than needed, but by less than MAX_ROOM_NBYTES. Somewhat
+    larger inputs of a program then fit, too, and no plan has to be bound again.
     """
     step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
     return -(-nbytes // step) * step
@@ -302,8 +320,9 @@ def with_room(nbytes: int) -> int:
 def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
     """Places blocks (lifetime, bytes), in order of allocation; returns (offsets, total bytes).
 
-    Each block gets the lowest large enough gap of memory whose earlier users have ended. A user on
-    another stream has ended if the block's allocation is ordered after its end.
+    Each block gets the lowest range of bytes that is large enough and is no longer used by earlier
+    blocks. An earlier block on another stream is no longer used if the program's waits order the
+    end of that block before the new allocation.
     """
     ends = [lifetime.end for lifetime, _ in blocks]
     # Lifetimes are compared lazily: of thousands of blocks, only those that compete for a gap.
@@ -312,7 +331,7 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
 
 
 class IsOver(Protocol):
-    """Which earlier blocks have ended, by their index in the order of allocation."""
+    """A table that says which earlier blocks have ended, indexed in the order of allocation."""
 
     def __getitem__(self, owner: int, /) -> bool:
         """Whether block number `owner` has ended."""
@@ -321,7 +340,10 @@ class IsOver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """The blocks that have ended when a block begins, computed on request."""
+    """Answers, for one block with the clock `begin`, which earlier blocks have ended by then.
+
+    `ends` has the end of each block. Each answer is computed on request.
+    """
 
     begin: Clock
     ends: Sequence[Moment]
@@ -332,7 +354,7 @@ class _Over:
 
 
 def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
-    """Returns, for each lifetime, whether each earlier lifetime has ended when it begins."""
+    """Returns a table: `table[k][i]` is whether lifetime `i` has ended when lifetime `k` begins."""
     ends = [lifetime.end for lifetime in lifetimes]
     return [
         [lifetime.begin.get(stream, 0) >= tick for stream, tick in ends[:k]]
@@ -343,11 +365,11 @@ def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
 def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
     """Places blocks of these sizes as `first_fit` does; returns (offsets, total bytes).
 
-    `after[k]` has the earlier blocks that have ended when block k begins.
+    The `k`-th entry of `after` says which earlier blocks have ended when block `k` begins.
     """
     offsets: list[int] = []
-    # The latest user of each part of memory: (begin, end, index of the block), without gaps. A
-    # block that begins after the latest user has ended also begins after all earlier users.
+    # The latest block in each range of bytes: (begin, end, index of the block), without gaps. A
+    # block that begins after the latest block has ended also begins after all earlier blocks.
     parts: list[tuple[int, int, int]] = []
     for block, (is_over, nbytes) in enumerate(zip(after, sizes, strict=True)):
         size = -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
@@ -368,24 +390,30 @@ def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Arena:
-    """The buffer for intermediates of runs on one stream of one device, for one run at a time.
+    """The buffer for the intermediates of runs on one stream of one device.
 
-    Runs of all programs use it in turn.
+    The runs of all programs on this stream use the buffer, one run at a time.
     """
 
     def __init__(self, device: torch.device, stream: int, *, is_captured: bool = False) -> None:
-        """`is_captured`: the arena is for one run only, which the caller captures in a graph."""
+        """`stream` is a raw handle.
+
+        If `is_captured`, the arena is for one run only, which the caller captures in a CUDA graph.
+        """
         self.stream, self.is_captured = stream, is_captured
         self._device = device
         self._buffer: torch.Tensor | None = None
-        # Whether peers can map it.
+        # Whether peers can map the buffer.
         self._is_mapped = False
         # The plans whose intermediates are stored in this buffer.
         self.bound: dict[Plan, BoundPlan] = {}
         self._graphs: GraphMaker | None = None
 
     def graphs(self) -> GraphMaker:
-        """Returns the graph maker for runs of this arena; raises `KernelError` if none exists."""
+        """Returns the object that captures runs in this arena as graphs, and makes it at first use.
+
+        Raises `KernelError` if the device's graphs cannot be made.
+        """
         if self._graphs is None:
             self._graphs = MAKERS[self._device.type](self._device)
         return self._graphs
@@ -396,7 +424,10 @@ class Arena:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def bind(self, plan: Plan) -> BoundPlan:
-        """Binds a plan to this arena; allocates a larger buffer if the plan needs one."""
+        """Binds a plan to this arena, after allocating a larger buffer if the plan needs one.
+
+        A new buffer drops the bindings of all other plans.
+        """
         with lasting():
             is_mapped = plan.symmetric is not None
             has_room = self._buffer is not None and self.nbytes >= plan.nbytes
@@ -412,32 +443,32 @@ class Arena:
         return found
 
     def release(self, plan: Plan) -> None:
-        """Drops the binding of a plan, with its graphs."""
+        """Drops the binding of a plan to this arena, and the plan's CUDA graphs for this arena."""
         if (bound := self.bound.pop(plan, None)) is not None:
             bound.release()
 
     def abandon(self) -> None:
-        """Drops all bindings: after an error, work in flight may still write to the buffer."""
+        """Drops all bindings, because after an error running work may still write to the buffer."""
         for plan in list(self.bound):
             self.release(plan)
 
     def clear(self) -> None:
-        """Frees the buffer and drops all bindings; no run may be using it."""
+        """Frees the buffer and drops all bindings; call it only while no run uses the arena."""
         self.abandon()
         self._buffer = None
 
     def is_too_large(self) -> bool:
-        """Whether the bound plans need much less memory than the buffer has."""
+        """Whether the buffer is much larger than the plans bound to this arena need."""
         needed = with_room(max((plan.nbytes for plan in list(self.bound)), default=0))
         return not self.bound or self.nbytes - needed >= max(needed, MIN_SHRINK_NBYTES)
 
 
 class Pool:
-    """The arenas of one device, by stream (a raw handle). `spare` has those that no run uses now.
+    """The arenas of one device; `spare` has, by raw stream handle, the arenas that no run uses now.
 
-    A run takes a spare arena and returns it at its end. A concurrent or nested run takes another
-    one, and runs on different streams never wait for each other. So there are as many arenas as
-    runs were ever concurrent, each as large as the largest run, for any number of programs.
+    A run takes a spare arena and returns the arena at the end of the run. A concurrent or nested
+    run takes another arena. There are at most as many arenas as there were concurrent runs,
+    whatever the number of programs. Each arena is as large as its largest run needs.
     """
 
     def __init__(self) -> None:
@@ -445,16 +476,16 @@ class Pool:
         self.spare: dict[int, list[Arena]] = {}
 
     def make(self, device: torch.device, stream: int) -> Arena:
-        """Makes a new arena for a stream, which is in use until it is returned."""
+        """Makes a new arena for a stream; the arena is not spare until a run returns it."""
         self.spare.setdefault(stream, [])
         arena = Arena(device, stream)
         self.arenas.add(arena)
         return arena
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Exchanges an arena for a spare one of the same stream to which the plan is bound.
+        """Exchanges `arena` for a spare arena of the same stream to which `plan` is bound.
 
-        Returns `arena` itself if there is none.
+        Returns `arena` itself if `plan` is bound to no spare arena of the stream.
         """
         spare = self.spare[arena.stream]
         for other in list(spare):
@@ -470,19 +501,22 @@ class Pool:
         return [arena for arenas in list(self.spare.values()) for arena in list(arenas)]
 
     def drop(self, arena: Arena) -> None:
-        """Frees the buffer of an arena, unless a run uses it."""
+        """Frees the buffer of an arena; does nothing if a run uses the arena."""
         with suppress(ValueError):
             self.spare.get(arena.stream, []).remove(arena)
             arena.clear()
 
     def of(self, owner: object) -> list[Arena]:
-        """Returns the arenas to which plans of an owner (an `Arenas.owner`) are bound."""
+        """Returns the arenas to which plans of one evaluator are bound.
+
+        `owner` is the `Arenas.owner` of the evaluator.
+        """
         return [a for a in list(self.arenas) if any(p.arenas.owner is owner for p in list(a.bound))]
 
     def leave(self, owner: object) -> None:
-        """Drops the bindings of an owner that no longer exists.
+        """Drops the bindings of an evaluator that no longer exists; `owner` is its `Arenas.owner`.
 
-        A buffer that no other program needs, or that is now far too large, is freed.
+        Also frees each buffer that no other program needs or that is now far too large.
         """
         for arena in self.of(owner):
             for plan in list(arena.bound):
@@ -497,25 +531,28 @@ class Pool:
         return sum(arena.nbytes for arena in list(self.arenas))
 
 
-# The pools that all programs of a process share, by device. Each simulated rank has pools of its
-# own: the ranks run concurrently, and a binding of one rank cannot serve another.
+# The pools that all programs of a process share, by device. Each simulated rank has its own pools,
+# because the ranks run concurrently, and a binding of one rank cannot be used by another rank.
 _POOLS: dict[torch.device, Pool] = {}
 _POOLS_OF_RANKS: WeakKeyDictionary[object, dict[torch.device, Pool]] = WeakKeyDictionary()
 
 
 def shared_pools(rank: object | None) -> dict[torch.device, Pool]:
-    """Returns the pools, by device, of a simulated rank's programs; None means this process."""
+    """Returns the pools, by device, that programs of one simulated rank share.
+
+    If `rank` is None, returns the pools that all programs of this process share.
+    """
     return _POOLS if rank is None else _POOLS_OF_RANKS.setdefault(rank, {})
 
 
 class Arenas:
-    """The arenas that one evaluator uses on one device; they are those of a pool.
+    """The access of one evaluator to the arenas of one device, which are in a pool.
 
     Two kinds of arenas are not returned to the pool after a run:
 
-    - The arena of a failed run: work in flight may still write to it.
-    - The arena of a run that the caller captures: the caller's graph writes to it at each launch.
-      Its buffer is in the memory of that graph.
+    - The arena of a failed run, because running work may still write to the arena.
+    - The arena of a run that the caller captures in a CUDA graph. The buffer is in the graph's
+      memory, and each launch of the graph writes to the buffer.
     """
 
     def __init__(
@@ -526,8 +563,8 @@ class Arenas:
     ) -> None:
         """`why_not` is the reason why no CUDA graph may replay runs; "" if one may.
 
-        `pools` are the pools, by device, that evaluators share. With None, this evaluator gets a
-        pool of its own.
+        `pools` are the pools, by device, that evaluators share. If `pools` is None, this evaluator
+        gets its own pool.
         """
         self.device = device
         self.why_not = why_not
@@ -539,9 +576,9 @@ class Arenas:
         self.owner = object()
 
     def take(self, stream: int, plan: Plan | None = None) -> Arena:
-        """Takes an arena for a run that begins on the current stream; return it with `give`.
+        """Takes an arena for a run that begins on `stream`, a raw handle; `give` returns the arena.
 
-        An arena to which `plan` is bound is preferred.
+        Prefers an arena to which `plan` is already bound. Makes a new arena if none is spare.
         """
         if self._is_capturing is not None and self._is_capturing(stream):
             return Arena(self.device, stream, is_captured=True)
@@ -552,13 +589,13 @@ class Arenas:
         return arena if plan is None else self.exchange(arena, plan)
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Exchanges a taken arena for a spare one to which the plan is bound, if there is one."""
+        """Exchanges a taken arena for a spare arena to which `plan` is bound, if one exists."""
         if arena.is_captured or plan in arena.bound:
             return arena
         return self.pool.exchange(arena, plan)
 
     def give(self, arena: Arena) -> None:
-        """Returns an arena to the pool after a run."""
+        """Gives `arena` back to the pool after a run, so that later runs can take the arena."""
         if not arena.is_captured:
             spare = self._spare[arena.stream]
             if len(spare) < MAX_SPARE:
@@ -573,7 +610,7 @@ class Arenas:
         return [arena.bound[plan] for arena in self.pool.all_spare() if plan in arena.bound]
 
     def forget(self, plan: Plan) -> None:
-        """Drops the bindings of a plan that will hardly run again."""
+        """Drops the bindings to all spare arenas of a plan that will hardly run again."""
         for arena in self.pool.all_spare():
             arena.release(plan)
 
@@ -587,9 +624,9 @@ class Memory:
     """The memory that a definition keeps between its runs, in bytes.
 
     - `needed`: the intermediates of one run, for the inputs so far that need the most memory.
-    - `shared`: the buffers that store them: one per stream and device, or one per concurrent run.
-      Other programs use these buffers, too, in turn.
-    - `own`: the buffers of programs whose memory peers map; other programs do not use them.
+    - `shared`: the buffers that store intermediates and that other programs use, too. There is one
+      buffer per stream and device, or one per concurrent run.
+    - `own`: the buffers that only this definition uses, because peers map its memory.
     - `graphs`: memory kept for kernels in CUDA graphs that the caller captures.
     - `total`: all shared buffers of the process, or of the simulated rank.
     """

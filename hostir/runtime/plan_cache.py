@@ -2,8 +2,8 @@
 
     signature of the inputs -> `SignatureEntry` -> alignments of the inputs -> `Plan`
 
-For each device it also has a size-generic plan, which makes new plans, and the arenas in which
-plans store intermediates.
+For each device the cache also has a size-generic plan, which makes plans for new sizes, and the
+arenas in which plans store intermediates.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ MAX_PLACES = 64
 
 
 def forget(plan: Plan) -> None:
-    """Releases the arenas and graphs that a plan is bound to: it will hardly run again."""
+    """Drops the bindings and CUDA graphs of a plan that will hardly run again."""
     plan.arenas.forget(plan)
 
 
 class SignatureEntry:
     """The cache entry of one signature: the checks of each call, and the plans.
 
-    A plan depends on the alignment of each tensor (its address modulo a vector), which is not part
-    of the signature. `Contents` computes the alignments of a call, and each combination has a plan.
+    A plan depends on the alignment of each input (address modulo the bytes of a vector access). The
+    signature does not have the alignments. `contents` computes the alignments of a call. Each
+    combination of alignments has its own plan.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -52,15 +53,15 @@ class SignatureEntry:
         self._new: dict[tuple[int, ...], Plan] = {}
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Keeps the plan of these inputs for their first run."""
+        """Stores `plan` for the first run on these inputs, which `take` then gets."""
         self._new[self.contents.places(inputs)] = plan
 
     def take(self, places: tuple[int, ...]) -> Plan | None:
-        """Removes and returns the plan for a first run with these alignments; None without one."""
+        """Removes and returns the plan that `expect` stored for these alignments, or None."""
         return self._new.pop(places, None)
 
     def forget(self) -> None:
-        """Releases the arenas and graphs of all plans of this entry."""
+        """Drops the bindings and CUDA graphs of all plans of this entry."""
         for plan in self.plans.values():
             forget(plan)
 
@@ -76,8 +77,11 @@ class PlanCache:
         pools: dict[torch.device, Pool] | None = None,
         why_no_graphs: str = "",
     ) -> None:
-        """`inputs` are those of the program. `free` has the positions of scalars whose values may
-        change under one signature. See `Arenas` for `pools` and `why_no_graphs`."""
+        """`inputs` are the inputs of the program.
+
+        `free` has the positions of the scalar inputs whose values are not part of the signature.
+        See `Arenas` for `pools` and for `why_no_graphs`, which is `why_not` there.
+        """
         self._inputs, self.free = inputs, free
         self._pools, self._why_no_graphs = pools, why_no_graphs
         self._known: Recent[Hashable, SignatureEntry] = Recent(
@@ -90,9 +94,10 @@ class PlanCache:
     def recall(
         self, inputs: Sequence[Argument], signature: Hashable | None = None
     ) -> tuple[Sequence[Argument], Hashable, SignatureEntry | None]:
-        """Returns the flat list of inputs, their signature, and its cache entry (None: not cached).
+        """Returns (flat list of inputs, signature of the inputs, cache entry of the signature).
 
-        `signature` is that of the inputs, if the caller has computed it already.
+        The entry is None if the signature is not in the cache. `signature` is the signature of the
+        inputs, if the caller has already computed it.
         """
         try:
             inputs = list(inputs)
@@ -107,14 +112,14 @@ class PlanCache:
     def new(
         self, inputs: Sequence[Argument], also: Callable[[Sequence[Any]], None] | None
     ) -> SignatureEntry:
-        """Returns an entry for inputs like these, which is not in the cache yet; see `keep`.
+        """Returns a new entry for inputs like these; `keep` adds the entry to the cache.
 
-        `also` checks the numbers of later calls.
+        `also` is a further check of the numbers of later calls, or None.
         """
         return SignatureEntry(Contents(self._inputs, inputs, VECTOR_BYTES, also))
 
     def keep(self, signature: Hashable, known: SignatureEntry) -> None:
-        """Puts an entry into the cache, for later calls."""
+        """Adds the entry `known` to the cache, for later calls with this signature."""
         self._known[signature] = known
 
     def plans(self) -> list[Plan]:
@@ -123,21 +128,21 @@ class PlanCache:
 
     # ------------------------------------------------------------ devices
     def plan_for_new_sizes(self, frame: Frame) -> Plan | None:
-        """Returns the plan for the inputs of a frame, made from the size-generic plan.
+        """Makes a plan for the inputs of `frame` from the size-generic plan of the device.
 
-        None if there is no size-generic plan yet, or if it does not serve these sizes. All kernels
-        of the plan are compiled.
+        Returns None if there is no size-generic plan yet, or if these sizes need a dry run. All
+        kernels of the plan are already compiled.
         """
         generic_plan = self._generic_plans.get(frame.machine.device)
         return None if generic_plan is None else generic_plan.plan_for(frame)
 
     def keep_generic_plan(self, device: torch.device, generic_plan: SizeGenericPlan | None) -> None:
-        """Keeps a size-generic plan, which makes the plans of later sizes; None keeps nothing."""
+        """Stores the size-generic plan of a device, for later sizes; does nothing for None."""
         if generic_plan is not None:
             self._generic_plans[device] = generic_plan
 
     def arenas_on(self, device: torch.device) -> Arenas:
-        """Returns the arenas on a device, which store the intermediates of plans."""
+        """Returns the `Arenas` of a device, which store the intermediates of plans."""
         found = self._arenas.get(device)
         if found is None:
             made = Arenas(device, self._why_no_graphs, self._pools)
@@ -147,9 +152,9 @@ class PlanCache:
         return found
 
     def arenas(self) -> list[Arenas]:
-        """Returns the arenas of all devices that have been used."""
+        """Returns the `Arenas` of all devices on which the program has run."""
         return list(self._arenas.values())
 
     def memory(self) -> Memory:
-        """Returns the memory that is kept between runs."""
+        """Returns the memory that the plans of this cache keep between runs."""
         return memory_of(self.arenas(), self.plans())

@@ -1,4 +1,4 @@
-"""Records a program for one input class, as a flat list of steps over slots.
+"""Records a program as a list of steps over slots, for one input class (inputs of equal layouts).
 
 The first run of an input class, or its dry run, walks the ops once (`hostir.runtime.execute`). The
 *recorder* runs each step and records it for later runs. Sizes, strides, teams and launches are then
@@ -56,26 +56,29 @@ from multidevice.transports.base.protocol import Backend
 
 
 class Listener(Protocol):
-    """Is notified of the steps that a recorder records."""
+    """An object that a recorder notifies of the steps of each op."""
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Receives the steps of an op that has been carried out; the list may be empty.
+        """Receives the steps that the recorder has recorded for `op`; the list may be empty.
 
-        The last step does the work of the op, and earlier ones prepare it.
+        The last step does the work of the op, and earlier steps prepare that work.
         """
         ...
 
 
 class Recorder:
-    """The receiver that runs each step of a run, or of a dry run, and records it for a plan."""
+    """The receiver that runs each step of a walk and also records the step in a plan.
+
+    In a dry run, steps are recorded but do not run.
+    """
 
     def __init__(
         self, frame: Frame, free: frozenset[int], machine: ExecutionContext | None = None
     ) -> None:
         """`free` has the positions of scalar inputs on which no size depends.
 
-        `machine` is the context in which the steps will run. A dry run passes it, because its own
-        frame has tensors without contents.
+        `machine` is the context in which the steps will run; the default is `frame.machine`. A dry
+        run passes `machine`, because the frame of a dry run is for torch's `meta` device.
         """
         frame.is_recorded = True
         self.execution = Execution(frame, free, machine, self)
@@ -90,17 +93,17 @@ class Recorder:
         # How many steps listeners have been notified of.
         self._reported = 0
         # By slot, in the order of allocation: the buffers that may be placed in an arena, with
-        # their tensor; the clock and the stream at their allocation; and the lifetimes of those
-        # that the program deallocates.
+        # their tensors; the clock and the stream at each allocation; and the lifetimes of the
+        # buffers that the program deallocates.
         self._blocks: dict[int, tuple[TensorView, Block]] = {}
         self._begins: dict[int, tuple[Clock, Hashable]] = {}
         self._lifetimes: dict[int, Lifetime] = {}
-        # Buffers that a step allocates when they are not placed in the arena.
+        # Slots of buffers that a step allocates if the buffer is not placed in the arena.
         self._in_steps: set[int] = set()
         # Allocates memory that peers can map, if some buffer of the arena needs it.
         self._symmetric: Callable[[int], torch.Tensor] | None = None
-        # By slot, the allocations of buffers that outlive a run. And the slots of buffers that a
-        # library op is the first to use: its results may replace them.
+        # By slot, the allocations of buffers that are still used after a run. And the slots of
+        # buffers that a library op is the first to use: the op's results may replace these buffers.
         self._made: dict[int, Allocation] = {}
         self._by_steps: set[int] = set()
         # Buffers that are never allocated: torch's results replace them and end within the run.
@@ -116,11 +119,11 @@ class Recorder:
         self.outputs: list[TensorView] = []
 
     def slot(self, value: object) -> int:
-        """Returns the slot of a tensor, an input scalar or a communication."""
+        """Returns the slot of `value`: a tensor, an input scalar or a communication's key."""
         return self.execution.slot(value)
 
     def forget_tensors(self) -> None:
-        """Drops the tensors of the run: the steps need only the frame's values and the slots."""
+        """Drops the tensors of this run, which the recorded steps do not need."""
         self.frame.tensors.clear()
         self.execution.slots.clear()
 
@@ -151,7 +154,7 @@ class Recorder:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Makes and runs the step, and records the step of later runs."""
+        """Makes the step, runs it except in a dry run, and records the step of later runs."""
         made, execution = make(), self.execution
         if not execution.is_dry:
             self._now.take(made, after, ready)
@@ -159,19 +162,23 @@ class Recorder:
         self._keep(kept if after is None else Both(kept, Action(after)), generic)
 
     def run_now(self, run: Closure) -> None:
-        """Runs the host's work, and records it."""
+        """Calls `run` on the slots, except in a dry run, and records `run` as a step."""
         self._now.run_now(run)
         self._keep(run)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Binds `out` to the view, and records the view."""
+        """Makes the view, stores it as the tensor of `out`, and records the view as a step."""
         self._now.name(out, view)
         self._keep(view, generic)
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Allocates the buffer, and records its block, its begin and how later runs make it."""
+        """Allocates the buffer, and records how later runs allocate it.
+
+        Records the layout and the time of allocation, so that `finish` can place the buffer in the
+        arena. Also records a step, if a buffer outside the arena must be allocated by a step.
+        """
         self._now.allocate(tv, slot, shape, is_cleared=is_cleared)
         made, clear = self.frame.tensors[tv], _clearing(slot) if is_cleared else None
         block = Block(slot, tuple(made.shape), made.stride(), made.dtype)
@@ -193,7 +200,7 @@ class Recorder:
             self._keep(clear, for_all_sizes(clear))
 
     def deallocate(self, tv: TensorView) -> None:
-        """Drops the buffer, and records the end of its lifetime."""
+        """Drops the buffer of `tv`, and records the end of the buffer's lifetime."""
         i, view = self.slot(tv), self.frame.storage.views.get(tv)
         self._now.deallocate(tv)
         if view is not None:
@@ -207,7 +214,10 @@ class Recorder:
             self._keep(Release(i), for_all_sizes(Release(i)))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Binds the outputs to torch's results, and records that torch computes them again."""
+        """Stores torch's results as the op's outputs; records a step that computes the op again.
+
+        Raises `OnlyRunTells` in a dry run, because only torch can choose the strides of results.
+        """
         execution = self.execution
         if execution.is_dry:
             raise OnlyRunTells
@@ -222,11 +232,15 @@ class Recorder:
         self._keep(assign)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Records the first reason why no CUDA graph can replay the plan."""
+        """Records `why` no CUDA graph can replay the plan, unless a reason is recorded already."""
         self._why_not = self._why_not or why
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend, and notes that the plan uses it."""
+        """Returns the backend `name`, and records that the plan uses this backend.
+
+        Also records if the backend cannot be captured in CUDA graphs for `what`, the kind of
+        communication.
+        """
         found = self._now.backend(name, op, what)
         if found not in self._backends:
             self._backends.append(found)
@@ -237,11 +251,11 @@ class Recorder:
         return found
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Notes the output buffers that torch's results may replace.
+        """Records which output buffers of `op` the results of torch may replace.
 
-        These are buffers that the op is the first to use, on the stream on which runs begin. A run
-        then need not allocate them. If the op always makes its own results, a buffer that ends
-        within the run is not placed in the arena either.
+        These are buffers that `op` is the first to use, on the stream on which runs begin. A run
+        then does not allocate the buffers. If torch always makes new tensors for `op`, buffers that
+        the program deallocates are not placed in the arena either.
         """
         storage, is_all_own = self.frame.storage, isinstance(op, LibraryOp) and op.MAKES_RESULTS
         for out in op.outputs:
@@ -260,7 +274,10 @@ class Recorder:
         self.generic.append(None)
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        """Returns the plan that returns `outputs`; call it once, after the walk."""
+        """Returns the plan of the recorded steps, whose runs return `outputs`.
+
+        Call this method once, after the walk. `arenas` store the intermediates of the plan.
+        """
         self.outputs = outputs
         device = self.machine.device.type
         if device not in MAKERS:
@@ -298,10 +315,10 @@ class Recorder:
         )
 
     def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:
-        """Places the buffers that the program deallocates in the arena; returns (blocks, bytes).
+        """Places in the arena the buffers that the program deallocates; returns (blocks, bytes).
 
-        Buffers in `left` stay with their steps. The runs of one stream share the arena. A buffer is
-        therefore placed only if all its uses are ordered with the stream on which runs begin.
+        The slots in `left` are not placed. The runs of one stream share the arena. A buffer is
+        therefore placed only if all uses are ordered with the stream on which runs begin.
         """
         is_within = self._order.is_within
         kept = [i for i in self._blocks if i in self._lifetimes and i not in left]
@@ -316,7 +333,10 @@ class Recorder:
         return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
 
     def buffers(self) -> tuple[PlannedBuffer, ...]:
-        """Returns the buffers of the program in the order of allocation, never-made ones last."""
+        """Returns the buffers of the program in the order of allocation.
+
+        Buffers that are never allocated, because torch's results replace them, are last.
+        """
         made = [
             PlannedBuffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
             for i, (tv, b) in self._blocks.items()
@@ -328,7 +348,7 @@ class Recorder:
         return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
-        """Returns the allocation of a buffer that outlives the run."""
+        """Returns the allocation, outside the arena, of the buffer `block` for `tv`."""
         return allocation(tv, block, self.machine, self.frame.program)
 
     def _absent(self, tv: TensorView) -> Closure:
@@ -341,7 +361,7 @@ class Recorder:
         return absent
 
     def _result(self, tv: TensorView) -> int:
-        """Returns the slot of an output, or of its copy if the plan returns a copy."""
+        """Returns the slot of the output `tv`, or of the copy of `tv` if the plan makes a copy."""
         copy = "copy", tv
         return self.slot(copy if self.execution.has_slot(copy) else tv)
 
@@ -361,5 +381,5 @@ def _clearing(slot: int) -> Closure:
 
 
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
-    """Whether a step calls no torch function on an input, so that torch records no gradient."""
+    """Whether a step only launches a kernel or manages memory, so torch records no gradient."""
     return isinstance(step[0], LaunchStep) or isinstance(step[1], Allocate | Deallocate)

@@ -1,9 +1,10 @@
 """The size-generic plan: makes the plans of one program for new sizes without another dry run.
 
-A dry run, or the first run, walks a program for one class of inputs. Each step of its plan has
-a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
-all steps have one, the list of steps, their slots and the lifetimes of buffers are the same for all
-sizes. For new sizes, only layouts are computed and the steps are made from them.
+A dry run, or the first run, walks a program for inputs of certain sizes. A step of the plan may
+have a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
+all steps have such a function, the list of steps, the slots and the lifetimes of buffers are the
+same for all sizes. For new sizes, only layouts are computed, and the steps are made from the
+layouts.
 
 Unusual sizes still need a dry run:
 
@@ -53,9 +54,10 @@ _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "after_f
 
 @dataclass
 class NewSizes:
-    """New sizes of a program: by slot, the layouts of tensors and the shapes of views.
+    """The sizes of new inputs of a program, for which steps are made.
 
-    Implements `hostir.runtime.execute.InputSizes`.
+    `laid` has the layouts of tensors by slot, and `shapes` the shapes of views by slot. Implements
+    `hostir.runtime.execute.InputSizes`.
     """
 
     frame: Frame
@@ -63,11 +65,11 @@ class NewSizes:
     shapes: dict[int, tuple[int, ...]]
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns the layout of a slot's tensor, with a tensor's shape and strides."""
+        """Returns the layout of the tensor in `slot`, which has a tensor's shape and strides."""
         return cast("torch.Tensor", self.laid[slot])
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the local shape of the view `tv`, which the slot will hold."""
+        """Returns the local shape of `tv`, a view that will be stored in `slot`."""
         return self.shapes[slot]
 
 
@@ -77,19 +79,21 @@ _Make = Callable[[NewSizes], Step | Closure | None]
 
 @dataclass(frozen=True)
 class SizeGenericPlan:
-    """The plan of one program on one device with open sizes: makes the plans of new sizes.
+    """Makes plans of one program on one device, for any sizes of the inputs.
 
-    - `steps` has a function per step, which makes the step for given sizes.
-    - `like` is the recorded plan of some sizes.
-    - `shared` has the fields of `Plan` that do not depend on the sizes.
+    - `inputs`: the tensor inputs with their slots.
+    - `layouts`: computes the layouts of all buffers for given sizes.
+    - `steps`: for each step, a function that makes the step for given sizes.
+    - `like`: the plan that was recorded, for some sizes.
+    - `shared`: the fields of `Plan` that do not depend on the sizes.
     """
 
     inputs: tuple[tuple[TensorView, int], ...]
-    # The positions of scalar inputs on which no size depends; the scalars that may change within
-    # an input class.
+    # The positions of scalar inputs on which no size depends; the scalars that may change between
+    # runs of one plan.
     free: tuple[frozenset[int], tuple[Symbol, ...]]
-    # The buffers that outlive a run; those in the arena; and for each of these, which earlier ones
-    # have ended when it begins.
+    # The buffers that are still used after a run; the buffers in the arena; and for each buffer in
+    # the arena, whether each earlier one has ended when the buffer is allocated.
     lasting: tuple[PlannedBuffer, ...]
     placed: tuple[PlannedBuffer, ...]
     after: Sequence[Sequence[bool]]
@@ -101,7 +105,7 @@ class SizeGenericPlan:
     reads: bool
 
     def plan_for(self, frame: Frame) -> Plan | None:
-        """Returns the plan for the inputs of a frame; None if these sizes need a dry run."""
+        """Returns a plan for the inputs of `frame`; None if their sizes need a dry run."""
         laid: dict[int, StridedLayout] = {}
         requires_grad = False
         for tv, slot in self.inputs:
@@ -146,7 +150,7 @@ class SizeGenericPlan:
 
 
 def _with_later_steps(plan: Plan) -> Plan:
-    """Returns the plan of later runs: each two-phase step is replaced by its later step."""
+    """Returns `plan` with each two-phase step replaced by the step of later runs."""
     steps: list[tuple[Step, Op | None]] = []
     for step, op in plan.steps:
         later = step.later if isinstance(step, TwoPhaseStep) else step
@@ -156,7 +160,10 @@ def _with_later_steps(plan: Plan) -> Plan:
 
 
 class Layouts:
-    """Computes the layouts of a program's buffers, and the shapes of its views, for given sizes."""
+    """Computes the layouts of a program's buffers and the shapes of views, for given sizes.
+
+    `views` has the views by slot.
+    """
 
     def __init__(self, buffers: Sequence[PlannedBuffer], views: Mapping[int, TensorView]) -> None:
         # One compiled expression computes all: first the extents of all buffers and views, then the
@@ -185,9 +192,9 @@ class Layouts:
     def lay(
         self, values: Mapping[Symbol, Number], laid: dict[int, StridedLayout]
     ) -> dict[int, tuple[int, ...]] | None:
-        """Adds the layout of each buffer to `laid`, and returns the shapes of views, by slot.
+        """Adds the layout of each buffer to `laid`, by slot; returns the shapes of views, by slot.
 
-        Returns None if an extent is 0 or has no value.
+        `values` has the values of symbols. Returns None if an extent is 0 or has no value.
         """
         found: Any = self._all.at_once(values)
         if found is None or min(found[: self._extents], default=1) < 1:
@@ -209,7 +216,7 @@ def _block(buffer: PlannedBuffer, laid: dict[int, StridedLayout], offset: int = 
 
 # ------------------------------------------------------------------ from a plan
 def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
-    """Makes a plan size-generic; `recorder` recorded it in a dry run or a run.
+    """Returns the size-generic plan for `plan`, which `recorder` has recorded.
 
     Returns None if other sizes may need other steps.
     """
@@ -266,7 +273,7 @@ def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
 
 
 def _is_independent_of_sizes(op: Op) -> bool:
-    """Whether no size decides which ops run: the op is no loop and no branch on a size."""
+    """Whether `op` is neither a loop nor a branch on a size, so the same ops run for all sizes."""
     if isinstance(op, IfThenElse):
         return {RANK, NUMBER_OF_STREAMS}.issuperset(sc.symbols(op.predicate))
     return not isinstance(op, ForLoop)

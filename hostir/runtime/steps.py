@@ -43,7 +43,7 @@ Closure = Callable[[Slots], object]
 
 
 class Block(NamedTuple):
-    """A buffer of a plan: its slot, layout and dtype, and its offset in the arena in bytes."""
+    """A buffer of a plan: slot, shape, strides in elements, dtype, and byte offset in the arena."""
 
     slot: int
     shape: tuple[int, ...]
@@ -53,23 +53,24 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to past the last element; 0 without elements."""
+        """The number of bytes from the first element to the end of the last; 0 without elements."""
         return spanned(self.shape, self.strides) * self.dtype.itemsize
 
     def at(self, offset: int) -> Block:
-        """Returns this buffer at an offset in bytes."""
+        """Returns a copy of this description with another offset, in bytes."""
         return Block(self.slot, self.shape, self.strides, self.dtype, offset)
 
     def view(self, arena: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor in `arena`, a tensor of this buffer's dtype over all of the arena."""
+        """Returns this buffer as a view of `arena`, which is a 1-d tensor of the buffer's dtype."""
         return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedBuffer:
-    """A buffer that a program allocates, with its lifetime.
+    """A buffer that a program allocates, with the lifetime of the buffer.
 
-    `lifetime` is None for a buffer that outlives the run, and for one that is never allocated.
+    `lies_in_order` is whether memory has the axes in their logical order. `lifetime` is None if the
+    buffer is still used after the run or is never allocated.
     """
 
     tv: TensorView
@@ -83,43 +84,51 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class Binding:
-    """The context in which steps are bound: the runs' stream and the tensors of fixed slots."""
+    """The context in which steps are bound.
+
+    `stream` is the raw handle of the stream on which runs begin. `fixed` has the tensors of the
+    slots that have the same tensor in all runs.
+    """
 
     device: torch.device
     stream: int
     fixed: dict[int, torch.Tensor]
-    # Objects that launches point to; they must live as long as the closures.
+    # Objects that launches point to. These objects must live as long as the closures.
     kept: list[object] = field(default_factory=list[object])
     # The closures that only launch a kernel.
     launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
 
     def raw(self, stream: int | None) -> int:
-        """Returns a stream's raw handle; None stands for the stream on which runs begin."""
+        """Returns the raw handle `stream`; None stands for the stream on which runs begin."""
         return self.stream if stream is None else stream
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Returns the closure of a view that begins `nbytes` after the start of slot `source`.
+        """Returns `view`, the closure that makes slot `out` a view of slot `source`.
 
-        A subclass may note the view: a CUDA graph computes its address without running it.
+        The view begins `nbytes` bytes after the start of the source. This class ignores these
+        numbers. A subclass uses the numbers to compute the view's address in a CUDA graph.
         """
         del source, out, nbytes
         return view
 
     def launch(self, kernel: BoundKernel) -> Closure:
-        """Returns the closure of a launch, and notes that it only launches a kernel."""
+        """Returns the closure that launches `kernel`, and records the closure in `launches`."""
         closure = kernel.closure()
         self.launches[closure] = kernel
         return closure
 
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
-        """Returns a function that reads the tensor of a slot."""
+        """Returns a function that takes the slots of a run and returns the tensor in `slot`."""
         if slot in self.fixed:
             tensor = self.fixed[slot]
             return lambda slots: tensor
         return lambda slots: slots[slot]
 
     def address(self, slot: int) -> Callable[[Slots], int]:
-        """Returns a function that returns the address of a slot's tensor; 0 for slot -1."""
+        """Returns a function that takes the slots of a run and returns a tensor's address.
+
+        The tensor is the one in `slot`. The address is 0 if `slot` is -1.
+        """
         if slot < 0 or slot in self.fixed:
             found = 0 if slot < 0 else self.fixed[slot].data_ptr()
             return lambda slots: found
@@ -127,7 +136,11 @@ class Binding:
 
 
 class BoundKernel(NamedTuple):
-    """A launch with packed arguments; a run writes only the addresses of slots not fixed."""
+    """A kernel launch with packed arguments.
+
+    A run only writes into the arguments the tensor addresses that may change (`moving`) and the
+    scalars that may change (`read`, `writers`). `fail` raises the error for a status of the driver.
+    """
 
     call: LaunchCall
     # (parameter, slot)
@@ -161,7 +174,7 @@ class BoundKernel(NamedTuple):
         return run_with_numbers
 
     def numbers(self, slots: Slots) -> Sequence[Number] | None:
-        """Returns the scalars of a run; None if the input class fixes them."""
+        """Returns the kernel's scalars in a run; None if no scalar changes between runs."""
         return None if self.read is None else self.read(slots)
 
     def write_numbers(self, slots: Slots) -> None:
@@ -173,18 +186,22 @@ class BoundKernel(NamedTuple):
 
 
 class Step(Protocol):
-    """One step of a plan; `str(step)` is its kind and its number of operands."""
+    """One step of a plan; `str(step)` is the kind of step and the number of operands."""
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that does the step in a run; None if a run has nothing to do."""
+        """Returns the function that carries out the step in a run.
+
+        Returns None if a run has nothing to do for this step.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """A step that is a plain function of the slots, with no use for a binding.
+    """A step that calls the function `run` with the slots, whatever the arena and the stream.
 
-    `operands` is the number of tensors that a function for several ops works on.
+    `operands` is the number of tensors that `run` works on, for the text of the step. None leaves
+    the number out.
     """
 
     run: Closure
@@ -194,23 +211,25 @@ class Action:
         return "Action" if self.operands is None else f"Action of {self.operands}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function itself."""
+        """Returns the function `run`, which does not depend on the binding."""
         return self.run
 
 
 class TwoPhaseStep:
     """Work whose first run differs from later runs.
 
-    Examples are a communication, which its backend binds after the first start, and a kernel whose
-    launch is looked up once. The first run calls `first`. Then `make_later` makes the step `later`,
-    which all later runs use.
+    The first run calls `first`. Then `make_later` makes the step `later`, which all later runs use.
+    Examples are a communication that a backend binds after the first start, and a kernel launch
+    that is looked up once.
     """
 
     def __init__(
         self, first: Closure, later_step: Callable[[Slots], Step], text: str = "Started"
     ) -> None:
-        """`later_step` returns the step of later runs; it is called with the slots on which `first`
-        has run. `text` names the step in a plan's description."""
+        """`later_step` returns the step of later runs, from the slots on which `first` has run.
+
+        `text` names the step in a plan's description.
+        """
         self.first, self._later_step, self._text = first, later_step, text
         self.later: Step | None = None
 
@@ -218,7 +237,7 @@ class TwoPhaseStep:
         return self._text
 
     def make_later(self, slots: Slots) -> Step:
-        """Makes `later`, the step of later runs, and returns it."""
+        """Makes the step of later runs, stores the step in `later` and returns the step."""
         self.later = self._later_step(slots)
         return self.later
 
@@ -233,7 +252,7 @@ class TwoPhaseStep:
 
 
 class Allocation(NamedTuple):
-    """The allocation of a buffer outside the arena: `run` stores it in its slot."""
+    """The allocation of a buffer outside the arena: `run` stores the new buffer in its slot."""
 
     run: Closure
     block: Block
@@ -250,8 +269,8 @@ def allocation(
 ) -> Allocation:
     """Returns the allocation of a tensor's buffer outside the arena.
 
-    `symmetric` allocates memory that peers can map, by default `machine.symmetric`. The allocation
-    raises `OutOfMemoryError` if there is no memory.
+    `symmetric` is a function (bytes -> memory) for memory that peers can map; the default is
+    `machine.symmetric`. When the allocation runs, it raises `OutOfMemoryError` if memory is short.
     """
     device, i, make = machine.device, block.slot, empty_on(machine.device)
     shape, strides, dtype = block.shape, block.strides, block.dtype
@@ -272,7 +291,7 @@ def allocation(
 
 @dataclass(frozen=True, eq=False)
 class Make:
-    """Allocates the buffer of a slot, unless it is stored in the arena."""
+    """The step that allocates the buffer of `slot`, unless the buffer is stored in the arena."""
 
     slot: int
     make: Closure
@@ -281,13 +300,13 @@ class Make:
         return "Make"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the allocation; None if the buffer is stored in the arena."""
+        """Returns the function that allocates the buffer; None if the arena stores the buffer."""
         return None if self.slot in binding.fixed else self.make
 
 
 @dataclass(frozen=True, eq=False)
 class Both:
-    """Two steps of one op, run one after the other."""
+    """A step that runs two steps of one op, one after the other."""
 
     first: Step
     second: Step
@@ -310,7 +329,7 @@ class Both:
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """Drops the tensor of a slot; a tensor in the arena needs no release."""
+    """The step that drops the tensor in `slot`, unless the tensor is stored in the arena."""
 
     slot: int
 
@@ -318,7 +337,7 @@ class Release:
         return "Release"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the release; None if the tensor is stored in the arena."""
+        """Returns the function that drops the tensor; None if the arena stores the tensor."""
         i = self.slot
         if i in binding.fixed:
             return None
@@ -330,7 +349,10 @@ class Release:
 
 
 class View(NamedTuple):
-    """Names a part of the memory of another slot; `shift` is its start, in elements."""
+    """The step that makes slot `out` a view of the tensor in slot `source`.
+
+    The view has the given shape and strides, and begins `shift` elements after the source's start.
+    """
 
     source: int
     out: int
@@ -343,14 +365,17 @@ class View(NamedTuple):
         return "View"
 
     def of(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns the view of the tensor `source`."""
+        """Returns the view that this step makes, for the tensor `source`."""
         x = source.detach() if source.requires_grad else source
         if self.shift:
             return x.as_strided(self.shape, self.strides, x.storage_offset() + self.shift)
         return x.as_strided(self.shape, self.strides)
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that makes the view; None if the source is fixed: it is made now."""
+        """Returns the function that makes the view in a run.
+
+        If all runs have the same source tensor, makes the view now and returns None.
+        """
         i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
 
         def view(slots: Slots) -> None:
@@ -368,12 +393,15 @@ class View(NamedTuple):
 
 
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that requires no gradient; results of a program never do."""
+    """Returns `x`, detached if `x` requires a gradient: no result of a program requires one."""
     return x.detach() if x.requires_grad else x
 
 
 class Multiply(NamedTuple):
-    """A matrix product that torch computes into a buffer."""
+    """The step by which torch computes a matrix product into the buffer in slot `out`.
+
+    `ins` are the slots of the operands.
+    """
 
     product: Product
     ins: tuple[int, ...]
@@ -383,11 +411,14 @@ class Multiply(NamedTuple):
         return f"Multiply of {len(self.ins) + 1}"
 
     def run(self, slots: Slots) -> None:
-        """Computes the product without a binding, on the tensors in these slots."""
+        """Computes the product of the tensors in `slots`, without a binding."""
         self.product([slots[i] for i in self.ins], slots[self.out])
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns torch's call, with views of fixed tensors made now."""
+        """Returns the function that calls torch in a run.
+
+        Views of tensors that are the same in all runs are made now, not in each run.
+        """
         function, product = self.product.function, self.product
         if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
             return self._without_views()
@@ -399,7 +430,7 @@ class Multiply(NamedTuple):
         return lambda slots: function(*[read(slots) for read in reads], out=write(slots))
 
     def _is_plain(self) -> bool:
-        """Whether torch's call takes the operands and the result themselves, not views of them."""
+        """Whether torch's call takes the operands and the result directly, without views."""
         views = (*(view for _, view in self.product.operands), self.product.result)
         return all(view is None for view in views)
 
@@ -422,16 +453,17 @@ def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots
 
 
 def collective_text(inp: int, out: int) -> str:
-    """Returns the text of the step that starts a collective on the buffers of these slots."""
+    """Returns a text such as `Collective of 2`, for slots of operand and result; -1 is no slot."""
     return f"Collective of {(inp >= 0) + (out >= 0)}"
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveStep:
-    """A collective that its backend has bound: a run only passes the addresses of its buffers.
+    """The step that starts a collective which the backend has bound.
 
-    `inp` and `out` are slots, -1 for a buffer that this rank lacks. The shards have the layout that
-    the program declares.
+    A run only passes the addresses of the buffers. `inp` and `out` are the slots of operand and
+    result; a slot is -1 if this rank has no such buffer. `work` is the slot that gets the handle
+    for the `Wait`.
     """
 
     post: Post
@@ -444,7 +476,7 @@ class CollectiveStep:
         return collective_text(self.inp, self.out)
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that starts the collective on the addresses of a run."""
+        """Returns the function that starts the collective on the buffers of a run."""
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         out, inp = binding.address(self.out), binding.address(self.inp)
@@ -457,7 +489,11 @@ class CollectiveStep:
 
 @dataclass(frozen=True, eq=False)
 class ExchangeStep:
-    """A group of sends and receives, in this order, that their backend has bound."""
+    """The step that starts a group of sends and receives which the backend has bound.
+
+    `buffers` are the slots of the transferred tensors, in order. `work` is the slot that gets the
+    handle for the `Wait`.
+    """
 
     post: PostBatch
     buffers: tuple[int, ...]
@@ -468,7 +504,7 @@ class ExchangeStep:
         return f"Exchange of {len(self.buffers)}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that starts the transfers on the addresses of a run."""
+        """Returns the function that starts the transfers on the buffers of a run."""
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         addresses = [binding.address(slot) for slot in self.buffers]
@@ -480,13 +516,15 @@ class ExchangeStep:
 
 
 class LaunchStep(NamedTuple):
-    """The launch of a kernel on the tensors of slots, in the order of the kernel's parameters.
+    """The step that launches a kernel on the tensors in the slots `operands`.
 
-    The input class of the plan fixes shapes, strides and alignments. Of the packed arguments, only
-    the addresses of slots that are not fixed change between runs.
+    The slots are in the order of the kernel's parameters. All runs of a plan have the same shapes,
+    strides and alignments. Only the addresses of tensors outside the arena and some scalars change.
 
-    - `numbers`: the scalar inputs; `read` returns those of a run if they may change, else None.
-    - `stream`: the raw handle of a stream of the program; None for that on which runs begin.
+    - `numbers`: the scalar operands when the step was made.
+    - `read`: a function that returns the scalar operands of a run; None if no scalar ever changes.
+    - `stream`: the raw handle of a stream of the program, or None for the stream on which runs
+      begin.
     """
 
     kernel: KernelLaunch
@@ -499,7 +537,7 @@ class LaunchStep(NamedTuple):
         return f"Launch of {len(self.operands)}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Packs the arguments of the launch and returns the function that launches."""
+        """Packs the kernel's arguments and returns the function that launches the kernel."""
         kernel, launch = self.kernel.kernel, self.kernel.launch
         memories = launch.make_memories(binding.device)
         prepared, moving = launch.prepare(
@@ -539,7 +577,7 @@ def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]
 
 
 def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
-    """Returns the profiler range of the launch of a CUDA graph that carries out these ops."""
+    """Returns the profiler range for a launch of a CUDA graph that carries out `ops`."""
     lines = [op.where for op in ops if op is not None]
     return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")
 
@@ -547,7 +585,7 @@ def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
 def title(op: Op, program: HostIrContainer) -> str:
     """Returns the name of an op in a profile: `relu at model.py:12`.
 
-    The name of a kernel lists the ops that it computes, and their lines.
+    The name of a kernel lists the tensor ops that the kernel computes, and the lines of the ops.
     """
     if not isinstance(op, LaunchKernel):
         return f"{op.name}{_at([op.where])}"
@@ -559,7 +597,7 @@ def title(op: Op, program: HostIrContainer) -> str:
 
 
 def _at(lines: Sequence[str]) -> str:
-    """Returns ` at model.py:7, :8, other.py:3` for lines of users."""
+    """Returns a text such as ` at model.py:7, :8, other.py:3` for lines of the user's code."""
     shown: list[str] = []
     last = ""
     for line in dict.fromkeys(filter(None, lines)):
@@ -570,7 +608,7 @@ def _at(lines: Sequence[str]) -> str:
 
 
 # ----------------------------------------------------------------------
-# Views of the shards of several ranks, mapped one behind the other in virtual memory. All ranks of
+# Views of the shards of several ranks, mapped one after the other in virtual memory. All ranks of
 # the team take part when such a view is made and when it ends.
 
 
@@ -580,10 +618,11 @@ def show_shards(
     shard: torch.Tensor,
     shape: Sequence[int],
 ) -> torch.Tensor:
-    """Maps the shards of all ranks as one tensor; waits until all ranks of the team take part.
+    """Maps the shards of all ranks as one tensor with this shape; `shard` is this rank's shard.
 
-    Raises `UnsupportedError` or `CommunicationError` on all ranks, with op, tensor and user line,
-    if the shards cannot be mapped like this.
+    Waits until all ranks of the team have called this. If the shards cannot be mapped as one
+    tensor, raises `UnsupportedError` or `CommunicationError` on all ranks, with op, tensor and user
+    line.
     """
     peers, team, what = _where(op, machine)
     if not shard.is_contiguous():
@@ -595,7 +634,7 @@ def show_shards(
 
 
 def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
-    """Waits until all ranks of the team have reached the end of the view."""
+    """Waits until all ranks of the team have reached the end of the view that `op` made."""
     peers, team, what = _where(op, machine)
     peers.rendezvous(team, what)
 
@@ -607,7 +646,10 @@ def shows_shards(
     out: int,
     shape: tuple[int, ...],
 ) -> Action:
-    """Returns the step that maps the shards of all ranks; this rank's shard is in slot `inp`."""
+    """Returns the step that maps the shards of all ranks as one tensor, in slot `out`.
+
+    This rank's shard is in slot `inp`. `shape` is the shape of the whole tensor.
+    """
 
     def show(slots: Slots) -> None:
         slots[out] = show_shards(op, machine, slots[inp], shape)
@@ -616,7 +658,7 @@ def shows_shards(
 
 
 def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
-    """Returns the step that waits for all ranks at the end of a view."""
+    """Returns the step that waits for all ranks at the end of the view that `op` made."""
     return Action(lambda slots: meet_at(op, machine))
 
 
@@ -633,11 +675,12 @@ Find = Callable[[TensorView], torch.Tensor | None]
 
 
 def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
-    """Returns a function that dumps a line when `op` is posted; it takes a finder of shards.
+    """Returns a function that writes a dump line when the communication `op` is started.
 
-    The line names the library if it differs from the one that the op names. Returns None if the op
-    posts nothing or the user asked for no dump. A recorded program decides this when it is
-    recorded.
+    The argument of that function maps a tensor to this rank's shard, or to None. The line names the
+    library if another library than the op's carries out the communication. Returns None if `op`
+    starts no communication or the user did not ask for this dump. A plan decides this once, when
+    the plan is recorded.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
         return None

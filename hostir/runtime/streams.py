@@ -1,11 +1,12 @@
 """Streams of a run: ordered queues of work, on CUDA or on the CPU.
 
-A host program switches between streams and makes one wait for another. Neither blocks the host.
+A host program switches between streams and makes one stream wait for another. Neither action blocks
+the host.
 
 - `CudaStreams`: the CUDA streams of torch.
 - `CpuStreams`: runs all work immediately, which satisfies every order that a program can require.
-- `DelayedStreams`: holds work back as far as the program's own waits allow. A missing wait then
-  shows as a wrong result, without a GPU.
+- `DelayedStreams`: delays work as far as the program's own waits allow. A missing wait then causes
+  a wrong result, so tests find it without a GPU.
 - `UnservedStreams`: runs no work, for dry runs.
 """
 
@@ -30,25 +31,31 @@ Handle = Hashable
 
 
 def raw_handle(stream: Handle | None) -> int | None:
-    """Returns the driver's handle of a CUDA stream, None for any other."""
+    """Returns the driver's handle of a CUDA stream; None for a CPU queue or for None."""
     return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context in which `device` is the current CUDA device, for kernels and buffers."""
+    """Returns a context in which `device` is the current CUDA device.
+
+    Returns an empty context if `device` is current already or is no CUDA device.
+    """
     current = current_device_beside(device)
     is_current = current is None or current() == device.index
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class Streams(Protocol):
-    """The streams of one evaluator; numbered streams are made at their first use and persist."""
+    """The streams of one evaluator.
+
+    A stream with a number is made at its first use and kept until the evaluator ends.
+    """
 
     # Whether submitted work may run later than it was submitted.
     holds_work_back: bool
 
     def handle(self, key: Hashable) -> Handle:
-        """Returns the stream of a number, or of a name that no run captured."""
+        """Returns the stream for `key`: a stream number, or a name that no op has captured."""
         ...
 
     def current(self) -> Handle:
@@ -56,7 +63,7 @@ class Streams(Protocol):
         ...
 
     def enter(self, stream: Handle) -> None:
-        """Makes the stream current, for this thread."""
+        """Makes `stream` the current stream of this thread."""
         ...
 
     def join(self, stream: Handle) -> None:
@@ -64,15 +71,19 @@ class Streams(Protocol):
         ...
 
     def mark(self) -> object:
-        """Returns the current position in the current stream, for `join_mark`."""
+        """Returns a mark: the position in the current stream after all work submitted so far."""
         ...
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for the work before a mark on another stream."""
+        """Makes the current stream wait for the work submitted before `mark` on another stream."""
         ...
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Submits work to the current stream; until `ready()` is true, it would wait for a peer."""
+        """Submits the function `work` to the current stream.
+
+        `ready()` is whether `work` can run without waiting for a peer. If `ready` is None, `work`
+        never waits for a peer.
+        """
         ...
 
     def finish(self) -> None:
@@ -80,19 +91,24 @@ class Streams(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Forgets submitted work that has not run; called after an error."""
+        """Drops submitted work that has not run; called after an error."""
         ...
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
         """Returns a context in which this thread uses other streams in place of the program's.
 
-        `stand_in` maps raw handles. It is used while a run is captured in a CUDA graph.
+        `stand_in` maps the raw handle of a stream to that of the stream to use. The context is
+        needed while a run is captured in a CUDA graph.
         """
         ...
 
 
 class CudaStreams:
-    """CUDA streams of torch's pool; running work queues its kernels on the current stream."""
+    """CUDA streams from torch's pool.
+
+    The host runs submitted work immediately. The kernels of the work are queued on the current CUDA
+    stream.
+    """
 
     holds_work_back = False
 
@@ -103,7 +119,7 @@ class CudaStreams:
 
     @contextmanager
     def standing_in(self, stand_in: Callable[[int], int]) -> Generator[None]:
-        """Replaces the program's streams by others in this thread, while a run is captured."""
+        """Returns a context in which this thread uses the streams that `stand_in` returns."""
         self._local.stand_in = stand_in
         try:
             yield
@@ -118,7 +134,7 @@ class CudaStreams:
         return torch.cuda.ExternalStream(stand_in(stream.cuda_stream), device=self._device)
 
     def handle(self, key: Hashable) -> Handle:
-        """Returns the stream of a number or a name, and makes it at its first use."""
+        """Returns the CUDA stream for `key`, a number or a name; makes the stream at first use."""
         if key not in self._made:
             made = (
                 torch.cuda.default_stream(self._device)
@@ -133,7 +149,7 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def enter(self, stream: Handle) -> None:
-        """Makes the stream current, for this thread."""
+        """Makes `stream` torch's current CUDA stream, for this thread."""
         torch.cuda.set_stream(self._actual(stream))
 
     def join(self, stream: Handle) -> None:
@@ -141,26 +157,26 @@ class CudaStreams:
         torch.cuda.current_stream(self._device).wait_stream(self._actual(stream))
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Runs the work now: its kernels are queued on the current CUDA stream."""
+        """Runs `work` now, which queues kernels on the current CUDA stream."""
         work()
 
     def mark(self) -> object:
-        """Records an event on the current stream."""
+        """Records an event on the current CUDA stream; returns (stream, event)."""
         stream = torch.cuda.current_stream(self._device)
         return stream, stream.record_event()
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for the work before a mark on another stream."""
+        """Makes the current stream wait for the event in `mark`, if another stream recorded it."""
         marked, event = cast("tuple[torch.cuda.Stream, torch.cuda.Event]", mark)
         current = torch.cuda.current_stream(self._device)
         if current != marked:
             current.wait_event(event)
 
     def finish(self) -> None:
-        """Does nothing: CUDA orders the caller's later work after this stream's."""
+        """Does nothing, because CUDA orders the caller's later work after the work of this run."""
 
     def abandon(self) -> None:
-        """Does nothing: no work is held back."""
+        """Does nothing, because work is never delayed."""
 
 
 class CpuStreams:
@@ -172,7 +188,7 @@ class CpuStreams:
         self._local = threading.local()
 
     def handle(self, key: Hashable) -> Handle:
-        """Returns the name of a queue, which is the stream on the CPU."""
+        """Returns the name of the queue for `key`; on the CPU, the name stands for the stream."""
         return ENTRY if key == "Default" else key
 
     def current(self) -> Handle:
@@ -180,31 +196,31 @@ class CpuStreams:
         return getattr(self._local, "current", ENTRY)
 
     def enter(self, stream: Handle) -> None:
-        """Makes a queue current, for this thread."""
+        """Makes the queue named `stream` the current queue of this thread."""
         self._local.current = stream
 
     def join(self, stream: Handle) -> None:
-        """Does nothing: all work has run."""
+        """Does nothing, because all submitted work has already run."""
 
     def mark(self) -> object:
-        """Returns the current stream, as a mark that needs no wait."""
+        """Returns the current queue's name; a mark needs no position, as all work has run."""
         return self.current()
 
     def join_mark(self, mark: object) -> None:
-        """Does nothing: all work has run."""
+        """Does nothing, because all submitted work has already run."""
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Runs the work now."""
+        """Runs `work` now, even if it has to wait for a peer."""
         work()
 
     def finish(self) -> None:
-        """Does nothing: all work has run."""
+        """Does nothing, because all submitted work has already run."""
 
     def abandon(self) -> None:
-        """Does nothing: all work has run."""
+        """Does nothing, because all submitted work has already run."""
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
-        """Returns an empty context: nothing is captured on the CPU."""
+        """Returns an empty context, because runs on the CPU are not captured in graphs."""
         return nullcontext()
 
 
@@ -212,12 +228,12 @@ class UnservedStreams(CpuStreams):
     """CPU queues whose work never runs: the streams of a dry run."""
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Drops the work."""
+        """Drops `work` without running it."""
 
 
 @dataclass(frozen=True)
 class _Until:
-    """A queue entry: wait until `stream` has done its first `count` entries."""
+    """A queue entry that waits until `stream` has done the first `count` entries of its queue."""
 
     stream: Handle
     count: int
@@ -225,7 +241,10 @@ class _Until:
 
 @dataclass(frozen=True)
 class _Wait:
-    """A queue entry: work that waits for a peer; other streams continue until `ready()`."""
+    """A queue entry with work that waits for a peer.
+
+    Other streams of this rank continue until `ready()` is true.
+    """
 
     work: Work
     ready: Ready
@@ -233,7 +252,11 @@ class _Wait:
 
 @dataclass
 class _Queue:
-    """The pending entries of a stream, and the numbers of entries submitted and done."""
+    """The queue of one stream.
+
+    `waiting` has the entries that have not run. `given` and `done` are how many entries have been
+    submitted and have run.
+    """
 
     waiting: deque[Work | _Until | _Wait] = field(default_factory=deque[Work | _Until | _Wait])
     given: int = 0
@@ -243,9 +266,9 @@ class _Queue:
 class DelayedStreams(CpuStreams):
     """CPU queues whose work runs as late as the program allows.
 
-    With `late`, only that stream is held back, and streams while they wait for it. Without `late`,
-    all streams are held back. The work of a stream runs when another stream, or the end of the run,
-    waits for it.
+    The work of a delayed stream runs when another stream, or the end of the run, waits for that
+    stream. If `late` is a stream, only `late` is delayed, and other streams only while waiting for
+    `late`. If `late` is None, all streams are delayed.
     """
 
     holds_work_back = True
@@ -254,28 +277,28 @@ class DelayedStreams(CpuStreams):
         super().__init__()
         self._late = late
         self._queues: dict[Handle, _Queue] = {}
-        # The queues of which an entry is running now.
+        # The queues that have an entry which is running now.
         self._served: list[_Queue] = []
 
     def _queue(self, stream: Handle) -> _Queue:
         return self._queues.setdefault(stream, _Queue())
 
     def join(self, stream: Handle) -> None:
-        """Makes the current stream wait for all work submitted so far to another stream."""
+        """Appends to the current queue a wait for all work submitted so far to `stream`."""
         self.join_mark(_Until(stream, self._queue(stream).given))
 
     def mark(self) -> object:
-        """Returns the current position in the current stream, for `join_mark`."""
+        """Returns a wait entry for all work submitted so far to the current stream."""
         return _Until(self.current(), self._queue(self.current()).given)
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for the work before a mark on another stream."""
+        """Appends the wait entry `mark` to the current queue, if it is for another stream."""
         assert isinstance(mark, _Until)
         if mark.stream != self.current():
             self._give(mark)
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Appends work to the current queue."""
+        """Appends `work` to the current queue; `ready()` is whether the peer has done its part."""
         self._give(work if ready is None else _Wait(work, ready))
 
     def _give(self, entry: Work | _Until | _Wait) -> None:
@@ -286,7 +309,7 @@ class DelayedStreams(CpuStreams):
             self._advance()
 
     def _advance(self) -> None:
-        """Runs the work of all streams but the late one, until they wait for it."""
+        """Runs the work of every stream except the late one, until the stream waits for it."""
         self._go_on(lambda stream: stream == self._late)
 
     def _go_on(self, is_held: Callable[[Handle], bool]) -> None:
@@ -328,11 +351,11 @@ class DelayedStreams(CpuStreams):
             self._serve(queue)
 
     def finish(self) -> None:
-        """Runs all remaining work of the current queue, and the work that it waits for."""
+        """Runs all remaining work of the current queue, and all work that this queue waits for."""
         current = self.current()
         self._drain(current, self._queue(current).given)
 
     def abandon(self) -> None:
-        """Forgets submitted work that has not run."""
+        """Drops all submitted work that has not run."""
         self._queues.clear()
         self._served.clear()

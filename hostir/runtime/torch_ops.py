@@ -1,7 +1,7 @@
 """Tensor ops that torch computes: library calls into allocated outputs, and views.
 
-An op that names a shape, as a reshape does, uses the shape of the local shard. The last part of the
-file has a few GPU kernels for work that torch's own calls do not cover.
+An op with a shape parameter, such as a reshape, uses the shape of the local shard. The last part of
+the file has a few GPU kernels for work that torch's own calls do not cover.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 
 
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
-    """Computes an op with torch and returns its results, which are views if torch makes views.
+    """Computes `op` with torch, on the tensors in `frame`, and returns the results.
 
-    A result that nothing reads may have any size.
+    The results are views if torch makes views. A result that no op and no output reads may have any
+    size.
     """
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     return _evaluating(op, frame, frame.machine.device)(inputs, frame.values)
@@ -60,7 +61,11 @@ def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
 def _evaluating(
     op: TensorOp, frame: Frame, device: torch.device
 ) -> Callable[[Sequence[torch.Tensor | None], Values], list[torch.Tensor]]:
-    """Returns a function of (operands, values of symbols) that computes an op; sizes are fixed."""
+    """Returns a function of (operands, values of symbols) that computes `op` with torch.
+
+    The local shape of a reshape or expand is fixed, from `frame`. In the list of operands, a scalar
+    is None.
+    """
     shaped = SHAPED.get(type(op))
     if shaped is not None:
         shape = frame.local_shape(op.out_tensor)
@@ -77,10 +82,11 @@ def computing(
     scalars: Sequence[tuple[Symbol, int]],
     machine: ExecutionContext | None = None,
 ) -> Callable[[Slots], list[torch.Tensor]]:
-    """Returns a function by which torch computes an op on the slots of a run.
+    """Returns a function that computes the results of `op` with torch, from the slots of a run.
 
-    `ins` has the slots of the operands, None for a scalar. `scalars` are the free symbols with
-    their slots. `machine` is the context of the run, if it is not the frame's.
+    - `ins`: the slot of each operand; None for a scalar operand.
+    - `scalars`: the input scalars whose value may change between runs, with their slots.
+    - `machine`: the context of the run; the default is the context of `frame`.
     """
     values, evaluate = frame.values, _evaluating(op, frame, (machine or frame.machine).device)
 
@@ -98,10 +104,11 @@ def writing_at_once(
     outs: Sequence[int],
     compute_step: Callable[[Slots], list[torch.Tensor]],
 ) -> Closure:
-    """Returns a function that writes an op's results into slots, for one run.
+    """Returns a function that computes `op` into the buffers in the slots `outs`, for one run.
 
-    It uses calls that check their operands on the host. Later runs may check on the device instead
-    and then report an error only in a following run.
+    The function makes calls that check their operands on the host. Later runs may check on the
+    device instead, and then report an error only in a following run. `compute_step` computes the
+    results if torch has no call that writes into buffers.
     """
     known, unread = (frame.values, frame.storage.unread), frame.storage.unread
 
@@ -126,10 +133,11 @@ def library_call(
     known: tuple[Values, Container[TensorView]],
     kernels: Kernels | None = None,
 ) -> LibraryCall | Returning | None:
-    """Returns torch's call that writes, or returns, the results of an op for such operands.
+    """Returns torch's call that computes `op` for operands and results with these layouts.
 
-    Returns None if torch has no single call for the op. `known` has the values of symbols, and the
-    results that nothing reads.
+    A `LibraryCall` writes into buffers, and a `Returning` returns new tensors. Returns None if
+    torch has no single call for `op`. `known` is (values of symbols, results that are never read).
+    `kernels` are helper kernels that the call may use.
     """
     if any(out.is_meta or is_repeated(out) for out in outs):
         return None
@@ -142,17 +150,18 @@ def library_call(
 def contract_repeated(
     op: nodes.Contraction, inputs: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Computes a contraction into `out`, which has expanded axes: one element in memory."""
+    """Computes a contraction into `out`, which has axes of stride 0, through a dense temporary."""
     whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     evaluate_into(op, inputs, whole)
     write(out, whole)
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
-    """Returns the output without the axes that count the ranks or steps of a partial result.
+    """Returns `out` without the axes that `rfactor` has split from the reduced axis.
 
-    The local size of these axes is 1. Raises `UnsupportedError` if one of them is larger, because
-    torch's products cannot keep parts of a reduced axis apart.
+    Such an axis has one entry per rank or loop iteration that computes a partial sum. The local
+    size of the axis is 1. Raises `UnsupportedError` if the size is larger, because torch's products
+    cannot return several partial sums.
     """
     axes = op.out_tensor.domain.no_reductions
     if not any(axis.rfactor for axis in axes):
@@ -179,9 +188,10 @@ def contraction(
     operands: Sequence[torch.Tensor],
     sample: torch.Tensor,
 ) -> Step | Closure:
-    """Returns the step that computes a product for operands and a result with these layouts.
+    """Returns the step that computes a matrix product, for tensors with these layouts.
 
-    `slots` are those of the operands and of the result; `sample` has the layout of the result.
+    `slots` is (slots of the operands, slot of the result). `operands` and `sample` are tensors with
+    the layouts of the operands and of the result.
     """
     ins, out = slots
     result = as_contracted(op, sample)
@@ -210,16 +220,17 @@ def writing(
     outs: Sequence[tuple[int, torch.Tensor]],
     machine: ExecutionContext | None = None,
 ) -> Closure:
-    """Returns a function that writes the results of an op into slots, for all runs of a class.
+    """Returns a function that computes `op` into the buffers in slots, for all runs of a plan.
 
-    - `operands` has their slots, None for a scalar.
-    - `outs` has, for each result, its slot and a tensor with its layout.
-    - `scalars` are the free symbols with their slots.
+    - `operands`: the slot of each operand; None for a scalar operand.
+    - `scalars`: the input scalars whose value may change between runs, with their slots.
+    - `outs`: for each result, the slot and a tensor with the layout of the result.
+    - `machine`: the context of the run; the default is the context of `frame`.
 
-    The first run binds torch's call. If torch can write into a buffer, no copy is made.
+    The first call chooses torch's call. If torch can write into a buffer, no copy is made.
     """
     ins = [i for i in operands if i is not None]
-    # These must not keep a tensor of the run alive.
+    # The records must not keep a tensor of the run alive.
     results = [
         _Written(slot, BufferLayout.of(o, like), writer(like), o not in frame.storage.unread)
         for o, (slot, like) in zip(op.outputs, outs, strict=True)
@@ -276,14 +287,14 @@ def writing(
 def _write_all(
     slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
 ) -> None:
-    """Calls torch to write the results, and stores them in their slots."""
+    """Calls torch to write the results into the tensors `made`; stores `made` in slots `into`."""
     call([slots[i] for i in ins], made)
     for i, result in zip(into, made, strict=True):
         slots[i] = result
 
 
 class BufferLayout(NamedTuple):
-    """The memory layout of the buffer of a result."""
+    """The shape, the strides and the dtype of the buffer for a result."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -295,11 +306,11 @@ class BufferLayout(NamedTuple):
         return BufferLayout(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Allocates a buffer with this layout."""
+        """Allocates a buffer with this layout on `device`."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def is_of(self, value: torch.Tensor, ins: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor has this layout, and shares no memory with an operand."""
+        """Whether `value` has this layout and shares no memory with the operands `ins`."""
         return (
             (tuple(value.shape), value.stride(), value.dtype) == self
             and not (value.is_conj() or value.is_neg() or value.storage_offset())
@@ -308,7 +319,11 @@ class BufferLayout(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """A result of an op: its slot, its buffer's layout, how it is copied, whether it is read."""
+    """A result of an op.
+
+    `put` is a function (target, value) that copies a value into the buffer of the result. `is_read`
+    is whether an op or an output reads the result.
+    """
 
     slot: int
     buffer: BufferLayout
@@ -319,10 +334,11 @@ class _Written(NamedTuple):
 def _putting(
     results: Sequence[_Written], ins: Sequence[int]
 ) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns a function that copies results into the tensors of slots.
+    """Returns a function that copies an op's values into the buffers in the slots of `results`.
 
-    Into an empty slot it puts the result itself, if that has the layout of the buffer. Results that
-    nothing reads are not copied.
+    If a slot is empty and the value has the layout of the buffer, the function stores the value.
+    Results that are never read are not copied. `ins` are the slots of the operands, because a value
+    that shares memory with an operand must be copied.
     """
 
     def put(slots: Slots, values: Sequence[torch.Tensor]) -> None:
@@ -339,7 +355,10 @@ def _putting(
 
 
 def _keeping(results: Sequence[_Written]) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns the function of `_putting`, for results that never share memory with operands."""
+    """Returns a function like that of `_putting`, but faster, for an op that makes new tensors.
+
+    The values of such an op never share memory with operands.
+    """
     read = [(k, r.slot, r.buffer, r.put) for k, r in enumerate(results) if r.is_read]
 
     def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
@@ -361,9 +380,11 @@ def _first_kept(
     into: tuple[int, BufferLayout],
     store: Callable[[Slots, Sequence[torch.Tensor]], None],
 ) -> Closure:
-    """Returns a function that calls torch's function directly and keeps its first result.
+    """Returns a function that calls torch and stores the first value in its slot without a copy.
 
-    It does the same as `_keeping` for ops with at least two operands, with little host time.
+    `into` is (slot, layout) of the first result. If a copy is needed, `store` stores the values.
+    The function stores the same results as the function of `_keeping`, in less host time. The call
+    must have at least two operands.
     """
     direct, (out, (shape, strides, dtype)) = call.direct, into
     is_dense = strides == torch.empty(shape, device="meta").stride()
@@ -373,8 +394,8 @@ def _first_kept(
     def keep(slots: Slots, values: Sequence[torch.Tensor]) -> None:
         first = values[0]
         if is_dense and slots[out] is None and first.stride() != strides:
-            # One call allocates and copies. If only strides of one-element axes differ, it returns
-            # the tensor itself.
+            # One call allocates and copies. If only strides of one-element axes differ, the call
+            # returns the tensor itself.
             first = first.contiguous()
         if slots[out] is None and first.stride() == strides and first.dtype is dtype:
             slots[out] = first
@@ -393,11 +414,11 @@ def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]
 
 
 # ----------------------------------------------------------------------
-# The layouts of views, computed from the layouts of their operands. They are the same for tensors
-# and for layouts alone (`StridedLayout`), for which torch would have to make a tensor first.
+# The layouts of views, computed from the layouts of their operands. The operand may be a tensor or
+# a `StridedLayout`, for which torch would have to make a tensor first.
 
-# (strides, offset in elements from the operand's first element); None if only torch can compute it,
-# or raises an error for it.
+# (strides, offset in elements from the operand's first element); None if only torch can compute the
+# view, or if torch raises an error for the view.
 _Seen = tuple[_Shape, int] | None
 
 
@@ -469,21 +490,21 @@ VIEWS: dict[type[TensorOp], Callable[[Any, torch.Tensor, _Shape, Values], _Seen]
 
 
 def view_of(op: TensorOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
-    """Returns (strides, offset in elements) of an op's result, a view of `x` with this shape.
+    """Returns (strides, offset in elements) of the result of `op`, a view of `x` with this shape.
 
-    Only the sizes and the strides of `x` matter. Returns None if only torch can compute it, for
-    example for a view without elements.
+    Only the sizes and the strides of `x` matter. `values` has the values of symbols. Returns None
+    if only torch can compute the strides, for example for a view without elements.
     """
     return None if 0 in shape else VIEWS[type(op)](op, x, shape, values)
 
 
 # ----------------------------------------------------------------------
-# Kernels for a GPU that replace parts of torch's calls which need the host or a copy: they check
-# the ends of groups, clear rows outside all groups, and scatter elements.
+# Kernels for a GPU that replace parts of torch's calls which need the host or a copy. The kernels
+# check the ends of groups, clear rows outside all groups, and scatter elements.
 #
 # The same text is compiled for the CPU, where tests run it.
 
-# Threads of a block; elements that each thread scatters.
+# Threads of a CUDA block; elements that each thread scatters.
 THREADS, _EACH = 256, 4
 # The C type that moves elements of so many bytes.
 _WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint64_t"}
@@ -533,10 +554,13 @@ extern "C" __global__ void __launch_bounds__(256) clear_rows(
 
 
 def _scatter_text(word: str, index: str, position: str, *, is_number: bool, is_last: bool) -> str:
-    """Returns the text of the scatter kernel for element type `word` and index type `index`.
+    """Returns the source text of a scatter kernel.
 
-    `is_last`: it scatters along the last axis. Each thread moves several elements, whose loads are
-    independent.
+    - `word`, `index`, `position`: the C types of elements, of indices and of offsets in tensors.
+    - `is_number`: whether the kernel writes one number instead of the elements of a tensor.
+    - `is_last`: whether the kernel scatters along the last axis.
+
+    Each thread moves several elements, because their loads then overlap in time.
     """
     given = "const int64_t number" if is_number else f"FUSER_PTR(const {word}) src"
     load = "" if is_number else "values[k] = src[at(k)];"
@@ -573,7 +597,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) scatter(
 
 
 class LibraryKernels:
-    """The helper kernels of one device, each compiled at its first use."""
+    """The helper kernels of one device; a kernel is compiled when it is first used."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -588,10 +612,11 @@ class LibraryKernels:
 
     # -------------------------------------------------------------- groups
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that checks the ends of groups on the device, and clamps them.
+        """Returns a function that takes the end offsets of groups and returns them clamped.
 
-        Ends must increase from 0 to `extent`. The host does not wait for the check. A wrong end
-        therefore raises `InputError` in a later call.
+        The offsets must not decrease and must be in the range 0 to `extent`. The device checks and
+        clamps the offsets, so that nothing outside of the axis is read. The host does not wait for
+        the check. A wrong offset therefore raises `InputError` in a later call.
         """
         kernel = self._find("ends", _ends_source)
         is_cuda = self._device.type == "cuda"
@@ -616,7 +641,10 @@ class LibraryKernels:
         return ends
 
     def clear_rows(self, out: torch.Tensor, ends: torch.Tensor) -> None:
-        """Sets the rows after the last end to 0; `out [m, n]` is dense, with 2-byte elements."""
+        """Sets the matrix rows of `out` after the last group end to 0.
+
+        `out [m, n]` is dense, with 2-byte elements. `ends` has the row index after each group.
+        """
         rows, columns = out.shape
         kernel = self._find("clear", _clear_source)
         given = out, ends, ends.numel(), rows, columns
@@ -628,7 +656,8 @@ class LibraryKernels:
     ) -> bool:
         """Whether `scatter` supports tensors like these.
 
-        They must be contiguous, and the index must have the sizes of `out` along all other axes.
+        The tensors must be contiguous. `index` must have the sizes of `out` along all axes except
+        `dim`. `src` is None for a number.
         """
         pairs = enumerate(zip(out.shape, index.shape, strict=True))
         is_plain = out.is_contiguous() and index.is_contiguous() and index.numel() > 0
@@ -639,7 +668,10 @@ class LibraryKernels:
     def scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | int
     ) -> None:
-        """Writes `src` to the positions in `index` along axis `dim`; skips those out of range."""
+        """Writes the elements of `src` into `out`, at the positions in `index` along axis `dim`.
+
+        `src` may be one number for all positions. Positions out of range are skipped.
+        """
         position = "int" if max(out.numel(), index.numel()) <= _MAX_INT // 2 else "int64_t"
         word, kind = _WORDS[out.element_size()], _INDICES[index.dtype]
         is_number = not isinstance(src, torch.Tensor)

@@ -164,7 +164,7 @@ def _simulated_ranks(args: argparse.Namespace, program: HostIrContainer) -> int:
 
 
 def _run_in_job(args: argparse.Namespace, size: int) -> None:
-    """Runs as one rank of the job; rank 0 prints the results of all ranks."""
+    """Runs the program as one rank of a job of `size` ranks; rank 0 prints all ranks' results."""
     communicator = Communicator.instance()
     program, inputs = _prepared(args, size, communicator)
     outputs = run_here(
@@ -187,7 +187,10 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
 def _prepared(
     args: argparse.Namespace, size: int, communicator: Communicator
 ) -> tuple[HostIrContainer, list[Argument]]:
-    """Returns the program and its global inputs on a rank of a job; an error is raised on all."""
+    """Returns the program and the global inputs on a rank of a job of `size` ranks.
+
+    An error on one rank is raised on all ranks.
+    """
     try:
         if args.ranks not in (None, size):
             raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
@@ -204,7 +207,7 @@ def _prepared(
 
 
 def _say_unchecked(args: argparse.Namespace) -> None:
-    """Prints a note to stderr that `--late` skips checks before the run."""
+    """Prints a note to stderr that some checks are skipped, if the option `--late` is used."""
     if getattr(args, "late", None) is not None:
         print(
             "with --late, races of streams and communications of ranks are not checked before the "
@@ -236,7 +239,7 @@ def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument
 
 
 def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
-    """Prints the sizes of the run, and which of them are defaults."""
+    """Prints the sizes of the run, and marks the sizes that are defaults."""
     given = _sizes(args.size)
     found = chosen_sizes(program, given)
     if found and not getattr(args, "inputs", None):
@@ -390,8 +393,8 @@ def _why(args: argparse.Namespace) -> None:
 def differences(a: HostIrContainer, b: HostIrContainer) -> list[str]:
     """Returns a line per difference, `what: in a | in b`; [] for equal programs.
 
-    Values are compared by number, as in `equal`. The user's lines are not compared. If a program is
-    in short form, facts that this form lacks are not compared.
+    Tensors and other values are compared by number, as in `equal`. The user's lines are not
+    compared. If one program is in short form, facts that this form lacks are not compared.
     """
     is_short = a.is_short or b.is_short
     found = [
@@ -433,7 +436,7 @@ def _two(what: str, a: object, b: object) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    """Returns a short text of a value: the label of a tensor, the name of an op."""
+    """Returns a short text for a field's value, such as a tensor's label or an op's name."""
     match value:
         case TensorView():
             return value.label
@@ -464,7 +467,10 @@ def _values(a: Fusion, b: Fusion, *, is_short: bool) -> Iterator[str]:
 
 
 def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool) -> Iterator[str]:
-    """Compares the domain sections of tensors with the same number, line by line."""
+    """Yields the differences between tensors of the same number, from the text of their domains.
+
+    If `is_short`, only the first line of each text is compared.
+    """
     mine, theirs = ({tv.number: tv for tv in tensors} for tensors in (a, b))
     for number in sorted({*mine, *theirs}):
         if number not in mine or number not in theirs:
@@ -482,9 +488,10 @@ def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool
 
 # ------------------------------------------------------------------ ops
 def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
-    """Aligns two lists of ops, and yields their differences; `where` names their region.
+    """Aligns two lists of ops and yields the differences between the lists.
 
-    The first op has number 1, as in errors about ranks with different programs.
+    `where` is the text of the region in which the ops are. The first op has number 1, as in errors
+    about ranks with different programs.
     """
     mine, theirs = list(map(op_key, a)), list(map(op_key, b))
     for kind, i, i_end, j, j_end in SequenceMatcher(None, mine, theirs, False).get_opcodes():
@@ -495,7 +502,11 @@ def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
 def _block(
     a: Sequence[Op], at: tuple[int, int], b: Sequence[Op], there: tuple[int, int], where: str
 ) -> Iterator[str]:
-    """Compares two sequences of ops without equal ops: ops of the same class form pairs."""
+    """Yields the differences between two parts of the lists that have no equal ops.
+
+    Two ops of the same class are compared as a pair. `at` and `there` are (start, stop) of the
+    parts of `a` and `b`. `where` is the text of the region.
+    """
     kinds = (
         [type(op).__name__ for op in a[slice(*at)]],
         [type(op).__name__ for op in b[slice(*there)]],
@@ -515,7 +526,10 @@ def _block(
 
 
 def _pair(a: Op, b: Op, place: str) -> Iterator[str]:
-    """Yields the first differing field of two ops of one class, and the differences in regions."""
+    """Yields the first field that differs between two ops, and the differences in their regions.
+
+    Both ops have the same class. `place` is the number of the op as text.
+    """
     regions = a.fields_of("region")
     mine, theirs = _fields(op_key(a)), _fields(op_key(b))
     for name in (n for n in mine if mine[n] != theirs[n] and n not in regions):

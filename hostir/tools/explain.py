@@ -1,7 +1,7 @@
 """`python -m hostir why T7 FILE`: explains a tensor's sharding and its communications.
 
-It prints the annotation from which a sharding was propagated, and the op that made a communication
-necessary. Two lines of output, for example:
+The command prints the annotation from which a sharding was propagated, and the op that made a
+communication necessary. Two lines of output, for example:
 
 T7 is cut by mesh_x on axis 1: from T3 (forward through linear at mlp.py:12), annotated by the user
 at mlp.py:9
@@ -38,10 +38,10 @@ _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside a
 
 
 def explain(program: HostIrContainer, name: str) -> list[str]:
-    """Returns lines that explain the sharding of a tensor, such as `T7`, and its communications.
+    """Returns lines that explain the sharding of a tensor and the tensor's communications.
 
-    For `all`, it explains every communication of the program. Further lines name inputs of which
-    each call cuts the shard.
+    `name` is a tensor such as `T7`, or `all` for every communication of the program. Further lines
+    name inputs from which each call cuts this rank's shard.
 
     Raises:
         InputError: the program has no such tensor.
@@ -61,7 +61,11 @@ def explain(program: HostIrContainer, name: str) -> list[str]:
 
 @dataclass
 class _Why:
-    """The provenance of one program: rows of its Provenance section, by tensor number."""
+    """Explains the placements of tensors in one program, from the program's Provenance section.
+
+    `rows` has the rows of the program's Provenance section by tensor number. A row says from which
+    tensor or annotation a placement was propagated, and through which op.
+    """
 
     program: HostIrContainer
     rows: dict[int, list[Origin]] = field(default_factory=dict[int, list[Origin]])
@@ -84,7 +88,7 @@ class _Why:
 
     # ------------------------------------------------------------ tensors
     def tensor(self, tv: TensorView) -> list[str]:
-        """Returns a line for each cut axis of a tensor; one about its mesh if no axis is cut."""
+        """Returns a line for each sharded axis of `tv`; else a line about the tensor's mesh."""
         base = self.base(tv)
         if base.mesh is None and not self.cuts(base):
             return [f"T{tv.number} has no mesh: no annotation reaches it"]
@@ -106,17 +110,17 @@ class _Why:
         return lines
 
     def base(self, tv: TensorView) -> TensorView:
-        """Returns the whole tensor of a slice or view; another tensor itself."""
+        """Returns the tensor of which `tv` is a slice or view; `tv` itself if it is neither."""
         while tv.number in self.shown:
             tv = self.shown[tv.number]
         return tv
 
     def unknown(self, tv: TensorView) -> str:
-        """Returns the text for a tensor without a row of provenance."""
+        """Returns the text for a tensor that has no row in the Provenance section."""
         return f"its Provenance section has no row of T{tv.number}" if self.rows else UNKNOWN
 
     def cuts(self, tv: TensorView) -> Cuts:
-        """Returns the cut axes of a tensor, by parallel type."""
+        """Returns the positions of the sharded axes of a tensor, by parallel type."""
         try:
             found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
         except UnsupportedError:
@@ -124,18 +128,26 @@ class _Why:
         return {p: axis for p, axis in found.items() if axis >= 0}
 
     def placement(self, tv: TensorView) -> str:
-        """Returns the cuts of a tensor as text, or "whole"."""
+        """Returns which axes of a tensor are sharded, as text; "whole" if no axis is."""
         cuts = self.cuts(tv)
         return " and ".join(f"cut by {p.name} on axis {a}" for p, a in cuts.items()) or "whole"
 
     # ------------------------------------------------------------ chains
     def origin(self, number: int, ptype: ParallelType | None) -> str:
-        """Returns the chain of steps from the user to a tensor's cut; with None, to its mesh."""
+        """Returns, as text, how a sharding of tensor `number` follows from the user's annotation.
+
+        `ptype` is the parallel type of the sharded axis. If `ptype` is None, the text is about the
+        tensor's mesh.
+        """
         row = self.row(number, ptype)
         return "it came with the program" if row is None else self.chain(row, ptype)
 
     def row(self, number: int, ptype: ParallelType | None) -> Origin | None:
-        """Returns the most specific row: that of the cut or the mesh, else of the placement."""
+        """Returns the provenance row for a tensor's axis with parallel type `ptype`.
+
+        If `ptype` is None, returns the row for the tensor's mesh. If there is no such row, returns
+        a row for the tensor's whole placement; None if there is none, either.
+        """
         rows = self.rows.get(number, [])
         placed = [r for r in rows if r.what == "placement"]
         if ptype is None:
@@ -146,7 +158,10 @@ class _Why:
         return next(iter(ranked), None)
 
     def chain(self, row: Origin, ptype: ParallelType | None) -> str:
-        """Returns the steps from a row back to the user's annotation, for one parallel type."""
+        """Returns, as text, the propagation steps from a row back to the user's annotation.
+
+        `ptype` is the parallel type of the sharding; None stands for the mesh.
+        """
         steps: list[str] = []
         seen: set[Origin] = set()
         at: Origin | None = row
@@ -159,7 +174,7 @@ class _Why:
         return ", ".join(steps)
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
-        """Returns the row of a row's source, which is one step closer to the user's annotation."""
+        """Returns the row from which `row` was propagated, one step closer to the annotation."""
         if row.how == "operand" and ptype is not None and row.result is not None:
             return self.row(row.result, ptype)
         if row.source is None:
@@ -174,11 +189,11 @@ class _Why:
         return None if row.how == "sum" else self.row(row.source, ptype)
 
     def summed(self, number: int) -> list[Origin]:
-        """Returns the rows about cuts of the axes over which a tensor is summed."""
+        """Returns the rows about the sharding of the axes over which a tensor is summed."""
         return [r for r in self.rows.get(number, []) if r.what == "cut" and r.axis is None]
 
     def step(self, row: Origin) -> str:
-        """Returns the text of one row: the source and the op through which it was propagated."""
+        """Returns the text of one row: the source tensor and the op of the propagation."""
         through = f"{row.op or 'an op'}{_at(row.where)}"
         source = f"T{row.source}"
         match row.how:
@@ -208,7 +223,10 @@ class _Why:
 
     # ------------------------------------------------------------ communications
     def communications(self, tv: TensorView | None) -> list[str]:
-        """Returns a line per communication and local slice of `tv`; with None, of any tensor."""
+        """Returns a line per communication or local slice that has `tv` as operand or result.
+
+        If `tv` is None, returns the lines for all tensors.
+        """
         base = None if tv is None else self.base(tv)
         lines: list[str] = []
         for op in walk(self.program.ops):
@@ -220,8 +238,9 @@ class _Why:
     def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:
         """Returns (operand, result) of an op that changes a placement; None for any other op.
 
-        The compiler makes sends and receives in pairs, in the same order. If a program has more of
-        one kind than of the other, both are the op's own buffer.
+        The compiler makes sends and receives in pairs, in the same order. For a pair, the operand
+        is the buffer of the send, and the result is the buffer of the receive. If the numbers of
+        sends and receives differ, operand and result are both the buffer of `op`.
         """
         if isinstance(op, P2PCommunication):
             if len(self.sends) != len(self.receives):
@@ -231,7 +250,7 @@ class _Why:
         return op.moved if isinstance(op, HostOp) else None
 
     def communication(self, op: Op, inp: TensorView, out: TensorView) -> str:
-        """Returns the line about a communication: its tensors, and the reason for it."""
+        """Returns the line about a communication: operand, result, and why it is necessary."""
         if isinstance(op, P2PCommunication) and len(self.sends) != len(self.receives):
             counts = f"{len(self.sends)} sends and {len(self.receives)} receives"
             return f"{_title(op)} of T{out.number}): it has no partner; the program has {counts}"
@@ -241,7 +260,7 @@ class _Why:
         return f"{head}: {reason}"
 
     def reason(self, row: Origin, inp: TensorView, out: TensorView) -> str:
-        """Returns why a communication from `inp` to `out` is necessary, from the row of `out`."""
+        """Returns why the communication from `inp` to `out` is necessary, from the row of `out`."""
         through = f"{row.op or 'an op'}{_at(row.where)}"
         name, change = f"T{out.number}", self.change(inp, out)
         match row.how:
@@ -269,13 +288,13 @@ class _Why:
                 )
 
     def sums(self, inp: TensorView, out: TensorView) -> Iterator[str]:
-        """Yields the chains of the cuts of the axes that are summed over."""
+        """Yields texts about the sharding of the axes over which `out` is summed."""
         for row in self.summed(out.number):
             if row.ptype is not None and row.ptype in self.cuts(inp):
                 yield f" by {row.ptype.name} ({self.chain(row, row.ptype)})"
 
     def change(self, inp: TensorView, out: TensorView) -> str:
-        """Returns, as text, the placement of `out` in the axes in which it differs from `inp`."""
+        """Returns, as text, the placement of those axes of `out` that differ from `inp`."""
         before, after = self.cuts(inp), self.cuts(out)
         has_steps = any(p.is_stream for p in after) and not any(p.is_stream for p in before)
         before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))
@@ -286,17 +305,20 @@ class _Why:
         return f"{changed}, in the steps of a stream" if has_steps else changed
 
     def had(self, inp: TensorView, out: TensorView) -> str:
-        """Returns, as text, the device cuts of `inp` that `out` lacks, with their chains."""
+        """Returns, as text, which axes of `inp` are sharded over devices, but not in `out`.
+
+        The text also says how each sharding follows from the user's annotation.
+        """
         after = self.cuts(out)
         lost = {p: a for p, a in self.cuts(inp).items() if p.is_device and after.get(p) != a}
         cuts = " and ".join(f"cut by {p.name} on axis {a}" for p, a in lost.items())
         return f", and T{inp.number} is {cuts}{self.chains(inp.number, lost)}" if lost else ""
 
     def undivided(self, row: Origin, inp: TensorView, out: TensorView) -> str:
-        """Returns, as text, the extents that prevent a reshape from keeping a cut; "" if none do.
+        """Returns, as text, the extents that prevent a reshape from keeping a sharding; "" if none.
 
-        A reshape can keep a cut of the outermost axis that it splits or merges. The number of
-        devices must then divide the axis before and after the reshape.
+        A reshape can keep the sharding of the outermost axis that it splits or merges. The number
+        of devices must then divide the axis before and after the reshape.
         """
         result = self.result_of(row)
         after = self.cuts(out)
@@ -319,20 +341,26 @@ class _Why:
         return ""
 
     def result_of(self, row: Origin) -> TensorView | None:
-        """Returns the result of the op in a row, which may be a tensor inside a kernel."""
+        """Returns the result tensor of the op in `row`, which may be a tensor inside a kernel."""
         if row.result in self.tensors:
             return self.tensors[row.result]
         kernels = (group.fusion.tensors() for group in self.program.groups.values())
         return next((tv for tvs in kernels for tv in tvs if tv.number == row.result), None)
 
     def chains(self, number: int | None, cuts: Iterable[ParallelType]) -> str:
-        """Returns the chains of a tensor's cuts in parentheses; "" if there are no rows."""
+        """Returns a text in parentheses: how shardings of tensor `number` follow from annotations.
+
+        `cuts` has the parallel types of the shardings. Returns "" if the tensor has no rows.
+        """
         rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
         found = dict.fromkeys(self.chain(row, p) for row, p in rows if row is not None)
         return f" ({'; '.join(found)})" if found else ""
 
     def given(self, out: TensorView) -> str:
-        """Returns the chain of the result's own placement in parentheses; "" if unknown."""
+        """Returns a text in parentheses: how the placement of `out` follows from an annotation.
+
+        Returns "" if the provenance of `out` is unknown.
+        """
         cuts = self.cuts(out)
         rows = [
             r
@@ -362,6 +390,6 @@ def _at(where: str) -> str:
 
 
 def _title(op: Op) -> str:
-    """Returns the begin of a line about an op: `Communication 0 (Allgather`, `LocalSlice (`."""
+    """Returns the begin of the line about `op`, such as `Communication 0 (Allgather`."""
     name = op.name.removesuffix(")")
     return name if "(" in name else f"{name} (a copy"

@@ -34,15 +34,15 @@ DEFAULT_STREAMS = 4
 
 # ------------------------------------------------------------------ inputs
 def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the value of each size symbol by name: that of `sizes`, or the default."""
+    """Returns the value of each size symbol by name: the value in `sizes`, or the default."""
     values = {s.name: n for s, n in symbol_values(program, sizes).items()}
     return {name: int(values[name]) for name in size_symbols(program)}
 
 
 def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Returns the size symbols with a default value: name -> the first axis with this extent.
+    """Returns the size symbols that are not in `sizes`, with the first axis of each such extent.
 
-    An axis is given as `axis 1 of T0`. Seeds of random numbers do not count.
+    An axis is a text such as `axis 1 of T0`. Seeds of random numbers do not count.
     """
     seeds, found = seed_words(program), dict[str, str]()
     for tv in program.inputs:
@@ -56,9 +56,10 @@ def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[st
 
 
 def seed_words(program: HostIrContainer) -> dict[str, str]:
-    """Returns the scalar inputs that random ops use: name -> `seed` or `offset of random numbers`.
+    """Returns the scalar inputs that are the seed or the offset of random numbers, by name.
 
-    Ops inside kernels count, too.
+    The values are `seed of random numbers` or `offset of random numbers`. Random ops inside kernels
+    count, too.
     """
     inputs = {s.name for s in program.inputs if isinstance(s, Symbol)}
     exprs = [op for group in program.groups.values() for op in group.fusion.exprs]
@@ -75,10 +76,10 @@ def seed_words(program: HostIrContainer) -> dict[str, str]:
 def random_inputs(
     program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
 ) -> list[Argument]:
-    """Returns random global inputs; `sizes` sets size symbols by name.
+    """Returns random global inputs; `sizes` has the values of size symbols by name.
 
     Floats and complex numbers are normally distributed, and integers are in [0, 8). Raises
-    `InputError` for a name that no input has, and for a tensor that does not fit into memory.
+    `InputError` for a name that is no size symbol, and for a tensor that does not fit into memory.
     """
     values = symbol_values(program, sizes)
     generator = torch.Generator().manual_seed(seed)
@@ -107,9 +108,9 @@ def random_inputs(
 
 
 def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
-    """Returns the global inputs from a .pt file, which has them as a list.
+    """Returns the global inputs from a .pt file with a list of tensors and numbers.
 
-    Raises `InputError` for another file, and for a list of the wrong length.
+    Raises `InputError` for a file of another kind, and for a list of the wrong length.
     """
     try:
         # Only tensors and numbers are read, so that a file cannot run code.
@@ -127,7 +128,7 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
 
 
 def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
-    """Returns a rank's shards of global inputs; inputs without a mesh are passed whole."""
+    """Returns a rank's shards of global inputs; an input without a mesh is returned whole."""
     return [
         shard_for_rank(value, declared, rank)
         if isinstance(declared, TensorView)
@@ -148,9 +149,10 @@ def run_here(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[torch.Tensor]:
-    """Runs as one rank of a job, simulated or real, with this rank's shards of global inputs.
+    """Runs the program as one rank of a job, with this rank's shards of the global inputs.
 
-    An error on one rank is raised on all. The options are those of `HostIrEvaluator`.
+    The ranks of the job may be simulated or real. An error on one rank is raised on all ranks. The
+    options are those of `HostIrEvaluator`.
     """
     communicator = Communicator.instance()
     mine = shards_of(program, inputs, communicator.rank())
@@ -175,7 +177,10 @@ def run_simulated(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Runs on simulated ranks, each with its shards of the inputs; returns the outputs by rank."""
+    """Runs the program on simulated ranks; returns the list of outputs of each rank.
+
+    `inputs` are global; each rank gets its shards. The options are those of `HostIrEvaluator`.
+    """
     with simulate(ranks) as world:
         return world.run(
             run_here,
@@ -197,9 +202,10 @@ def trace_here(
     machine: str | None = None,
     number_of_streams: int = DEFAULT_STREAMS,
 ) -> Trace:
-    """Traces as one rank of a job, with this rank's shards of global inputs.
+    """Traces the program as one rank of a job, with this rank's shards of the global inputs.
 
-    `device` is "cpu", or "cuda" for the GPU of this rank. See `HostIrEvaluator.trace`.
+    `path` is the file to write. `device` is "cpu", or "cuda" for the GPU of this rank. `machine` is
+    the machine model for a prediction. See `HostIrEvaluator.trace`.
     """
     communicator = Communicator.instance()
     if device == "cuda":
@@ -216,7 +222,7 @@ def trace_here(
 def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
     """Returns a line per output of a rank: dtype, shape, mean, minimum, maximum and checksum.
 
-    The checksum depends on the position of each element.
+    The checksum weights each element by its position, so that swapped elements change it.
     """
     return "\n".join(
         f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)}{_spread(out)}"
@@ -237,7 +243,7 @@ def _spread(out: torch.Tensor) -> str:
 
 
 def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
-    """Writes a rank's outputs, its shards, as a list to `rank<N>.pt` in a folder.
+    """Writes the list of a rank's outputs (shards) to the file `rank<N>.pt` in `folder`.
 
     Raises `InputError` if the file cannot be written.
     """
@@ -249,9 +255,10 @@ def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
 
 
 def together(communicator: Communicator, error: FuserError | OSError | None, text: str) -> str:
-    """Exchanges texts; returns those of all ranks, in order, on every rank.
+    """Sends `text` to all ranks; returns the joined texts of all ranks, in order, on every rank.
 
-    Raises `error`, this rank's, or `PeerError` with another rank's.
+    `error` is the error of this rank, if any. Raises this error, or `PeerError` with the error of
+    another rank.
     """
     communicator.agree(error)
     return "\n".join(t.decode() for t in communicator.exchange(text.encode()) if t)

@@ -3,13 +3,13 @@
 - `KERNELS`: each kernel says which calls it supports, and computes output, log_sumexp and
   gradients.
 - `ORDERS`: the order in which kernels are tried. It depends on the call, its shape and the machine.
-- A call that no kernel supports is computed step by step, by products and a softmax.
+- A call that no kernel supports is computed step by step, by matrix products and a softmax.
 
-The choice depends only on `AttentionCase`, which an op and its gradient share. It does not depend
-on strides: operands whose strides a kernel does not support are copied.
+The choice depends only on `AttentionCase`, which an op and its gradient share. The choice does not
+depend on strides: operands whose strides a kernel does not support are copied.
 
 All kernels compute the same log_sumexp, so the forward op and its gradient may use different
-kernels. With dropout both use the same one, so that both drop the same weights.
+kernels. With dropout, both use the same kernel, so that both drop the same weights.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ _CUDNN_DROPOUT = 1 / 16
 
 @dataclass(frozen=True)
 class Attention:
-    """The numbers of a call, and the op's `name` for error messages.
+    """The scalar arguments of an attention call, and the op's `name` for error messages.
 
-    - `scale` is None for 1/sqrt(E).
-    - `heads_per_key` is the number of query heads that read each key head; None if not declared.
+    - `dropout_p`: the probability with which a weight is dropped.
+    - `is_causal`: whether query i attends only to the keys 0 to i.
+    - `scale`: the factor of the scores; None for 1/sqrt(E).
+    - `heads_per_key`: the number of query heads that read each key head; None if not declared.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Attention:
             )
 
     def factor(self, query: Tensor) -> float:
-        """Returns the factor of the scores."""
+        """Returns the factor by which the products of queries and keys are multiplied."""
         if self.scale is not None:
             return float(self.scale)
         return max(query.shape[-1], 1) ** -0.5
@@ -78,12 +80,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Given:
-    """The operands of the forward computation.
+    """The operands of the forward computation, with axes [N, H, L, E].
 
-    - `added` is added to the scores; None for nothing.
-    - `reads_sums`: whether log_sumexp is needed. If not, it may be undefined.
-    - Keys and values may have fewer heads than queries. Each then serves as many consecutive query
-      heads.
+    - `added` is added to the scores; None if nothing is added.
+    - `reads_sums`: whether log_sumexp is needed. If not, log_sumexp may be undefined.
+    - Keys and values may have fewer heads than queries. Consecutive query heads, in groups of equal
+      size, then read the same head of keys and values.
     """
 
     call: Attention
@@ -95,13 +97,13 @@ class Given:
 
     @property
     def factor(self) -> float:
-        """The factor of the scores."""
+        """The factor by which the products of queries and keys are multiplied."""
         return self.call.factor(self.query)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The results of the forward computation; `seed` is that of dropout, None without dropout."""
+    """The results of the forward computation; `seed` is None without dropout."""
 
     out: Tensor
     log_sumexp: Tensor
@@ -110,7 +112,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class SavedResults:
-    """The results of the forward computation that the gradient reads."""
+    """The results of the forward computation that the computation of the gradient reads."""
 
     out: Tensor
     log_sumexp: Tensor
@@ -120,8 +122,11 @@ class SavedResults:
 
 # ------------------------------------------------------------------ facts
 class DeviceKind(NamedTuple):
-    """A kind of device: its type, CUDA compute capability ((0, 0) for others), and cuDNN's version
-    (0 for none)."""
+    """A kind of device.
+
+    `capability` is the CUDA compute capability, or (0, 0) for a device without CUDA. `cudnn` is the
+    version of cuDNN, or 0 without cuDNN.
+    """
 
     device_type: str
     capability: tuple[int, int] = (0, 0)
@@ -129,19 +134,19 @@ class DeviceKind(NamedTuple):
 
     @property
     def is_cuda(self) -> bool:
-        """Whether torch's CUDA kernels for attention run on this device (Ampere and later)."""
+        """Whether torch has CUDA kernels for attention on this device (Ampere and later)."""
         return self.device_type in CUDA_DEVICES and self.capability >= _AMPERE
 
     @property
     def prefers_cudnn(self) -> bool:
-        """Whether cuDNN has kernels for this architecture. torch prefers them then, too."""
+        """Whether cuDNN has attention kernels for this device, which torch then prefers, too."""
         is_one = self.capability[0] in (_HOPPER[0], _BLACKWELL[0])
         return self.is_cuda and is_one and self.cudnn >= _CUDNN
 
 
 @cache
 def machine_of(device: torch.device) -> DeviceKind:
-    """Returns the kind of a device."""
+    """Returns the type, the compute capability and the cuDNN version of `device`."""
     if device.type not in CUDA_DEVICES or not torch.backends.cuda.is_flash_attention_available():
         return DeviceKind(device.type)
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -150,10 +155,12 @@ def machine_of(device: torch.device) -> DeviceKind:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """All facts that decide which kernel runs a call.
+    """The properties of an attention call that decide which kernel runs the call.
 
-    - The sizes of query [N, H, L, E], and of keys and values [N, `groups`, S, V].
-    - The dtypes of the operands and of the bias (None without a bias).
+    - `n`, `h`, `l`, `e`: the sizes of the queries [n, h, l, e].
+    - `groups`, `s`, `v`: the sizes of the keys [n, groups, s, e] and values [n, groups, s, v].
+    - `dtype`, `added`: the dtypes of the operands and of the bias; `added` is None without a bias.
+    - `is_backward`: whether the call computes the gradient.
     """
 
     machine: DeviceKind
@@ -172,7 +179,7 @@ class AttentionCase:
 
     @staticmethod
     def of(given: Given, *, is_backward: bool = False) -> AttentionCase:
-        """Returns the facts of a call."""
+        """Returns the properties of the call with the operands `given`."""
         query, key, added = given.query, given.key, given.added
         n, h, rows, e = query.shape
         return AttentionCase(
@@ -193,30 +200,34 @@ class AttentionCase:
 
     @property
     def is_half(self) -> bool:
-        """Whether the operands are half floats: float16 or bfloat16."""
+        """Whether the operands are float16 or bfloat16."""
         return self.dtype in HALF
 
     @property
     def adds_alike(self) -> bool:
-        """Whether there is no bias, or one of the operands' dtype, which a kernel adds without
-        rounding it."""
+        """Whether there is no bias, or the bias has the operands' dtype.
+
+        A kernel adds such a bias without rounding it first.
+        """
         return self.added in (None, self.dtype)
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether the kernel must also support the gradient: with dropout, already for the
-        forward."""
+        """Whether the kernel must support the gradient, too.
+
+        With dropout, this holds for the forward call, because both calls use the same kernel.
+        """
         return self.is_backward or self.dropout_p > 0
 
     @property
     def flops(self) -> float:
-        """The number of operations of the forward call."""
+        """The number of floating-point operations of the forward call."""
         whole = 2.0 * self.n * self.h * self.l * self.s * (self.e + self.v)
         return whole / 2 if self.is_causal else whole
 
     @property
     def is_small(self) -> bool:
-        """Whether most of a forward call's time is the start of its kernel."""
+        """Whether the call is so small that starting the kernel takes most of the time."""
         few = self.s <= _FEW_KEYS and self.flops < _SMALL
         return few and self.groups == self.h and not self.is_backward
 
@@ -229,11 +240,13 @@ PlainBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Seque
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel, and which calls it supports.
+    """One of torch's attention kernels.
 
-    `plain` returns a function from (query, key, value, bias) to output and log_sumexp, which calls
-    torch once and copies nothing. It returns None if the given operands would need a copy.
-    `plain_backward` does the same for the gradients.
+    - `takes`: whether the kernel supports a call.
+    - `forward`, `backward`: compute the results, and the gradients, with copies where necessary.
+    - `plain`: returns a function (query, key, value, bias) -> (output, log_sumexp) that calls torch
+      once and copies nothing. Returns None if the given operands would need a copy.
+    - `plain_backward`: like `plain`, for the gradients.
     """
 
     takes: Callable[[AttentionCase], bool]
@@ -246,17 +259,17 @@ class AttentionKernel:
 
 
 def order_for(facts: AttentionCase) -> tuple[str, ...]:
-    """Returns the names of kernels in the order in which they are tried."""
+    """Returns the names of kernels in the order in which the kernels are tried for a call."""
     return next(names for _, holds, names in ORDERS if holds(facts))
 
 
 def name_for(facts: AttentionCase) -> str | None:
-    """Returns the name of the kernel for a call, or None if it is computed step by step."""
+    """Returns the name of the kernel for a call; None if the call is computed step by step."""
     return next((name for name in order_for(facts) if KERNELS[name].takes(facts)), None)
 
 
 def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
-    """Returns the kernel for a call, or None if it is computed step by step."""
+    """Returns the kernel for the operands `given`; None if the call is computed step by step."""
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Kernels take the maximum before they multiply by the factor. A factor of 0 or below
         # changes which score is the largest, and makes NaN of -inf.
@@ -267,14 +280,13 @@ def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | 
 
 # ------------------------------------------------------------------ torch's calls
 def _call(name: str) -> Callable[..., Any]:
-    """Returns a function of torch, in the form with the least overhead on the host."""
+    """Returns torch's function `name`, in the variant with the least time on the host."""
     found = getattr(torch, name, None)
     return found or getattr(torch.ops.aten, name)
 
 
 class TorchAttention:
-    """Torch's attention functions, of which each kernel calls one for the forward and one for the
-    gradient."""
+    """Torch's attention functions: for each kernel, one for the forward, one for the gradient."""
 
     cudnn = staticmethod(_call("_scaled_dot_product_cudnn_attention"))
     cudnn_backward = staticmethod(_call("_scaled_dot_product_cudnn_attention_backward"))
@@ -288,18 +300,20 @@ class TorchAttention:
 
 # ------------------------------------------------------------------ operands
 def last_dense(t: Tensor) -> Tensor:
-    """Returns a tensor whose last axis has stride 1; copies if necessary."""
+    """Returns `t` if its last axis has stride 1, else a contiguous copy."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which values of a dtype are computed: float32 for half floats."""
+    """Returns the dtype in which torch computes values of `dtype`: float32 for half floats."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def repeated_heads(t: Tensor, heads: int) -> Tensor:
-    """Returns keys or values with `heads` heads: each head is repeated for the query heads that
-    read it."""
+    """Returns keys or values `t` with `heads` heads.
+
+    Each head of `t` is repeated for the query heads that read that head.
+    """
     n, groups, *rest = t.shape
     if groups == heads:
         return t
@@ -309,20 +323,23 @@ def repeated_heads(t: Tensor, heads: int) -> Tensor:
 
 
 def summed_heads(grad: Tensor, groups: int) -> Tensor:
-    """Returns the gradient of keys or values with `groups` heads, summed from that of all query
-    heads."""
+    """Returns the gradient of keys or values that have `groups` heads.
+
+    `grad` has a gradient for each query head. The gradients of query heads that read the same head
+    are added.
+    """
     n, heads, *rest = grad.shape
     return grad if heads == groups else grad.view(n, groups, heads // groups, *rest).sum(2)
 
 
 def _in_words(t: Tensor) -> Tensor:
-    """Returns a tensor whose heads are padded to whole vectors of 16 bytes."""
+    """Returns `t` with the last axis padded with zeros to a multiple of 16 bytes."""
     missing = -t.shape[-1] % (_WORD // t.itemsize)
     return F.pad(t, (0, missing)) if missing else last_dense(t)
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes."""
+    """Whether the last axis of `t` is dense and begins at a multiple of 16 bytes at every index."""
     unit = _WORD // t.itemsize
     steps = (step for n, step in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
     return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0 and not any(s % unit for s in steps)
@@ -333,18 +350,21 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _by_words(t: Tensor) -> Tensor:
-    """Returns a tensor of which every row is whole vectors of 16 bytes and is aligned to them."""
+    """Returns `t` with a last axis that is padded and aligned to 16 bytes; copies if necessary."""
     t = _in_words(t)
     return t if _aligned(t) else _copy(t)
 
 
 def _is_by_words(t: Tensor) -> bool:
-    """Whether `_by_words` returns the tensor itself."""
+    """Whether `_by_words` returns `t` itself, without a copy."""
     return not t.shape[-1] * t.itemsize % _WORD and _aligned(t)
 
 
 def _dense_like(t: Tensor, like: Tensor) -> Tensor:
-    """Returns a tensor without gaps whose strides have the order of those of `like`."""
+    """Returns `t` without gaps in memory, with axes in the memory order of `like`.
+
+    Copies if necessary.
+    """
     strides, step = [0] * t.dim(), 1
     for axis in sorted(range(t.dim()), key=lambda k: (like.stride(k), -k)):
         strides[axis], step = step, step * t.shape[axis]
@@ -355,9 +375,10 @@ def _dense_like(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
-    """Returns a bias for all rows and columns, whose rows are padded and aligned to vectors.
+    """Returns the bias `added` expanded to `rows` queries and `columns` keys.
 
-    Axes that are expanded in `added` stay expanded.
+    In memory, the last axis is padded and aligned to 16 bytes. Axes that have stride 0 in `added`
+    keep stride 0.
     """
     added = added.expand(*added.shape[:2], rows, columns)
     # Only one element of an expanded axis is copied.
@@ -373,7 +394,7 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
-    """Returns for each row of scores whether it has a score other than -inf."""
+    """Returns, for each query, whether some key has a score other than -inf."""
     seen = added.isneginf().logical_not_()
     return (seen.tril_() if is_causal else seen).any(-1)
 
@@ -413,7 +434,10 @@ def _cudnn(given: Given) -> Forward:
 
 
 def _cudnn_bias(given: Given) -> Tensor | None:
-    """Returns the bias with all columns; batches, heads and rows of size 1 stay."""
+    """Returns the bias expanded along the keys only; None without a bias.
+
+    The axes of batches, heads and queries may still have size 1.
+    """
     added = given.added
     if added is None:
         return None
@@ -423,7 +447,7 @@ def _cudnn_bias(given: Given) -> Tensor | None:
 
 
 def _begins_dense(t: Tensor) -> bool:
-    """Whether a tensor is aligned to 16 bytes, and its last axis has stride 1."""
+    """Whether the address of `t` is a multiple of 16 bytes, and its last axis has stride 1."""
     return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0
 
 
@@ -454,8 +478,8 @@ def _cudnn_backward(
     call: Attention, grad: Tensor, operands: Operands, kept: SavedResults
 ) -> list[Tensor]:
     query, key, value = map(_by_words, operands)
-    # Torch caches one plan per strides of queries, keys and values. It assumes that output and
-    # gradient have the strides of the forward's output.
+    # Torch caches one plan per strides of queries, keys and values. The plan assumes that output
+    # and gradient have the strides of the forward's output.
     out, grad = (_dense_like(_in_words(t), query) for t in (kept.out, grad))
     seeds = kept.seed.view(torch.int64).unbind() if call.dropout_p else (kept.log_sumexp,) * 2
     found = TorchAttention.cudnn_backward(
@@ -730,8 +754,8 @@ KERNELS: dict[str, AttentionKernel] = {
     ),
     "cpu": AttentionKernel(_cpu_takes, _cpu, _cpu_backward, _cpu_plain),
 }
-# (description, test of a call, kernels in the order in which they are tried). The first row whose
-# test holds is used. Measured on an H200: benchmarks/notes.md.
+# (description, test of a call, kernels in the order in which they are tried). The first table row
+# whose test holds is used. Measured on an H200: benchmarks/notes.md.
 ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] = (
     ("a CPU", lambda f: not f.machine.is_cuda, ("cpu",)),
     # The kernels take 5 us, 10 us and 10 us to start. Gradients of the first are less exact.
@@ -750,12 +774,12 @@ ORDERS: Sequence[tuple[str, Callable[[AttentionCase], bool], tuple[str, ...]]] =
 
 
 # ----------------------------------------------------------------------
-# Attention on operands [.., N, H, L, E]: by torch's kernels where they support the call, else step
-# by step. Both have the same results, except for which weights dropout drops.
+# Attention on operands [.., N, H, L, E]: by one of torch's kernels if it supports the call, else
+# step by step. Both have the same results, except for which weights dropout drops.
 
 # Which of output, log_sumexp, philox_seed and philox_offset are read: all.
 ALL = (True, True, True, True)
-# The result in place of one that nothing reads.
+# The tensor in place of a result that is never read.
 _NOTHING = torch.empty(0)
 
 
@@ -770,9 +794,11 @@ def forward(
     is_oracle: bool = False,
     reads: tuple[bool, ...] = ALL,
 ) -> list[Tensor]:
-    """Returns output, log_sumexp, philox_seed and philox_offset.
+    """Computes attention; returns output, log_sumexp, philox_seed and philox_offset.
 
-    - `is_oracle`: computes step by step, in float64 for float64 operands.
+    - `operands`: query, key and value, with axes [.., N, H, L, E].
+    - `bias` is added to the scores. Scores where `mask` is False become -inf.
+    - `is_oracle`: whether to compute step by step, in float64 for float64 operands.
     - `reads`: which results are read. A result that is not read, other than the output, is empty.
     """
     _check(call, *operands)
@@ -800,7 +826,8 @@ def plain_kernel(
 ) -> Plain | None:
     """Returns a function that computes output and log_sumexp in one torch call and copies nothing.
 
-    It is valid for operands with these shapes and strides. None if operands or results need a copy.
+    The function is valid for operands with these shapes and strides. Returns None if operands or
+    results need a copy. The parameters are those of `forward`.
     """
     if mask is not None or operands[0].dim() != 4 or operands[0].is_meta:
         return None
@@ -823,10 +850,9 @@ def plain_forward(
     *,
     reads: tuple[bool, ...],
 ) -> Callable[..., Sequence[Tensor]] | None:
-    """Returns a function from (query, key, value, bias) to the results of `forward`, by
-    `plain_kernel`.
+    """Returns a function (query, key, value, bias) -> results of `forward`, without copies.
 
-    None if `plain_kernel` returns None.
+    The function uses `plain_kernel`. Returns None if `plain_kernel` returns None.
     """
     plain, device = plain_kernel(call, operands, bias, mask, reads=reads), operands[0].device
     if plain is None:
@@ -857,8 +883,10 @@ def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _met(call: Attention, operands: Operands) -> Operands:
-    """Returns the operands with equal batch sizes. Key heads that several query heads read are not
-    repeated."""
+    """Returns the operands broadcast to equal batch sizes, and to equal numbers of heads.
+
+    The heads of keys and values stay fewer if several query heads read each of them.
+    """
     shapes = [t.shape[:-3] for t in operands]
     heads = [t.shape[-3] for t in operands]
     few = call.heads_per_key is not None or heads[1] == heads[2] == 1
@@ -877,7 +905,7 @@ def _met(call: Attention, operands: Operands) -> Operands:
 
 
 def _folded(t: Tensor) -> Tensor:
-    """Returns a tensor of four axes: axes before N are merged into N."""
+    """Returns `t` with four axes [N, H, L, E]: all axes before N are merged with N."""
     return t if t.dim() == 4 else t.flatten(0, -4)
 
 
@@ -897,9 +925,10 @@ def _given(
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Returns the tensor that is added to the scores for a bias and a mask.
+    """Returns the tensor to add to the scores: the bias, and -inf where the mask is False.
 
-    Axes that are expanded in the mask stay expanded.
+    Without a bias and a mask, returns None. `query` has the dtype of the result if there is no
+    bias. Axes that have stride 0 in the mask keep stride 0.
     """
     if mask is None:
         return bias
@@ -913,7 +942,11 @@ def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | 
 
 
 def _seed(device: torch.device, seed: Tensor | None, reads: tuple[bool, ...]) -> list[Tensor]:
-    """Returns the seed and the offset in the form in which a user gets them."""
+    """Returns [philox_seed, philox_offset] as UInt64 tensors on `device`.
+
+    The offset is always 0. Without a `seed`, the seed is 0, too. A tensor that `reads` marks as not
+    read is empty.
+    """
 
     def zeros(shape: tuple[int, ...], *, is_read: bool) -> Tensor:
         if not is_read:
@@ -925,7 +958,7 @@ def _seed(device: torch.device, seed: Tensor | None, reads: tuple[bool, ...]) ->
 
 
 def _draw(device: torch.device) -> Tensor:
-    """Returns a seed from torch's generator of the CPU."""
+    """Returns a new seed of dropout, drawn from torch's generator of the CPU."""
     number = int(torch.empty((), dtype=torch.int64).random_())
     return torch.tensor((number, 0), dtype=torch.int64, device=device).view(torch.uint64)
 
@@ -940,9 +973,11 @@ def backward(
     *,
     is_oracle: bool = False,
 ) -> list[Tensor]:
-    """Returns the gradients of the operands. `results` are those of `forward`.
+    """Returns the gradients of the operands.
 
-    `is_oracle`: computes step by step, in float64 for float64 operands.
+    - `grad_output`: the gradient of the output.
+    - `results`: output, log_sumexp, philox_seed and philox_offset of `forward`.
+    - `is_oracle`: whether to compute step by step, in float64 for float64 operands.
     """
     _check(call, *operands)
     if grad_output.is_meta:
@@ -968,10 +1003,10 @@ def plain_backward(
     operands: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> PlainBackward | None:
-    """Returns a function from (grad_output, query, key, value, output, log_sumexp) to the results
-    of `backward`, in one torch call without copies.
+    """Returns a function that computes the gradients in one torch call and copies nothing.
 
-    It is valid for operands with these shapes and strides. None if operands need a copy.
+    The function takes (grad_output, query, key, value, output, log_sumexp). It is valid for
+    operands with these shapes and strides. Returns None if operands need a copy.
     """
     if grad_output.dim() != 4 or grad_output.is_meta or results[1].dtype is not torch.float32:
         return None
@@ -993,13 +1028,16 @@ def _scores(call: Attention, query: Tensor, key: Tensor, added: Tensor | None) -
 
 
 def _weights(scores: Tensor, log_sumexp: Tensor) -> Tensor:
-    """Returns the softmax of scores; 0 in rows in which all scores are -inf."""
+    """Returns the softmax of `scores` over the keys; 0 for a query without a score above -inf."""
     lse = log_sumexp.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse.isneginf(), 0)
 
 
 def _kept(call: Attention, weights: Tensor, seed: Tensor | None) -> Tensor | None:
-    """Returns the factors of dropout for the weights (0 or 1 / (1 - p)); None without dropout."""
+    """Returns the factors of dropout for the weights: 0 or 1 / (1 - p).
+
+    Returns None without dropout. `seed` selects the weights that are dropped.
+    """
     if not call.dropout_p or seed is None:
         return None
     places = torch.arange(weights.numel(), device=weights.device).view(weights.shape)

@@ -1,8 +1,8 @@
 """Calls of torch that write the results of library ops into given tensors.
 
-A *call* is bound once for operands and results of one shape, dtype, layout and device. Its results
-equal those of `fuser.ops.reference.meaning` bit for bit. So first and later runs of a program
-agree, also if they are on different ranks.
+A *call* is bound once for operands and results of one shape, dtype, layout and device. The results
+equal those of `fuser.ops.reference.meaning` bit for bit. First and later runs of a program
+therefore have equal results, also on different ranks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LibraryCall = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 
 
 class Returning(NamedTuple):
-    """A call that cannot write into given tensors: it returns the results in new memory.
+    """A call of torch that returns the results in new memory, because it cannot write into tensors.
 
-    `direct` is a faster form, which a replayed plan uses if only the first result is read. It takes
-    the operands at `places` as separate arguments, without lists of operands and results. Its first
-    result is that of the op; any others are ignored.
+    `make` takes the operands and returns the results. `direct` does the same in less time. A
+    replayed plan uses `direct` if only the first result is read. `direct` takes the operands at the
+    positions `places` as separate arguments. Results after the first are ignored.
     """
 
     make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -50,14 +50,17 @@ class Returning(NamedTuple):
 
 
 class WritingOne(NamedTuple):
-    """A call that writes one result, number `out`: a torch function of one operand and numbers."""
+    """A call of a torch function of one operand and of numbers, which writes one result.
+
+    `out` is the position of the result among the op's results.
+    """
 
     function: Callable[..., object]
     numbers: tuple[object, ...]
     out: int
 
     def __call__(self, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> object:
-        """Computes into the output tensor."""
+        """Computes result number `out` into its tensor in `outs`."""
         return self.function(ins[0], *self.numbers, out=outs[self.out])
 
 
@@ -66,13 +69,15 @@ _FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, H
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns floats of one byte as a view of their bytes, which torch can copy; others
-    unchanged."""
+    """Returns a tensor of one-byte floats as a view of bytes, which torch can copy.
+
+    Returns any other tensor unchanged.
+    """
     return x.view(torch.uint8) if x.dtype in _FLOAT8 else x
 
 
 def as_byte(value: Number, dtype: torch.dtype) -> Number:
-    """Returns a number in the form in which `as_bytes` stores it."""
+    """Returns the byte of `value` as a number if `dtype` is a one-byte float, else `value`."""
     if dtype not in _FLOAT8:
         return value
     return torch.tensor(value, dtype=torch.float64).to(dtype).view(torch.uint8).item()
@@ -82,21 +87,24 @@ class Kernels(GroupKernels, Protocol):
     """Kernels of this project that replace calls of torch on a device."""
 
     def scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | int) -> None:
-        """Writes `src` at the positions of `index` that are in range; others are ignored."""
+        """Writes `src` into `out`, at the positions `index` along axis `dim`.
+
+        `src` may be one number for all positions. Positions out of range are ignored.
+        """
         ...
 
     def takes_scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | None) -> bool:
-        """Returns whether `scatter` supports tensors like these."""
+        """Returns whether `scatter` supports tensors like these; `src` is None for a number."""
         ...
 
 
 @record
 class CallOperands:
-    """The data for which a call is bound.
+    """The tensors and values for which a call of torch is bound.
 
     - `ins`, `outs`: tensors with the shapes, dtypes and strides of every run.
     - `values`: the values of symbols.
-    - `reads`: for each result, whether anything reads it.
+    - `reads`: for each result, whether an op or an output reads the result.
     - `kernels`: kernels that replace calls of torch; None for torch alone.
     """
 
@@ -113,7 +121,10 @@ _EXTREMES = {"max": torch.cummax, "min": torch.cummin}
 
 
 def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
-    """Binds a scan whose `init` is the identity; None for any other."""
+    """Returns torch's call for a scan that begins with the identity, such as 0 for a sum.
+
+    Returns None for a scan with any other `init`.
+    """
     if sc.evaluate(op.init, bound.values) != REDUCTIONS[op.kind].identity(op.out.dtype()):
         return None
     dim = op.dim
@@ -128,14 +139,13 @@ def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
 
 
 def _places(bound: CallOperands, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Returns a function that makes an empty tensor, into which torch writes a result that is not
-    read."""
+    """Returns a function that makes an empty tensor for a result of torch that is not read."""
     return partial(empty_on(bound.outs[0].device), (0,), (1,), dtype)
 
 
 # ------------------------------------------------------------------ order
 def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
-    """Binds a sort, of which only the indices are a result."""
+    """Returns torch's call for a sort that writes only the indices."""
     # Always stable, so that ranks with the same elements get the same indices.
     sort = partial(torch.sort, stable=True, dim=op.dim, descending=op.descending)
     place = _places(bound, bound.ins[0].dtype)
@@ -143,7 +153,10 @@ def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
 
 
 def bind_topk(op: TopKOp, bound: CallOperands) -> LibraryCall:
-    """Binds topk; for k = 1, a reduction where torch has one with the same result."""
+    """Returns torch's call for topk.
+
+    For k = 1, the call is a reduction if torch has a reduction with the same result.
+    """
     found, dim, largest = bound.outs[0], op.dim, op.largest
     k = found.shape[dim]
     # For the smallest element, topk treats NaN as the largest value. No reduction of torch does.
@@ -169,9 +182,9 @@ def _one_element(bound: CallOperands, dim: int, largest: bool) -> LibraryCall:
 
 # ------------------------------------------------------------------ products
 def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Binds a product with scales, or of groups.
+    """Returns torch's call for a scaled matrix product, or for grouped matrix products.
 
-    A product of groups uses torch's own kernel for groups, if torch has one for the call.
+    Grouped products use torch's own kernel for groups if that kernel supports the operands.
     """
     fields = [field for field, _ in op.tensors() if field != "out"]
 
@@ -195,7 +208,7 @@ def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
 
 
 def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall | None:
-    """Binds a copy of scales into tiles; None for a result that is not contiguous."""
+    """Returns a call that copies scales into tiles; None for a result that is not contiguous."""
     out = bound.outs[0]
     if not out.is_contiguous():
         return None
@@ -210,15 +223,16 @@ def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall
 
 # ------------------------------------------------------------------ writes at indices
 def is_inside(index: Tensor, extent: int) -> bool:
-    """Whether all positions are in range. The host waits for the device."""
+    """Whether all elements of `index` are in the range 0 to `extent` - 1; waits for the device."""
     return not index.numel() or (int(index.min()) >= 0 and int(index.max()) < extent)
 
 
 def bind_scatter(op: ScatterOp, bound: CallOperands) -> LibraryCall | None:
-    """Binds a scatter.
+    """Returns a call for a scatter, in which positions out of range are ignored.
 
     - On a CPU, the host first looks for positions out of range.
-    - On a GPU, a kernel of this project ignores them. None if it does not support the tensors.
+    - On a GPU, a kernel of this project ignores such positions. Returns None if the kernel does not
+      support the tensors.
     """
     dim, dtype = op.dim, bound.outs[0].dtype
     number = None
@@ -258,15 +272,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(number: Number, dtype: torch.dtype) -> int:
-    """Returns the bits of a number of a dtype as an integer."""
+    """Returns, as a signed integer, the bits that represent `number` in `dtype`."""
     one = torch.tensor(number, dtype=torch.uint8 if dtype in _FLOAT8 else dtype)
     return int(one.view(_INTEGERS[one.element_size()]))
 
 
 def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tensor:
-    """Returns a copy of `x` with `src` written at positions; positions out of range are ignored.
+    """Returns a copy of `x` with `src` written at the positions `index` along axis `dim`.
 
-    The memory has one more position than `x`, to which ignored elements are written.
+    Elements for positions out of range are written to one additional position after the copy, which
+    is not a part of the result.
     """
     extent = x.shape[dim]
     out = x.new_empty([n + (k == dim) for k, n in enumerate(x.shape)])
@@ -278,10 +293,12 @@ def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tenso
 
 
 def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Binds a sum of rows.
+    """Returns a call that adds rows of `value` to rows of a matrix.
 
-    - On a CPU it is summed in the result itself if its dtype has enough digits, else in float32.
-    - On a GPU it is summed in new memory with one more row, to which ignored rows are added.
+    - On a CPU, the rows are added in the result itself if its dtype has enough digits. Otherwise
+      the rows are added in float32.
+    - On a GPU, the rows are added in new memory. The memory has one more row, to which rows for
+      positions out of range are added.
     """
     dtype = bound.outs[0].dtype
     is_wide = dtype not in _HALF_LIKE
@@ -306,16 +323,17 @@ def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall
 
 
 def rows_added(acc: Tensor, index: Tensor, value: Tensor) -> Tensor:
-    """Returns `acc` with rows added one after the other, in float32 for half floats and Float8.
+    """Returns `acc` plus the rows `value`, added to the rows `index` one after the other.
 
-    The memory has one more row than `acc`, to which rows for positions out of range are added.
+    Half floats and Float8 are added in float32. Rows for positions out of range are added to one
+    additional row after the copy of `acc`, which is not a part of the result.
     """
     dtype = torch.float32 if acc.dtype in _HALF_LIKE else acc.dtype
     extent = len(acc)
     out = acc.new_empty([extent + 1, *acc.shape[1:]], dtype=dtype)
     kept = out.narrow(0, 0, extent)
     kept.copy_(acc)
-    # -1 counts from the end: it is the additional row.
+    # Row -1, counted from the end, is the additional row.
     index = index.clamp(-1, extent)
     value = value.to(dtype)
     # Of two functions of torch, the one that adds in order on this device.

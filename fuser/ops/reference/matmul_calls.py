@@ -1,6 +1,7 @@
 """How torch computes matmul and linear: one call on views of the operands and of the result.
 
-Which views torch can make depends on shapes and strides. It is decided once for them.
+The views that torch can make depend on shapes and strides. The views are chosen once per shapes and
+strides.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ Contract = Callable[[Sequence[Tensor], Tensor], object]
 
 @dataclass(frozen=True)
 class Product:
-    """One call `function(*operands, out=...)`.
+    """A matrix product by one call `function(*operands, out=...)` on views of tensors.
 
-    `operands` has, for each operand, its position among the inputs and the view to make of it.
-    `result` is the view to make of the output. None as a view is the tensor itself.
+    `operands` has, for each operand, the position among the inputs and a function that makes the
+    view of the input. `result` is a function that makes the view of the output. None in place of
+    such a function stands for the tensor itself.
     """
 
     function: Callable[..., object]
@@ -47,16 +49,16 @@ class Product:
     result: ViewOf | None = None
 
     def __call__(self, ins: Sequence[Tensor], out: Tensor) -> None:
-        """Computes into `out`."""
+        """Computes the product of the inputs `ins` into `out`."""
         operands = [ins[i] if view is None else view(ins[i]) for i, view in self.operands]
         self.function(*operands, out=out if self.result is None else self.result(out))
 
 
 def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Returns a function that computes the op for operands of these shapes and strides.
+    """Returns a function (inputs, out) that computes `op` for tensors of these shapes and strides.
 
-    It writes into an output that is never resized. It allocates nothing if torch can view operands
-    and result as one matrix product, or one batch of them. The function is then a `Product`.
+    The function never resizes the output. If torch can view operands and result as one matrix
+    product, or as one batch of products, the function is a `Product` and allocates nothing.
     """
     met = met_operands(op, inputs)
     way = (_bind_matmul if isinstance(op, nodes.MatmulOp) else _bind_linear)(met, out)
@@ -64,10 +66,10 @@ def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tenso
 
 
 def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the operands with the same size of their contracted axis.
+    """Returns the operands with equal sizes of the contracted axis.
 
-    An axis of size 1 in one operand is broadcast. In an empty block of the other, it becomes empty,
-    too.
+    If the axis is empty in one operand and has size 1 in the other, the axis becomes empty in both.
+    This occurs for an empty part of a tensor in a loop. In all other cases, returns `inputs`.
     """
     a, b, *bias = inputs
     at = -1 if isinstance(op, nodes.LinearOp) else max(b.dim() - 2, 0)
@@ -77,8 +79,10 @@ def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Te
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns x @ weight.T + bias, rounded once: x [*i, k], weight [*w, n, k], bias [*w, n] -> [*w,
-    *i, n]."""
+    """Returns x @ weight.T + bias, rounded once.
+
+    x [*i, k], weight [*w, n, k], bias [*w, n] -> [*w, *i, n].
+    """
     if weight.dim() < 3:
         return F.linear(x, weight, bias)
     *batch, n, k = weight.shape
@@ -107,7 +111,10 @@ def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
 
 
 def _bind_batched(inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Binds a linear with a batch of weights: each weight is multiplied with all rows."""
+    """Returns torch's call for a linear with a batch of weights.
+
+    Each weight is multiplied with all rows of x.
+    """
     x, weight, *bias = inputs
     *batch, n, k = weight.shape
     rows, columns = (-1, k), (-1, n, k)
@@ -174,12 +181,15 @@ def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
-    """Returns the view with this shape of a tensor like `x`; None if it is the tensor itself."""
+    """Returns a function that views a tensor like `x` with this shape.
+
+    Returns None if `x` already has the shape.
+    """
     return None if _is_own(x, shape) else lambda x: x.view(shape)
 
 
 def _is_own(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a view with this shape, whose first size may be -1, is `x` itself."""
+    """Whether `x` already has this shape; the first size may be -1 for any size."""
     return x.dim() == len(shape) and x.shape[1:] == shape[1:]
 
 
@@ -201,9 +211,10 @@ _FIRST_CAPABILITY = 8, 9
 
 
 def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """Returns alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in `wide`.
+    """Returns alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in dtype `wide`.
 
-    The result has `dtype` if torch's kernel computes all of it, else `wide`.
+    `given` has the operands by field. The result has the dtype `dtype` if one kernel of torch
+    computes everything, else the dtype `wide`.
     """
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _is_native(a, b)
@@ -224,7 +235,7 @@ def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tenso
 
 
 def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
-    """Writes the result of `scaled_product` into `out`, rounded once."""
+    """Writes the result of `scaled_product` into `out`, rounded once to the dtype of `out`."""
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _can_write(out) and _is_native(a, b)
     if is_native and _in_one_call(given, out.dtype, out) is not None:
@@ -236,10 +247,10 @@ def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
 def bind_scaled(
     fields: Sequence[str], ins: Sequence[Tensor], out: Tensor
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], object] | None:
-    """Returns a call of torch's kernel without any further checks, for operands and a result with
-    these shapes and strides.
+    """Returns a call of torch's kernel for scaled products, without checks and copies.
 
-    None if a call must check or copy any of them.
+    The call is valid for operands and a result with these shapes and strides. `fields` are the
+    names of the operands `ins`. Returns None if a call must check or copy a tensor.
     """
     given = dict(zip(fields, ins, strict=True))
     a, b = given["mat1"], given["mat2"]
@@ -267,12 +278,15 @@ def _lies_as_wanted(x: Tensor) -> bool:
 
 
 def _can_write(out: Tensor) -> bool:
-    """Whether torch's kernel may write directly into a tensor."""
+    """Whether torch's kernel can write directly into `out`, without a copy."""
     return out.is_cuda and out.is_contiguous() and not out.data_ptr() % _ALIGNMENT
 
 
 def _fitting(x: Tensor) -> Tensor:
-    """Returns a tensor with one element as one without axes, which broadcasts with any tensor."""
+    """Returns a tensor of one element without axes, so that it broadcasts with any tensor.
+
+    Returns any other tensor unchanged.
+    """
     return x.reshape(()) if x.numel() == 1 else x
 
 
@@ -286,8 +300,10 @@ def _is_native(a: Tensor, b: Tensor) -> bool:
 
 
 def _in_one_call(given: Given, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
-    """Returns the result, in `out` if passed, if torch's kernel can also scale, add the bias and
-    round; else None."""
+    """Returns the scaled product, bias and rounding included, by one kernel of torch.
+
+    Writes into `out` if it is passed. Returns None if the kernel cannot compute everything.
+    """
     bias = given.get("bias")
     if "alpha" in given or "beta" in given or dtype not in _NATIVE:
         return None
@@ -313,7 +329,10 @@ def _native(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Calls torch's kernel, which reads a by rows and b by columns."""
+    """Calls torch's kernel for scaled products; copies operands of another layout.
+
+    The kernel needs `a` stored by matrix rows and `b` stored by matrix columns.
+    """
     rows, columns = _aligned(a), _aligned(b.t()).t()
     scales = _aligned(scale1), _aligned(scale2)
     bias = None if bias is None else _aligned(bias)
@@ -323,8 +342,10 @@ def _native(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Returns a contiguous tensor whose address is aligned to a vector load. A part, such as a
-    group, need not be."""
+    """Returns `x` as a contiguous tensor at a multiple of 16 bytes; copies if necessary.
+
+    A part of a tensor, such as the rows of a group, may have another address.
+    """
     x = x.contiguous()
     return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
@@ -341,25 +362,30 @@ _CAPABILITIES = (9, 10)
 
 
 class GroupKernels(Protocol):
-    """Kernels of this project for grouped products, with which the host need not read the
-    offsets."""
+    """Kernels of this project for grouped products.
+
+    With these kernels, the host does not have to read the offsets from the device.
+    """
 
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[Tensor], Tensor]:
-        """Returns a function that makes ends of groups of offsets: they rise from 0 to `extent`."""
+        """Returns a function that takes offsets and returns the ends of groups.
+
+        The ends do not decrease and are in the range 0 to `extent`.
+        """
         ...
 
     def clear_rows(self, out: Tensor, ends: Tensor) -> None:
-        """Sets the rows after the last end to 0."""
+        """Sets the matrix rows of `out` after the last of `ends` to 0."""
         ...
 
 
 def grouped_product(
     op: GroupedMmaOp, given: Mapping[str, Tensor], dtype: torch.dtype, wide: torch.dtype
 ) -> Tensor:
-    """Returns one product per group, in `dtype`; elements of no group are 0. With scales, it sums
-    in `wide`.
+    """Returns one matrix product per group, in `dtype`; elements that belong to no group are 0.
 
-    Raises `InputError` for offsets that decrease or exceed the axis.
+    `given` has the operands by field. Products with scales are summed in dtype `wide`. Raises
+    `InputError` for offsets that decrease or exceed the axis.
     """
     sizes = _sizes(op, given)
     out = given["mat1"].new_empty([sizes[c] for c in op.letters("out")], dtype=dtype)
@@ -393,8 +419,10 @@ def grouped_into(
 
 
 def _sizes(op: GroupedMmaOp, given: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns the sizes of the given tensors by letter. A shard may be smaller than the declared
-    extents."""
+    """Returns the sizes of the axes of the given tensors, by the letter of the axis.
+
+    A shard may be smaller than the extents that the program declares.
+    """
     sizes: dict[str, int] = {}
     for field in ("mat1", "mat2", "offsets"):
         sizes.update(zip(op.letters(field), given[field].shape, strict=True))
@@ -408,7 +436,7 @@ def _ends(op: GroupedMmaOp, extent: int, offsets: Tensor) -> list[int]:
 
 
 def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
-    """Raises `InputError` for ends of groups that decrease or exceed the axis."""
+    """Raises `InputError` if `ends` of groups decrease, or are outside the range 0 to `extent`."""
     if any(x > y for x, y in pairwise([0, *ends, extent])):
         raise InputError(
             f"grouped_mm: Expected offsets that rise from 0 to {extent}, the size of axis "
@@ -421,10 +449,10 @@ def check_ends(op: GroupedMmaOp, extent: int, ends: Sequence[int]) -> None:
 def bind_native(
     op: GroupedMmaOp, given: Given, kernels: GroupKernels | None
 ) -> Callable[[Given], Tensor] | None:
-    """Returns a function that computes all groups of rows by one kernel of torch.
+    """Returns a function that computes the products of all groups of rows by one kernel of torch.
 
-    None if torch has no such kernel for operands like these. Without `kernels`, the host reads the
-    offsets in each call.
+    Returns None if torch has no such kernel for operands like these. If `kernels` is None, the host
+    reads the offsets in each call.
     """
     if op.ragged != "m" or op.is_scaled or not _takes_native(given):
         return None
@@ -450,7 +478,7 @@ def bind_native(
 
 
 def _native_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Calls torch's kernel. Rows that belong to no group have undefined values."""
+    """Calls torch's kernel for groups; rows that belong to no group get undefined values."""
     return torch._grouped_mm(a, b, ends)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
@@ -471,7 +499,7 @@ def _takes_native(given: Given) -> bool:
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether a matrix is stored by rows or by columns, each aligned to a vector load."""
+    """Whether the matrix `x` is stored by rows or by columns that are aligned to 16 bytes."""
     m, n = x.shape[-2:]
     row, column = x.stride()[-2:]
     lies = (column == 1 and row >= n and not row % _GROUPED_MULTIPLE) or (
@@ -487,7 +515,7 @@ def _is_matrix(x: Tensor) -> bool:
 def grouped_scales(
     op: GroupedScalesOp, x: Tensor, input_offsets: Tensor, output_offsets: Tensor, nothing: Number
 ) -> Tensor:
-    """Returns the tiles of all groups, with `nothing` in places without a row.
+    """Returns the scales `x` in tiles, group by group; `nothing` fills elements without a scale.
 
     See `grouped_scales_into`.
     """
@@ -502,8 +530,9 @@ def grouped_scales(
 def grouped_scales_into(
     op: GroupedScalesOp, given: Sequence[Tensor], out: Tensor, nothing: Number
 ) -> None:
-    """Writes the tiles of all groups into `out`, with `nothing` in places without a row.
+    """Writes the scales of all groups into the tiles of `out`.
 
+    `given` is (scales, input_offsets, output_offsets). `nothing` fills elements without a scale.
     Raises `InputError` for offsets that decrease, exceed their axis or let groups overlap.
     """
     x, input_offsets, output_offsets = given

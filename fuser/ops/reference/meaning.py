@@ -1,14 +1,13 @@
-"""The meaning of each op in torch. Tests use it as their oracle, and library and alias ops run by
-it.
+"""The meaning of each op as torch calls: the oracle of tests, and the code of library ops.
 
 `evaluate_op` computes one op on tensors without reduction axes. An expanded axis of the fusion is
-an expanded axis in torch, a broadcast has size 1. View ops return torch views where torch can make
-them.
+an expanded axis in torch, and a broadcast axis has size 1. View ops return torch views if torch can
+make views.
 
 - With a float `dtype`, every floating computation is carried out in this dtype. An explicit cast
-  also rounds to its own dtype.
-- Without one, each op computes as a kernel does: half-like operands in float32, the result rounded
-  to the IR dtype.
+  also rounds to the dtype of the cast.
+- Without `dtype`, each op computes as a kernel does. Half, BFloat16 and Float8 operands are
+  computed in float32, and the result is rounded to the dtype in the IR.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ class _Context:
 
     - `values`: the values of symbols.
     - `dtype`: the float dtype of the oracle; None for the dtypes of the IR.
-    - `device`: where ops without tensor operands create their results.
-    - `unread`: the results that nothing reads.
+    - `device`: the device on which ops without tensor operands create results.
+    - `unread`: the results that no op and no output reads.
     """
 
     def __init__(
@@ -222,7 +221,10 @@ def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 # ------------------------------------------------------------------ lookups
 def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    """Looks up at the indices that are in range. The other elements are NaN, or 0 without NaN."""
+    """Computes an op that reads a table at indices.
+
+    The result for an index out of range is NaN, or 0 in a dtype without NaN.
+    """
     dtype = inputs[op.TABLE].dtype
     table, index = as_bytes(inputs[op.TABLE]), inputs[1 - op.TABLE].long()
     extent = table.shape[op.axis]
@@ -317,8 +319,10 @@ def _reduced_positions(tv: TensorView) -> list[int]:
 
 
 def _accumulate_dtype(tv: TensorView, cx: _Context) -> torch.dtype:
-    """Returns the dtype in which values are accumulated: float32 for half-like ones, as in
-    kernels."""
+    """Returns the dtype in which elements of `tv` are summed, as in kernels.
+
+    The dtype is float32 for Half, BFloat16 and Float8, else the dtype of `tv`.
+    """
     dtype = cx.torch_dtype(tv.dtype())
     return torch.float32 if dtype in _HALF_LIKE else dtype
 
@@ -424,14 +428,14 @@ def _grouped_scales(op: GroupedScalesOp, inputs: Inputs, cx: _Context) -> list[T
 def _attention(
     op: SdpaFwdOp | SdpaBwdOp, inputs: Inputs, cx: _Context
 ) -> tuple[Attention, dict[str, Tensor | None]]:
-    """Returns the numbers of a call, and its tensors by field."""
+    """Returns the scalar arguments of an attention op, and the op's tensors by field."""
     given = (f for f in op.fields_of("operand") if getattr(op, f) is not None)
     tensors = dict.fromkeys(op.AXES) | dict(zip(given, inputs, strict=True))
     return _call(op, cx), tensors
 
 
 def _call(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> Attention:
-    """Returns the numbers of a call."""
+    """Returns the scalar arguments of an attention op, evaluated."""
     scale = None if op.scale is None else float(sc.evaluate(op.scale, cx.values))
     dropped, causal = (sc.evaluate(x, cx.values) for x in (op.dropout_p, op.is_causal))
     numbers = float(dropped), bool(causal), scale
@@ -441,7 +445,7 @@ def _call(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> Attention:
 def _heads_per_key(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> int | None:
     """Returns the number of query heads that read each key head.
 
-    None without `enable_gqa`, or if there is one key head.
+    Returns None without `enable_gqa`, or if there is one key head.
     """
     if not op.enable_gqa:
         return None
@@ -520,8 +524,10 @@ def _context_of(bound: CallOperands) -> _Context:
 
 
 def _places(op: SdpaFwdOp | SdpaBwdOp, fields: Sequence[str]) -> list[int]:
-    """Returns the position of each field's tensor among the tensor operands; -1 for an absent
-    one."""
+    """Returns the position of each field's tensor among the op's tensor operands.
+
+    The position is -1 if the op has no tensor for the field.
+    """
     operands = (f for f in op.fields_of("operand") if f in op.AXES)
     given = [f for f in operands if getattr(op, f) is not None]
     return [given.index(f) if f in given else -1 for f in fields]
@@ -551,9 +557,14 @@ Into = Callable[[Any, CallOperands], LibraryCall | Returning | None]
 
 @record
 class NodeRow:
-    """The meaning of a class of ops in torch, and how it is computed.
+    """The meaning of a class of ops in torch, and how the results of such ops are computed.
 
-    How the op may be sharded is not a fact of the row: axis and cut maps are methods of the class.
+    - `meaning`: a function that computes an op with torch.
+    - `computed`: who computes the results, such as a kernel or a torch call.
+    - `into`: binds a call of torch that writes the results of an op; None without such a call.
+    - `may_return`: whether the call may instead return the results in new memory.
+
+    Sharding is described elsewhere: axis and cut maps are methods of the op's class.
     """
 
     meaning: Rule
@@ -601,7 +612,7 @@ NODES: dict[type[TensorOp], NodeRow] = {
 
 
 def nodes_computed(how: Computed) -> tuple[type[TensorOp], ...]:
-    """Returns the classes of ops whose results are computed in this way."""
+    """Returns the classes of ops whose `NodeRow.computed` is `how`."""
     return tuple(cls for cls, row in NODES.items() if row.computed == how)
 
 
@@ -618,12 +629,14 @@ def evaluate_op(
     device: torch.device | str = "cpu",
     unread: Container[TensorView] = (),
 ) -> list[Tensor]:
-    """Computes one op, and returns one tensor per output. An output in `unread` may have any size.
+    """Computes one op with torch, and returns one tensor per output.
 
-    - `inputs` is parallel to `op.inputs`: a tensor, or for a scalar a number or None. None is
-      computed from `values`.
+    - `inputs` has a value for each of `op.inputs`: a tensor, or a number for a scalar operand. None
+      for a scalar operand means that the number is computed from `values`.
     - `values` are the values of the symbols in extents and scalar operands.
-    - `device` is used by ops without tensor operands.
+    - `dtype`: the float dtype of all floating computations; None for the dtypes of the IR.
+    - `device`: the device of the results of ops without tensor operands.
+    - `unread`: outputs that are never read; such an output may have any size.
 
     Raises `UnsupportedError` for an op without a row in `NODES`.
     """
@@ -643,17 +656,17 @@ _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
 def bind_call(op: TensorOp, bound: CallOperands) -> LibraryCall | Returning | None:
-    """Returns a call that writes the results of an op into tensors; None if torch can only return
-    them.
+    """Returns a torch call that computes `op` for the tensors in `bound`; None without such a call.
 
-    Matrix products other than grouped and scaled ones are bound by `bind_contraction`.
+    The call writes the results into tensors, or returns the results (`Returning`). Plain matrix
+    products are bound by `bind_contraction` instead.
     """
     into = NODES[type(op)].into
     return None if into is None else into(op, bound)
 
 
 def evaluate_into(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> None:
-    """Computes matmul or linear into `out`, which has the result's shape and dtype."""
+    """Computes a matmul or a linear into `out`, which has the shape and the dtype of the result."""
     bind_contraction(op, inputs, out)(inputs, out)
 
 
@@ -667,8 +680,9 @@ def evaluate_fusion(
 ) -> list[Tensor]:
     """Computes all outputs of a fusion (hidden aliases included) on global tensors.
 
-    - With `dtype=torch.float64` it is the oracle of tests: floating inputs and results are float64.
-    - `values` replaces the symbol values that follow from the inputs' sizes.
+    - `dtype`: with `torch.float64`, this function is the oracle of tests: floating inputs and
+      results are float64.
+    - `values`: the values of symbols; by default computed from the sizes of the inputs.
     - `change(op, operands, results)` may replace the results of an op.
     """
     bound = bind_inputs(fusion, inputs) if values is None else values

@@ -1,8 +1,8 @@
 """The random numbers of a random op in torch: those of `codegen/rt_random.h`, on any device.
 
 Philox 4x32-10 computes four 32-bit words from the key `seed` and the counter (offset, index /
-lanes). They become 4 floats or 2 doubles. Source: Salmon et al., Parallel random numbers: as easy
-as 1, 2, 3 (2011).
+lanes). The words become 4 floats or 2 doubles. Source: Salmon et al., Parallel random numbers: as
+easy as 1, 2, 3 (2011).
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ ROUNDS = 10
 
 
 def philox(seed: int, offset: int, block: Tensor) -> list[Tensor]:
-    """Returns the four words of each block (int64), as int64 from 0 to 2^32 - 1."""
+    """Returns the four random words for each counter value, as int64 from 0 to 2^32 - 1.
+
+    The key is `seed`. The counter consists of `offset` and `block`, an int64 tensor.
+    """
     keys = [seed & _WORD, seed >> 32 & _WORD]
     c = [
         torch.full_like(block, offset & _WORD),
@@ -51,9 +54,10 @@ def random_numbers(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the random elements at positions `index` (int64) of a tensor.
+    """Returns the random elements at the positions `index` (int64) of a tensor.
 
-    `ends` are the bounds of a uniform distribution, or mean and standard deviation of a normal one.
+    `kind` is "uniform" or "normal". `ends` are the bounds of the uniform distribution, or the mean
+    and the standard deviation of the normal distribution.
     """
     real = torch.float64 if dtype is torch.float64 else torch.float32
     a, b = (torch.tensor(x, dtype=real, device=index.device) for x in ends)
@@ -70,8 +74,10 @@ def random_numbers(
 
 
 def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Returns x * y + z, rounded once. In float64 the rounding is exact up to a sum of three
-    parts."""
+    """Returns x * y + z, rounded once as by a fused multiply-add.
+
+    In float64, the rounding error of the sum of three parts remains.
+    """
     if x.dtype is torch.float64:
         p = x * y
         (x1, x2), (y1, y2) = _halves(x), _halves(y)
@@ -87,21 +93,21 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two parts of half the digits each, whose sum is x."""
+    """Returns two float64 tensors whose sum is `x`, each with half of the digits."""
     shifted = x * 134217729.0
     high = shifted - (shifted - x)
     return high, x - high
 
 
 def _sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rounded sum and its rounding error."""
+    """Returns (x + y rounded, rounding error of this sum)."""
     total = x + y
     other = total - x
     return total, (x - (total - other)) + (y - other)
 
 
 def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
-    """Returns the numbers in (0, 1] that the words of a block represent."""
+    """Returns the numbers in (0, 1] that four random words represent: 4 floats or 2 doubles."""
     if real is torch.float32:
         return [(w.to(real) + 0.5) * 2.0**-32 for w in words]
     pairs = ((words[1] << 21 | words[0] >> 11), (words[3] << 21 | words[2] >> 11))
@@ -109,7 +115,11 @@ def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
 
 
 def _normal(units: Sequence[Tensor], lane: Tensor) -> Tensor:
-    """Returns normally distributed numbers: two from each pair of uniform numbers (Box-Muller)."""
+    """Returns normally distributed numbers, by the Box-Muller method.
+
+    `units` are uniform numbers, and `lane` is the index of the result among the results that the
+    same random words give.
+    """
     u, v = units[0], units[1]
     if len(units) == 4:
         u, v = (torch.where(lane >= 2, units[k + 2], units[k]) for k in (0, 1))
