@@ -58,7 +58,7 @@ class Cell(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How cells are timed.
+    """The settings with which cells are timed.
 
     - `peers`: eager, modes of torch.compile, or QuACK.
     - `device`: the device to use.

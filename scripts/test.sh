@@ -68,7 +68,7 @@ ranks 4 "$@"
 if [ "$selection" -eq 0 ]; then
   # Fixed seeds: a change must not fail for what was there before it. The last number is how many of
   # 100 may be refused: attention, scans, lookups and groups are in the steps of streams.
-  for run in "single 450 1" "sharded 300 16" "streams 100 20"; do
+  for run in "single 450 1" "sharded 300 5" "streams 100 20"; do
     read -r kind cases refusals <<<"$run"
     step "random programs ($kind)" 400 "$PY" scripts/fuzz.py "$kind" --seed 0 --cases "$cases" \
       --seconds 90 --processes 2 --refusals "$refusals"

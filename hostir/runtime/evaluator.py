@@ -83,15 +83,7 @@ _NAME = "HostIrEvaluator"
 class ProgramEvaluator:
     """Runs one program on one rank; each rank has its own evaluator.
 
-    - `communicator` defaults to the communicator of this process. Only programs with a mesh need a
-      communicator.
-    - `device` defaults to the device of the first tensor input.
-    - `settings` default to those of the environment variables.
-    - `make_runner` makes the executor of a kernel group.
-    - `number_of_streams` is the value of `numberOfStreams` in the program. Streams persist between
-      runs.
-    - `late_stream` (CPU only) is a stream number, "entry" or "all". The work of that stream is
-      delayed as far as the program's own waits allow. A missing wait then causes a wrong result.
+    `hostir.HostIrEvaluator` adds traces, and its docstring describes the parameters.
     """
 
     def __init__(

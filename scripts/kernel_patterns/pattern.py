@@ -46,7 +46,7 @@ Operands = Callable[[int, int, torch.dtype], tuple[Operand, ...]]
 
 @dataclass(frozen=True)
 class Dropout:
-    """How results with random dropout are checked.
+    """The values by which results with random dropout are checked.
 
     - `place`: the output from which the mask is read.
     - `ends(inputs)`: the values of its elements if dropped, and if kept.

@@ -17,6 +17,7 @@ import select
 import signal
 import tempfile
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -59,6 +60,8 @@ def in_child(fn: Callable[[], Outcome], *, limit_s: float = HANG_S) -> Outcome:
             try:
                 with os.fdopen(write, "w") as pipe:
                     pipe.write(json.dumps(asdict(fn())))
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(0)
         os.close(write)
@@ -78,8 +81,10 @@ def in_child(fn: Callable[[], Outcome], *, limit_s: float = HANG_S) -> Outcome:
         story = f"{story[:1500]}\n..\n{story[-1500:]}"
     if not is_ready:
         return Outcome("hang", f"no answer in {limit_s:g} s", story)
-    if os.WIFSIGNALED(status) or not text:
+    if os.WIFSIGNALED(status):
         return Outcome("crash", f"signal {os.WTERMSIG(status)}", story)
+    if not text:
+        return Outcome("crash", "ended without an outcome", story)
     return Outcome(**json.loads(text))
 
 

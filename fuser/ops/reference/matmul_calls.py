@@ -1,4 +1,4 @@
-"""How torch computes matmul and linear: one call on views of the operands and of the result.
+"""Torch calls for matmul and linear: one call on views of the operands and of the result.
 
 The views that torch can make depend on shapes and strides. The views are chosen once per shapes and
 strides.

@@ -214,6 +214,10 @@ def _dies() -> Outcome:
     return Outcome("ok")
 
 
+def _raises() -> Outcome:
+    raise KeyError("a planted error")
+
+
 def _hangs() -> Outcome:
     threading.Event().wait()
     return Outcome("ok")
@@ -223,6 +227,8 @@ def test_a_crash_and_a_hang_are_outcomes() -> None:
     died = in_child(_dies)
     assert (died.kind, died.reason) == ("crash", "signal 11") and "Segmentation" in died.detail
     assert in_child(_hangs, limit_s=0.2).kind == "hang"
+    fails = in_child(_raises)
+    assert fails.reason == "ended without an outcome" and "a planted error" in fails.detail
     assert in_child(lambda: Outcome("wrong", "value", "x" * 200_000)).detail == "x" * 200_000
 
 
