@@ -1,12 +1,12 @@
-"""The axis graph: which axes of a fusion are the same axis.
+"""The axis graph: computes which axes of a fusion's tensors are the same axis.
 
 Nodes are axis numbers. There are two relations:
 
-- *exact*: an op maps the axes onto each other, and both are concrete or both are broadcasts. Equal
-  transforms extend this relation. If their inputs are mapped, their outputs are mapped. If their
-  outputs are mapped and their input and inner extents agree, their inputs are mapped.
-- *concretization*: a directed edge from a broadcast axis of a producer to the concrete axis of the
-  consumer.
+- *exact*: an op maps one axis onto the other, and both are concrete or both are broadcasts. Equal
+  transforms (splits, merges, ..) extend this relation: if their inputs are mapped, so are their
+  outputs. The reverse also holds if the extents of their inputs agree.
+- *concretization*: a directed edge from a broadcast axis of an operand to the concrete axis of the
+  result, along which the op repeats the operand.
 
 The graph describes the fusion at the time when the graph is built. Later changes of the fusion do
 not change the graph.
@@ -34,10 +34,12 @@ AxisPair = tuple[IterDomain, IterDomain]
 def mapped_axes(
     op: TensorOp, operand_index: int, out: TensorView | None = None
 ) -> tuple[AxisPair, ...]:
-    """Returns the (producer logical axis, consumer root axis) pairs of one tensor operand.
+    """Returns the pairs (operand axis, result axis) that op `op` maps onto each other.
 
-    `out` is the result of the consumer `op`, by default its first result. Some pairs have a
-    broadcast axis and a concrete axis; `is_exact_pair` finds the others.
+    The operand is `op.inputs[operand_index]`, and the pairs have its logical axes. `out` is the
+    result of the op, by default its first result, and the pairs have its root axes. If the op
+    broadcasts the operand, a pair may have a broadcast axis and a concrete axis; `is_exact_pair`
+    excludes such pairs.
     """
     consumer = out if out is not None else op.out_tensor
     return _pairs(op, operand_index, consumer, op.axis_map_to(operand_index, consumer))
@@ -46,7 +48,8 @@ def mapped_axes(
 def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
     """Returns `mapped_axes`, extended by pairs of axes that must be sharded in the same way.
 
-    Such pairs are not the same axis, such as heads of queries and fewer heads of keys.
+    The axes of an additional pair are not the same axis. An example is the heads of queries and the
+    fewer heads of keys in an attention.
     """
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 
@@ -65,13 +68,16 @@ def _pairs(
 
 
 def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterator[AxisPair]:
-    """Yields the pairs (axis of `out`, axis of `sibling`) of equal axes of two results of `op`."""
+    """Yields the pairs (axis of `out`, axis of `sibling`) of axes that are common to two results.
+
+    Both tensors are results of `op`, such as the values and the positions that a top-k returns.
+    """
     axes, sibling_axes = out.domain.logical, sibling.domain.logical
     return ((axes[a], sibling_axes[b]) for a, b in op.parallel_axes(out, sibling))
 
 
 def is_exact_pair(pair: AxisPair) -> bool:
-    """Returns whether both axes of the pair are broadcasts, or neither is."""
+    """Returns whether both axes of the pair are broadcast axes, or neither axis is."""
     return pair[0].is_broadcast == pair[1].is_broadcast
 
 
@@ -85,7 +91,8 @@ def tensor_operands(op: TensorOp) -> Iterator[tuple[int, TensorView]]:
 class AxisGraph:
     """Union-find structure of axes: two axes are in one class if they are provably the same axis.
 
-    For each pair of axis numbers in `joined`, both axes are also put into one class.
+    `joined` has further pairs of axis numbers. Each pair is put into one class although no op maps
+    its axes.
     """
 
     def __init__(self, fusion: Fusion, *, joined: Iterable[tuple[int, int]] = ()) -> None:
@@ -111,7 +118,7 @@ class AxisGraph:
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:
-        """Returns the axis number that represents the class of an axis."""
+        """Returns the smallest axis number in the class of an axis, which represents the class."""
         return self._find(axis.number)
 
     def mapped(self, a: Axis | IterDomain, b: Axis | IterDomain) -> bool:
@@ -119,9 +126,9 @@ class AxisGraph:
         return self._find(a.number) == self._find(b.number)
 
     def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
-        """Returns the classes of the concrete axes to which consumers broadcast an axis.
+        """Returns the classes of all concrete axes to which ops broadcast `axis`.
 
-        A class is represented by one of its axis numbers.
+        The broadcast may take several ops. A class is returned as its smallest axis number.
         """
         seen: set[int] = set()
         todo = [self._find(axis.number)]
@@ -136,18 +143,25 @@ class AxisGraph:
         return frozenset(seen)
 
     def has(self, axis: Axis | IterDomain) -> bool:
-        """Returns whether the axis existed when the graph was built."""
+        """Returns whether the axis existed when the graph was built, so that the graph can answer
+        for it.
+        """
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """Puts two axes into one class, and the axes that equal transforms derive from the two."""
+        """Puts two axes into one class.
+
+        Axes that equal transforms derive from the two are also joined.
+        """
         self._union(a.number, b.number)
         self._close()
 
     def classes(self) -> list[tuple[int, ...]]:
-        """Returns one tuple of axis numbers per class.
+        """Returns the classes of the graph.
 
-        Tuples and numbers are in ascending order.
+        Each class is a tuple of axis numbers in ascending order.
+
+        The tuples are sorted by their first number.
         """
         found: dict[int, list[int]] = {}
         for number in sorted(self._axes):
@@ -179,11 +193,17 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Returns the keys of a transform. Transforms are equal if they have a key in common."""
+        """Returns the keys of a transform for comparisons.
+
+        Two transforms count as equal if they have a key in common. Subclasses may add keys.
+        """
         return (self._key(t),)
 
     def _key(self, t: Transform) -> tuple[object, ...]:
-        """Returns the kind and the parameters of a transform as a key, without its axes."""
+        """Returns the kind and the parameters of a transform as a key.
+
+        The key has no axis numbers.
+        """
         match t:
             case SplitTransform():
                 return ("split", self._size(t.inner), self._size(t.outer))
@@ -197,10 +217,10 @@ class AxisGraph:
                 return ("shift", t.width)
 
     def _close(self) -> None:
-        """Puts axes that equal transforms relate into one class, until nothing changes.
+        """Joins the axes that equal transforms relate, until no class changes any more.
 
-        Equal transforms of mapped inputs have mapped outputs, and with equal extents also vice
-        versa.
+        Equal transforms of joined inputs have joined outputs. If the outputs are joined and the
+        extents of the inputs are equal, the inputs are joined.
         """
         keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True
@@ -223,9 +243,11 @@ class AxisGraph:
 
 
 class ConcretizedGraph(AxisGraph):
-    """An axis graph in which a broadcast axis also belongs to the class of its concrete axis.
+    """An axis graph in which a broadcast axis is in one class with the axis to which it is
+    broadcast.
 
-    Equal splits and equal merges of mapped axes have mapped results, whatever the extents are.
+    Two splits by the same factor, or two merges, of axes in one class also have results in one
+    class. Unlike in `AxisGraph`, the extents of these axes need not be equal.
     """
 
     def _relate(self, pair: AxisPair) -> None:

@@ -1,8 +1,8 @@
-"""Binding: computes the values of a fusion's symbols from the inputs of a call.
+"""Binding: computes the values of a fusion's symbols (`i0`, `i1`, ..) from the inputs of a call.
 
-A symbolic extent takes the size of the first axis that has this extent. Later axes with the same
-extent, and every equality that the ops require, are checked. Extents are global: an axis that a
-mesh shards into n blocks has n times its local size.
+A symbolic extent takes the size of the first input axis that has this extent. Later axes with the
+same extent, and every equality that the ops require, are checked. Extents are global: an axis that
+a mesh shards into n blocks has n times its local size.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ Values = dict[Symbol, Number]
 
 @record
 class _Axis:
-    """One axis of an input: its position, its extent, and the number of blocks of its sharding.
+    """One axis of an input: its position, its extent, and the number of shards into which it is
+    divided.
 
-    In the extent, each symbol is the representative of its equal symbols.
+    In the extent, each symbol is replaced by the representative of the symbols that are equal to
+    it.
     """
 
     tv: TensorView
@@ -44,7 +46,7 @@ class _Axis:
         return f"axis {self.position} of {self.tv}"
 
     def found(self, size: int) -> str:
-        """Returns a size as text.
+        """Returns the global size `size` of this axis as text, for an error message.
 
         For a sharded axis, the text also has the local size and the number of ranks.
         """
@@ -56,8 +58,10 @@ class _Axis:
 class Binder:
     """Computes the values of the symbols of one fusion from the arguments of a call.
 
-    `declared` are the inputs to which the arguments belong, by default the fusion's inputs.
-    `blocks` returns the number of shards of each axis of a tensor. By default, no axis is sharded.
+    - `declared` has the tensors and scalars to which the arguments of `bind` belong. By default,
+      they are the fusion's inputs.
+    - `blocks` returns the number of shards of each axis of a tensor. By default, no axis is
+      sharded.
     """
 
     def __init__(
@@ -85,10 +89,9 @@ class Binder:
     def bind(
         self, arguments: Sequence[Argument], known: Mapping[Symbol, Number] | None = None
     ) -> Values:
-        """Returns the value of every symbol.
+        """Returns the value of every symbol of the fusion for the arguments of one call.
 
-        `known` has values of symbols that are already known; sizes are also checked against these
-        values.
+        `known` has values of symbols that are already known. Sizes are also checked against them.
 
         Raises:
             InputError: two sizes contradict each other. The message names both tensors and axes.
@@ -136,11 +139,12 @@ class Binder:
         return values
 
     def _make_at_once(self) -> Callable[[Sequence[Argument]], Values | None]:
-        """Compiles a function that returns the values of all symbols in one pass.
+        """Compiles a fast version of `bind`: one Python function that computes the values of all
+        symbols.
 
-        The function takes the arguments of a call. It returns None if some equality does not hold,
-        or if the symbols cannot be computed in this order. `bind` then computes the values symbol
-        by symbol, or raises the error.
+        The function takes the arguments of a call. The function returns None if some equality does
+        not hold, or if the symbols cannot be computed in this order. `bind` then computes the
+        values symbol by symbol, or raises the error.
         """
         text, order = PythonText(), list[Symbol]()
         names, lines, constant = text.names, text.lines, text.constant
@@ -244,7 +248,10 @@ class Binder:
                 )
 
     def _shard_hint(self, axis: _Axis, values: Values) -> str:
-        """Returns the text that describes which shard to pass, or "" if no axis is sharded."""
+        """Returns the text that tells the user the shape of the shard to pass for a sharded input.
+
+        Returns "" if the axis `axis` is not sharded.
+        """
         if axis.blocks == 1:
             return ""
         position = self._declared.index(axis.tv)
@@ -268,7 +275,11 @@ _SPREAD = "; to broadcast it, declare {} as 1 in define_tensor, not as -1"
 
 
 def _spread_hint(axis: _Axis, size: int) -> str:
-    """Returns a hint for an axis of size 1 whose extent must equal a larger extent, else ""."""
+    """Returns the hint that an input axis of size 1 is not broadcast unless its extent is declared
+    as 1.
+
+    Returns "" if `size` is not 1. The hint belongs to the error about an axis of an unequal size.
+    """
     return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
 
 
@@ -278,7 +289,9 @@ def _from(extents: Iterable[Scalar], source: Mapping[Symbol, object]) -> str:
 
 
 def complete(fusion: Fusion, values: Values) -> None:
-    """Adds to `values`, in place, the values of symbols that follow from equal extents."""
+    """Adds to `values`, in place, the values of symbols that follow from the fusion's equal
+    extents.
+    """
     relations = fusion.equal_extents()
     is_done = False
     while not is_done:
@@ -305,15 +318,18 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
 
 
 def _counted(text: PythonText, x: Scalar) -> str:
-    """Returns the Python expression of an extent whose symbols already have variables in `text`."""
+    """Returns the Python expression of an extent as an int.
+
+    Its symbols have variables in `text`.
+    """
     return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
 
 def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
-    """Returns the value of an extent. If an extent is divided by an extent of 0, the value is 0.
+    """Returns the value of an extent. If the extent contains a division by 0, the value is 0.
 
     Raises:
-        InputError: no input determines a symbol.
+        InputError: a symbol of the extent has no value, because no input determines it.
     """
     try:
         return int(evaluate(x, values))
@@ -326,15 +342,20 @@ def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
 
 
 def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
-    """Returns the value of every extent symbol and scalar input, as `Binder.bind` does."""
+    """Returns the value of every extent symbol and every scalar input for the arguments of one
+    call.
+
+    Raises the same errors as `Binder.bind`.
+    """
     return Binder(fusion).bind(arguments)
 
 
 # ------------------------------------------------------------------ signatures
 def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> frozenset[int]:
-    """Returns the positions of the scalar inputs on which no size, split or resize depends.
+    """Returns the positions of the scalar inputs whose values change no shape.
 
-    Only tensors in `tensors` are considered, by default all tensors of the fusion.
+    No size, split factor or resize width of a tensor depends on such a scalar. `tensors` limits the
+    tensors that are considered, by default to all tensors of the fusion.
     """
     scalars = structural_scalars(fusion, fusion.tensors() if tensors is None else tensors)
     structural = {s for x in scalars for s in symbols(x)}
@@ -344,13 +365,17 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 
 
 def structural_scalars(fusion: Fusion, tensors: Iterable[TensorView]) -> list[Scalar]:
-    """Returns the sizes, split factors and resize widths of `tensors`, and all equal sizes."""
+    """Returns the scalars on which shapes depend.
+
+    These are the sizes, split factors and resize widths of `tensors`, and both sides of all
+    equalities between the fusion's extents.
+    """
     related = (x for pair in fusion.equal_extents() for x in pair)
     return [*(x for tv in tensors for x in shape_scalars(tv)), *related]
 
 
 def shape_scalars(tv: TensorView) -> list[Scalar]:
-    """Returns the sizes of a tensor's axes, its split factors and its resize widths."""
+    """Returns the extents of all axes of a tensor, its split factors and its resize widths."""
     found: list[object] = []
     for t in tv.domain.transforms:
         found += (getattr(t, name, None) for name in ("factor", "left", "right"))
@@ -363,9 +388,9 @@ Signature = tuple[tuple[Any, ...], ...]
 
 
 def inputs_text(signature: Signature) -> str:
-    """Returns the shapes and numbers of a signature as text.
+    """Returns the shapes and numbers in a key of `signature_of` as text, for messages and reports.
 
-    A number without a value is represented by its type.
+    A number whose value is not in the key is shown as its type.
     """
     return ", ".join(
         str(list(kind))
@@ -378,14 +403,15 @@ def inputs_text(signature: Signature) -> str:
 
 
 def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()) -> Signature:
-    """Returns a key of all properties of the arguments, except the contents of tensors.
+    """Returns the key of a call's arguments, by which a cache finds the compiled program.
 
-    - Tensor: shape, strides, dtype, device, class, whether it is a lazy negative or conjugate view,
-      and whether it records gradients.
+    - Tensor: shape, strides, dtype, device, class, whether the tensor is a lazy negative or
+      conjugate view, and whether it records gradients. The elements are not in the key.
     - Number: its type. The value of an integer is included, unless its position is in `free`,
       because shapes may depend on the value.
 
-    `Contents.check` checks the other properties in each call.
+    Memory addresses and ranges of numbers are not in the key. `Contents.check` checks them in each
+    call.
 
     Raises:
         InputError: a tensor has no strides or no memory.
@@ -422,7 +448,10 @@ _DISPATCH = "__torch_dispatch__"
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
-    """Returns the reason why kernels cannot read a tensor by its address and strides, or None."""
+    """Returns the reason why kernels cannot read a tensor by its address and strides, or None.
+
+    The reason completes the sentence "input 0 is ..".
+    """
     if getattr(type(tensor), _DISPATCH) is not getattr(torch.Tensor, _DISPATCH):
         return f"a {type(tensor).__name__}, not a plain torch.Tensor: pass its local tensor"
     if tensor.is_nested:
@@ -451,7 +480,10 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of memory from the first to the last element, or 0 without elements."""
+    """Returns the bytes of memory from the first to the last element of a tensor, both included.
+
+    Returns 0 for a tensor without elements.
+    """
     count = tensor.numel()
     if tensor.is_contiguous() or not count:
         return count * tensor.element_size()
@@ -463,12 +495,14 @@ _LISTS = frozenset((list, tuple))
 
 
 class Contents:
-    """Checks of memory and numbers that every call with a known signature needs.
+    """Checks what the signature of a call cannot show: memory and the ranges of numbers.
 
-    - The *places* of the arguments are the addresses of the tensors with elements, modulo `nbytes`.
-      If all remainders are 0, the places are (). `nbytes` is a power of two.
-    - `declared` are the fusion's inputs, and `arguments` those of the call with this signature.
-    - `also` may raise an error for numbers that an op does not accept.
+    - The *places* of the arguments are the memory addresses of the tensors with elements, modulo
+      `nbytes`. If all remainders are 0, the places are (). `nbytes` is a power of two.
+    - `declared` are the fusion's inputs, and `arguments` those of the first call with the
+      signature.
+    - `also` is called with the arguments. It may raise an error for numbers that an op does not
+      accept.
     """
 
     def __init__(
@@ -488,10 +522,11 @@ class Contents:
         self._also = also
 
     def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Checks the arguments, and returns their places (see the class).
+        """Checks the arguments of a call, and returns their places, as the class docstring defines
+        them.
 
         Raises:
-            InputError: a storage has become too small, or a number is out of range.
+            InputError: the storage of a tensor has become too small, or a number is out of range.
         """
         i = bits = 0
         try:
@@ -513,16 +548,20 @@ class Contents:
         return self.places(arguments) if bits & self._between else ()
 
     def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the places of the arguments (see the class) without checking anything."""
+        """Returns the places of the arguments, as the class docstring defines them, and checks
+        nothing.
+        """
         found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
         return found if any(found) else ()
 
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
-        """Returns a fast version of `check`, or None if there are numbers among the arguments.
+        """Compiles a fast version of `check`.
 
-        The returned function takes the arguments of a call and returns their places. It returns
-        None if the classes of the arguments differ from those of `arguments`, or if `check` would
-        raise an error.
+        Returns None if there are numbers among the arguments.
+
+        The compiled function takes the arguments of a call and returns their places. The function
+        returns None if the signature of the arguments may differ from that of `arguments`, or if
+        `check` would raise an error. The caller then takes the slow way.
         """
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]
         are_alike = class_check(tensors)

@@ -1,7 +1,8 @@
 """The canonical form of a fusion: its meaning without tensor, axis and symbol numbers.
 
-In the form, numbers and symbol names follow from the order of the ops. Fusions that were written in
-the same way have equal forms, even if other tensors were defined between their ops.
+The form is renumbered in the order of the ops. Fusions whose ops are written in the same order
+have equal forms, even if other tensors were defined between their ops. Compiled programs are
+cached by this form.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Rename = Callable[[Scalar], Scalar]
 class CanonicalForm:
     """A fusion without its numbers. Fusions with equal keys are equal and need the same kernels.
 
-    `tensors` (their numbers) and `symbols` list the values of the fusion in the order of the form.
+    `tensors` has the tensor numbers, and `symbols` the symbols, of the original fusion. Both are in
+    the order in which the form numbers them, so that a result for one fusion can be used for an
+    equal one.
     """
 
     key: Hashable
@@ -37,7 +40,7 @@ class CanonicalForm:
 
 
 def form_of(fusion: Fusion) -> CanonicalForm:
-    """Returns the canonical form, which contains exactly what lowering reads."""
+    """Returns the canonical form of a fusion. Its key contains everything that lowering reads."""
     tensors = fusion.tensors()
     copy, names, renamed = _without_names(fusion)
     symbols = program_symbols(fusion, tensors, fusion.exprs)
@@ -63,7 +66,8 @@ def _(fusion: Fusion) -> Hashable:
 
 
 def without_names(fusion: Fusion) -> Fusion:
-    """Returns a renumbered copy, without the meshes that an op merely copied to its result.
+    """Returns a renumbered copy of a fusion, without the meshes that an op merely copied to its
+    result.
 
     Copies of equal fusions have equal texts, in whatever order their tensors were annotated.
     """
@@ -71,7 +75,11 @@ def without_names(fusion: Fusion) -> Fusion:
 
 
 def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Rename]:
-    """Returns the renumbered copy, the map from old to new symbols, and a renaming function."""
+    """Returns the renumbered copy of a fusion, and how its symbols were renamed.
+
+    The second result maps old to new symbols. The third result is a function that renames the
+    symbols in any scalar.
+    """
     tensors = fusion.tensors()
     symbols = program_symbols(fusion, tensors, fusion.exprs)
     names: dict[Scalar, Scalar] = {
@@ -103,7 +111,7 @@ def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Ren
 
 
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
-    """Renames the symbols of equalities, and sorts the equalities.
+    """Returns the equalities between extents with renamed symbols, in sorted order.
 
     The sorted order does not depend on the order in which the user stated the equalities.
     """
@@ -115,7 +123,9 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
 
 
 def form_text(form: CanonicalForm) -> str:
-    """Returns a canonical form as text that is the same in every process."""
+    """Returns a canonical form as text that is the same in every process, such as for keys of
+    files.
+    """
     ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
     return _text([ranges, form.key])
 
@@ -156,20 +166,26 @@ Key = tuple[object, ...]
 
 
 def equal_ops(a: Op, b: Op) -> bool:
-    """Returns whether two ops have equal classes and attributes, and values with equal numbers."""
+    """Returns whether two ops have equal classes and attributes, and operands with equal numbers.
+
+    Results must have equal numbers, too. The lines where the user wrote the ops may differ.
+    """
     return op_key(a) == op_key(b)
 
 
 def equal_fusions(a: Fusion, b: Fusion) -> bool:
-    """Returns whether inputs, outputs, aliases, extents, ops and tensors are equal.
+    """Returns whether two fusions have equal inputs, outputs, aliases, extents, ops and tensors.
 
-    Unlike in the canonical form, numbers of tensors and axes must be equal, too.
+    Unlike in the canonical form, the numbers of tensors and axes must be equal, too.
     """
     return fusion_key(a) == fusion_key(b)
 
 
 def fusion_key(fusion: Fusion) -> Key:
-    """Returns a key. Two fusions have equal keys exactly if `equal_fusions` returns True."""
+    """Returns a hashable key of a fusion.
+
+    Two keys are equal exactly if `equal_fusions` returns True.
+    """
     return (
         values_key(fusion, fusion.tensors()),
         tuple(op_key(op) for op in fusion.exprs),
@@ -177,7 +193,9 @@ def fusion_key(fusion: Fusion) -> Key:
 
 
 def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
-    """Returns the part of the key that describes the values of a program, without its ops."""
+    """Returns a key of a program's inputs, outputs, aliases, equal extents and tensors, without its
+    ops.
+    """
     return (
         _value(tuple(fusion.inputs)),
         _value(tuple(fusion.outputs)),
@@ -188,7 +206,10 @@ def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
 
 
 def tensor_key(tv: TensorView) -> Key:
-    """Returns a key of a tensor: number, dtype, memory, mesh, domain, and flags."""
+    """Returns a key of a tensor for structural comparisons.
+
+    The key has the tensor's number, dtype, memory, mesh, domain, compute-at position and flags.
+    """
     return (
         tv.number,
         tv.dtype(),
@@ -208,7 +229,10 @@ def _domain_key(domain: TensorDomain) -> Key:
 
 
 def op_key(op: Op) -> Key:
-    """Returns a key of an op: class, operands, results and attributes, without the user's line."""
+    """Returns a key of an op for structural comparisons: class, operands, results and attributes.
+
+    The line where the user wrote the op is not in the key.
+    """
     fields: list[tuple[str, object]] = []
     for f in dataclasses.fields(op):  # pyright: ignore[reportArgumentType]
         if f.metadata.get("kind") != "where":

@@ -1,4 +1,7 @@
-"""Data types: nvFuser's names, their CUDA and torch counterparts, and the promotion rules."""
+"""Data types: nvFuser's names, their CUDA and torch counterparts, and the promotion rules.
+
+Promotion determines the dtype in which an op on operands of different dtypes computes.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,12 @@ Category = Literal["bool", "int", "float", "complex"]
 
 @record
 class DtypeInfo:
-    """Facts about one dtype: text in IR and CUDA, size in bytes, category, and torch dtype.
+    """Facts about one dtype.
 
-    The torch dtype is None if no tensors of this dtype exist.
+    - `text`: its name in IR and CUDA text.
+    - `nbytes`: the size of an element in bytes.
+    - `category`: "bool", "int", "float" or "complex".
+    - `torch`: the torch dtype, or None if no tensors of this dtype exist.
     """
 
     text: str
@@ -107,16 +113,21 @@ _SMALLEST_MAX = 448
 
 
 def check_supported(dtype: DtypeLike, what: str) -> DataType:
-    """Returns `dtype`, or the IR dtype of a torch dtype.
+    """Returns the IR dtype of `dtype`, after checking that ops can compute in this dtype.
+
+    `what` names the tensor or argument at the start of the message.
 
     Raises:
-        UnsupportedError: ops cannot compute in this dtype. The message begins with `what`.
+        UnsupportedError: ops cannot compute in this dtype.
     """
     return _checked(dtype, what, INFO)
 
 
 def check_stored(dtype: DtypeLike, what: str) -> DataType:
-    """Returns the same as `check_supported`, but also accepts dtypes that can only be stored."""
+    """Returns the IR dtype of `dtype`, after checking that tensors of this dtype can exist.
+
+    Unlike `check_supported`, the function accepts dtypes in which no op computes, such as UInt64.
+    """
     return _checked(dtype, what, _HELD)
 
 
@@ -142,9 +153,9 @@ def nbytes_of(dtype: DataType) -> int:
 
 
 def c_type(dtype: DataType) -> str:
-    """Returns the C type of a value in registers or memory.
+    """Returns the C type of a value of this dtype in a kernel.
 
-    Index is int64_t. A complex dtype is `Complex` of `codegen/rt_complex.h`.
+    Index is int64_t. A complex dtype is the class `Complex` of `codegen/rt_complex.h`.
     """
     if dtype in PART_OF:
         return f"Complex<{c_type(PART_OF[dtype])}>"
@@ -155,8 +166,8 @@ def c_type(dtype: DataType) -> str:
 def e4m3_has_nan_beyond() -> bool:
     """Returns whether torch converts floats that are too large for Float8_e4m3fn to NaN.
 
-    Newer versions of torch convert such floats to 448. The function converts one float on the CPU
-    to find out.
+    Newer versions of torch convert such floats to 448, the largest value. To find out, the function
+    converts one float on the CPU.
     """
     large = torch.tensor([2.0**20], dtype=torch.float32, device="cpu")
     return bool(large.to(torch.float8_e4m3fn).float().isnan())
@@ -191,7 +202,9 @@ def from_torch(dtype: torch.dtype) -> DataType:
 
 
 def torch_dtype_text(dtype: torch.dtype) -> str:
-    """Returns the name of a torch dtype for messages: its IR text, or else torch's name."""
+    """Returns the name of a torch dtype for messages: the IR's name, such as `float`, or torch's
+    name.
+    """
     found = FROM_TORCH.get(dtype)
     return str(dtype) if found is None else dtype_text(found)
 
@@ -254,17 +267,25 @@ def is_complex(dtype: DataType) -> bool:
 
 
 def is_inexact(dtype: DataType) -> bool:
-    """Returns whether a dtype is floating or complex: arithmetic rounds and may yield NaN."""
+    """Returns whether a dtype is floating or complex, so that arithmetic rounds and may yield
+    NaN.
+    """
     return category(dtype) in ("float", "complex")
 
 
 def part_of(dtype: DataType) -> DataType:
-    """Returns the dtype of the real part of a complex dtype, or a real dtype itself."""
+    """Returns the dtype of the real part of a complex dtype.
+
+    Other dtypes are returned unchanged.
+    """
     return PART_OF.get(dtype, dtype)
 
 
 def complex_of(dtype: DataType) -> DataType:
-    """Returns the complex dtype whose parts have a floating dtype, or ComplexFloat without one."""
+    """Returns the complex dtype whose real and imaginary parts have the floating dtype `dtype`.
+
+    Returns ComplexFloat if there is no such complex dtype.
+    """
     return COMPLEX_OF.get(dtype, D.ComplexFloat)
 
 
@@ -283,9 +304,10 @@ Config = Literal["default", "float", "float_only", "comparison"]
 
 
 def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
-    """Returns the dtype to which torch promotes two operands of the same rank class.
+    """Returns the dtype to which torch promotes two operands of the same priority.
 
-    Rank classes are tensors with dimensions, zero-dim tensors, and scalars. None means no operand.
+    torch gives operands one of three priorities: tensors with dimensions, zero-dim tensors, and
+    Python numbers. None means that there is no operand.
     """
     if a is None or b is None:
         return a if b is None else b
@@ -307,9 +329,10 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
 
 
 def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
-    """Returns the promoted dtype of a higher rank class `hi` and a lower rank class `lo`.
+    """Returns the promoted dtype of operands of a higher priority (`hi`) and of a lower one (`lo`).
 
-    `lo` counts only if its category is higher. None means that the class has no operand.
+    `lo` counts only if its category is higher, for example a float with an integer tensor. None
+    means that there is no operand of this priority.
     """
     if hi is None or lo is None:
         return hi if lo is None else lo
@@ -323,12 +346,17 @@ def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
 def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> DataType:
     """Returns the dtype in which an op computes.
 
-    `operands` are (dtype, rank class) pairs. Tensors with dimensions outrank zero-dim tensors,
-    which outrank scalars. A lower class counts only if its category is higher. A half-like result
-    becomes Float. For `where`, the caller uses `promote_operands` instead, which omits that last
-    step.
+    `operands` are (dtype, priority) pairs. The priority is "dim" for tensors with dimensions,
+    "zero_dim" for tensors without, and "scalar" for numbers. An operand of a lower priority counts
+    only if its category is higher: a float with an integer tensor. A result of half precision or
+    Float8 becomes Float. `config` is the kind of the op: for example, "float" computes integers in
+    Float.
 
-    Source: torch type promotion, with nvFuser's rule that half-like computation is Float.
+    Source: torch type promotion, with nvFuser's rule that half-precision values are computed in
+    Float.
+
+    Raises:
+        DtypeError: `config` is "float_only", and the result is neither Float nor Double.
     """
     dtype = promote_operands(operands)
     if config in ("float", "float_only") and not is_inexact(dtype):
@@ -345,10 +373,10 @@ _OF_NUMBERS = {D.Double: D.Float, D.ComplexDouble: D.ComplexFloat}
 
 
 def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataType, Rank]]:
-    """Returns the operands with torch's default widths for scalars: Float and ComplexFloat.
+    """Returns the operands, with Python numbers in torch's default width: Float and ComplexFloat.
 
-    In torch's promotion, a scalar has a category but no width. A width is needed only if no tensor
-    has the scalar's category. It is then torch's default width.
+    In torch's promotion, a number has a category but no width. A width is needed only if no tensor
+    has the number's category, and is then torch's default. `operands` are as for `common_dtype`.
 
     Source: torch's documentation of `torch.result_type` ("wrapped numbers"), with the default dtype
     float32.
@@ -357,9 +385,9 @@ def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataTy
 
 
 def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
-    """Returns the promoted dtype of (dtype, rank class) pairs.
+    """Returns the promoted dtype of (dtype, priority) pairs, as `common_dtype` describes them.
 
-    A half-like result is not widened to Float.
+    Unlike there, a result of half precision stays in half precision, as `where` needs.
     """
     assert operands, "promotion needs an operand"
     first = operands[0][0]

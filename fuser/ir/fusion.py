@@ -1,7 +1,7 @@
 """`TensorView` and `Fusion`: tensors, and the SSA graph of the ops that compute them.
 
-A fusion stores its ops in topological order: an op follows the ops that define its operands. Later
-stages never change the user's fusion, because they work on a copy (`Fusion.copy()`).
+A fusion stores its ops in topological order: an op follows the ops that define its operands.
+Compilation never changes the user's fusion, because its passes work on a copy (`Fusion.copy()`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ PRIMITIVES: dict[str, Callable[..., TensorView]] = {}
 
 
 class _ShapeAttribute:
-    """The (expanded) extents of a tensor: `x.shape()` as in nvFuser, `x.shape[0]` as in torch."""
+    """The attribute `TensorView.shape`: `x.shape()` as in nvFuser, `x.shape[0]` as in torch.
+
+    The values are the extents of the logical axes. An expanded axis has its expanded size.
+    """
 
     @overload
     def __get__(self, tv: None, owner: type) -> Callable[[TensorView], Sizes]: ...
@@ -131,7 +134,7 @@ class TensorView:
     # ------------------------------------------------------------ queries
     @property
     def label(self) -> str:
-        """The short name with number, memory and dtype, such as `T0_g_float`."""
+        """The short name of the tensor, with its number, memory and dtype: `T0_g_float`."""
         return f"T{self.number}_{self.memory.value}_{dtype_text(self._dtype)}"
 
     @property
@@ -141,9 +144,11 @@ class TensorView:
 
     @property
     def has_own_mesh(self) -> bool:
-        """Whether the user chose the mesh, by setting it or by putting an axis on a device type.
+        """Whether the user chose the mesh, by setting the mesh or by putting an axis on a device
+        type.
 
-        Sharding propagation ignores a mesh that an op merely copied to its result.
+        Otherwise an op copied the mesh from its operand, and sharding propagation may change the
+        mesh.
         """
         return self.mesh_is_user_set or self.domain.has_devices
 
@@ -169,8 +174,9 @@ class TensorView:
 
     @checked
     def size(self, dim: int) -> Scalar:
-        """Returns the size of logical axis `dim`: the expanded size if there is one, else the
-        extent.
+        """Returns the size of logical axis `dim`.
+
+        For an expanded axis, this is the expanded size.
         """
         axes = self.domain.no_reductions
         return axes[self._wrap(dim, len(axes))].size
@@ -178,11 +184,13 @@ class TensorView:
     shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
-        """Returns whether an op, such as a reshape, derives the logical axes from root axes."""
+        """Returns whether the op, such as a reshape, derives the logical axes from other (root)
+        axes.
+        """
         return bool(self.domain.root)
 
     def get_root_domain(self) -> list[Axis]:
-        """Returns the root axes, or an empty list if they are the logical axes."""
+        """Returns the root axes, or an empty list if the root axes are the logical axes."""
         return self._handles(self.domain.root_numbers)
 
     def get_logical_domain(self) -> list[Axis]:
@@ -190,7 +198,7 @@ class TensorView:
         return self._handles(self.domain.logical_numbers)
 
     def get_loop_domain(self) -> list[Axis]:
-        """Returns the loop axes, which scheduling transforms."""
+        """Returns the loop axes, which `split`, `merge` and `reorder` transform."""
         return self._handles(self.domain.loop_numbers)
 
     def _handles(self, group: Sequence[int]) -> list[Axis]:
@@ -310,7 +318,11 @@ class TensorView:
 
     @checked
     def swizzle(self, x: int, y: int) -> NoReturn:
-        """Raises `UnsupportedError`, because the compiler chooses the layout of shared memory."""
+        """Raises `UnsupportedError` in every case, because the compiler chooses the layout of
+        shared memory.
+
+        The method exists because nvFuser has it.
+        """
         raise UnsupportedError(
             f"swizzle({x}, {y}) of {self} is not supported: the compiler chooses the layout of "
             f"shared memory{user_code(user_line())}"
@@ -320,7 +332,8 @@ class TensorView:
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
         """Rotates loop axis `axis` by the executing device's coordinate along a device type.
 
-        Ring schedules need this rotation, because each device starts with its own block in step 0.
+        Ring schedules need this rotation, because each device starts with its own block in the
+        first iteration.
         """
         if not parallel_type.is_device:
             raise DefinitionError(f"swizzle1d expects a device type, got {parallel_type.text}")
@@ -377,7 +390,7 @@ class TensorView:
         self.memory = memory_type
 
     def give_memory(self) -> None:
-        """Moves the tensor to global memory, unless the tensor is in symmetric memory."""
+        """Moves the tensor to global memory. A tensor in symmetric memory stays there."""
         if self.memory is not MemoryType.symmetric:
             self.memory = MemoryType.global_
 
@@ -390,8 +403,8 @@ class TensorView:
         """Declares the order of the tensor's axes in memory.
 
         The axes are logical axes, loop axes, or axes between these two domains. An empty list means
-        logical order. `new_contiguity` is one flag for all axes, or one flag per axis; the flag of
-        a broadcast or reduction axis is None.
+        logical order. `new_contiguity` is one flag for all axes, or one flag per axis: True if the
+        axis has no gaps, and None for a broadcast or reduction axis.
 
         Raises:
             DefinitionError: an axis belongs to another tensor, or the number of flags is wrong.
@@ -422,9 +435,10 @@ class TensorView:
     # Caching and rfactor rewrite the fusion; they are implemented in `fuser.ir.primitives`.
     @checked
     def rfactor(self, axes: Sequence[int]) -> TensorView:
-        """Splits a reduction into two reductions, and returns the new tensor of the first one.
+        """Splits a reduction into two reductions, and returns the result of the first one.
 
-        The new tensor reduces the loop axes `axes`. This tensor reduces its other reduction axes.
+        The new tensor reduces the loop axes at the positions `axes`. This tensor then reduces the
+        other reduction axes.
         """
         return PRIMITIVES["rfactor"](self, axes)
 
@@ -436,7 +450,7 @@ class TensorView:
         propagate_allocation_domain: bool = True,
         cached_uses: Sequence[TensorOp] = (),
     ) -> TensorView:
-        """Inserts a copy between this tensor and the ops that read the tensor; returns the copy.
+        """Inserts a copy between this tensor and the ops that read this tensor. Returns the copy.
 
         - `op_type` and `cache_op`: the kind and the cache hint of the copy.
         - `propagate_allocation_domain`: whether the copy has the memory order of this tensor.
@@ -448,7 +462,7 @@ class TensorView:
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-        """Inserts a tensor that takes over this tensor's definition, and returns the new tensor.
+        """Inserts a new tensor that the op of this tensor now computes. Returns the new tensor.
 
         This tensor becomes a copy of the new tensor.
         """
@@ -456,9 +470,9 @@ class TensorView:
 
     @checked
     def cache_fork(self) -> TensorView:
-        """Makes a copy of this output the output instead, and returns the copy.
+        """Replaces this output by a copy in the list of outputs, and returns the copy.
 
-        The ops that read this tensor still read this tensor.
+        The ops that read this tensor still read this tensor, which is an intermediate tensor then.
         """
         return PRIMITIVES["cache_fork"](self)
 
@@ -477,11 +491,11 @@ Variant = tuple[dict[str, object], str]
 
 
 class TensorOp(Op):
-    """Base of ops whose outputs are tensors.
+    """Base of all ops with tensors as results.
 
-    Its methods describe how axes of results and operands correspond. Indexing uses `axis_map`.
-    Sharding propagation uses the maps of axes that may be sharded together (`alike_map`,
-    `cut_map`).
+    The methods of this class describe how the axes of results and operands correspond. Index
+    computations use `axis_map`. Sharding propagation uses the maps of axes that may be sharded
+    together (`alike_map`, `cut_map`).
     """
 
     # The tensor operands by priority for sharding; (): those with the most sharded axes first.
@@ -493,23 +507,29 @@ class TensorOp(Op):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, template) for every printed form of the op, for the parser."""
+        """Yields (attribute values, text template) for every way in which the op can be printed.
+
+        The parser reads an op by these templates.
+        """
         yield {}, cls.TEXT
 
     @property
     def out_tensor(self) -> TensorView:
-        """The first result."""
+        """The first result of the op."""
         return self.outputs[0]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the scalar operands that the dtype of the result must represent exactly.
+        """Returns the numbers among the operands that the dtype of the result must represent
+        exactly.
 
-        By default, there are none.
+        By default, there are none. An example is a divisor: if it wrapped around, the result would
+        be wrong.
         """
         return ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis of the output, the corresponding axis of an operand, or None.
+        """Returns, per root axis of the output, the position of the same axis of an operand, or
+        None.
 
         The operand is `inputs[operand_index]`. By default, axes correspond by position, and output
         and operand have the same number of axes.
@@ -533,27 +553,31 @@ class TensorOp(Op):
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
         """Returns `alike_map` with None for axes along which the operand cannot be sharded.
 
-        Along these axes, a shard of the result needs several shards of the operand.
+        Along such an axis, one shard of the result needs several shards of the operand.
         """
         return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields (position in `out`, position in `sibling`) of logical axes that two results share.
+        """Yields the positions of logical axes that the results `out` and `sibling` have in common.
 
-        By default, axes correspond by position, and both results have the same number of axes.
+        Each pair is (position in `out`, position in `sibling`). By default, axes correspond by
+        position, and both results have the same number of axes.
         """
         assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
         return ((k, k) for k in range(len(out.domain.logical)))
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields (position in `out`, position in `sibling`) of axes that are sharded together.
+        """Yields the positions of axes of two results that are sharded together.
 
-        As in `alike_map`, such axes need not be equal.
+        Each pair is (position in `out`, position in `sibling`). As in `alike_map`, such axes need
+        not be equal.
         """
         return self.parallel_axes(out, sibling)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the positions of the result axes that cannot be sharded by sharding operands."""
+        """Returns the positions of the axes of result `out` that cannot be sharded by sharding
+        operands.
+        """
         del out
         return ()
 
@@ -568,9 +592,10 @@ class TensorOp(Op):
 
 @record
 class Alias:
-    """An update of an input: output `out` is written into the buffer of input `into`.
+    """An update of an input: output `out` is written into the memory of input `into`.
 
-    A hidden output is not returned to the caller. `where` is the user's line.
+    - `hidden`: whether the output is not returned to the caller.
+    - `where`: the line where the user added the output.
     """
 
     out: TensorView
@@ -581,11 +606,11 @@ class Alias:
 
 @record
 class Declared:
-    """A user's equality of the extents `a` and `b`, which no op implies.
+    """An equality of the extents `a` and `b` that the user stated and that no op implies.
 
     The equality was stated after the op that defines `after`, or before the first op if `after` is
-    None. `by_output` is True if an update of an input requires the equality, because the shapes
-    must be equal.
+    None. `by_output` is True if an update of an input requires the equality, because the output and
+    the input must have equal shapes.
     """
 
     after: TensorView | None
@@ -597,7 +622,8 @@ class Declared:
 class Fusion:
     """A graph of tensor ops over symbolic extents: inputs, ops in topological order, and outputs.
 
-    A fusion also stores the equalities between extents, and the facts that its schedule assumes.
+    A fusion also stores the equalities between extents, and the assumptions of its schedule, such
+    as sizes that are multiples of a vector width.
     """
 
     def __init__(self) -> None:
@@ -653,7 +679,7 @@ class Fusion:
 
     @property
     def inputs(self) -> Values[Value]:
-        """The input tensors and scalars, in the order of the arguments of a call."""
+        """The input tensors and scalars, in the order in which a call passes them."""
         return self._inputs
 
     @inputs.setter
@@ -675,8 +701,8 @@ class Fusion:
     def next_axis(self) -> int:
         """Returns an unused axis number.
 
-        The first call also uses up a scalar number, because nvFuser has a cached zero. Printed
-        numbers then agree with nvFuser's.
+        The first call also uses up a scalar number, because nvFuser creates the scalar 0 at this
+        point. Printed numbers then agree with nvFuser's.
         """
         if not self._zero_is_numbered:
             self._zero_is_numbered = True
@@ -685,42 +711,52 @@ class Fusion:
         return self._next_axis - 1
 
     def next_scalar(self) -> int:
-        """Returns an unused scalar number.
+        """Returns an unused scalar number, such as 3 for `i3`.
 
-        A constant that the user defines also uses up a number.
+        A constant that the user defines also uses up a number, as in nvFuser.
         """
         self._next_scalar += 1
         return self._next_scalar - 1
 
     def reserve(self, *, axis: int = -1, scalar: int = -1, tensor: int = -1) -> None:
-        """Marks these numbers as used, because a text that is being parsed contains them."""
+        """Marks numbers of an axis, a scalar and a tensor as used, so that new ones get larger
+        numbers.
+
+        The parser calls this method for the numbers in a text.
+        """
         self._zero_is_numbered = True
         self._next_tensor = max(self._next_tensor, tensor + 1)
         self._next_axis = max(self._next_axis, axis + 1)
         self._next_scalar = max(self._next_scalar, scalar + 1)
 
     def new_extent(self, *, lo: int = 0) -> Symbol:
-        """Creates the symbol of an axis's extent, such as `i3`, whose value is at least `lo`.
+        """Creates the symbol of an axis's extent, such as `i3`.
 
-        `lo` is 0 in a user's fusion and 1 in a concretized fusion.
+        The value of the symbol is at least `lo`.
+
+        `lo` is 0 in a user's fusion. `lo` is 1 in a fusion that is specialised for inputs without
+        empty axes.
         """
         return self.new_symbol(lo=lo)
 
     def new_symbol(self, dtype: DataType = DataType.Index, *, lo: int | None = None) -> Symbol:
-        """Creates a symbol: `i3` for integers, `d2` for Double, `f4` for other floats, `b5`, `c6`.
+        """Creates a symbol, whose name begins with a letter for the dtype.
 
-        The value of the symbol is at least `lo`. If `lo` is None, the value is unbounded.
+        The names are `i3` for integers, `d2` for Double, `f4` for other floats, `b5` for Bool, and
+        `c6` for complex numbers. The value of the symbol is at least `lo`. If `lo` is None, the
+        value is unbounded.
         """
         prefix = {"bool": "b", "int": "i", "float": "f", "complex": "c"}[category(dtype)]
         prefix = "d" if dtype is DataType.Double else prefix
         return Symbol(f"{prefix}{self.next_scalar()}", dtype, lo=lo)
 
     def may_have_made(self, symbol: Symbol) -> bool:
-        """Returns whether this fusion may have created the symbol, judging by the symbol's name.
+        """Returns whether this fusion may have created the symbol, judging by the number in its
+        name.
 
-        Equal symbols of two fusions are one object. Therefore a symbol of another fusion is
-        accepted if this fusion has used its number, too. Loop indices and names without a number
-        are always accepted.
+        The fusion cannot know, because equal symbols of two fusions are one object. A symbol of
+        another fusion is therefore accepted if this fusion has used the same number, too. Loop
+        indices and names without a number are always accepted.
         """
         number = symbol.name[1:]
         is_numbered = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS
@@ -753,8 +789,8 @@ class Fusion:
     ) -> TensorView:
         """Creates a tensor. Its number is `number`, or by default an unused number.
 
-        If `domain` is a sequence of axes, these are the logical and the loop axes, without gaps in
-        memory.
+        If `domain` is a sequence of axes, these are both the logical and the loop axes, and the
+        tensor has no gaps in memory.
         """
         if not isinstance(domain, TensorDomain):
             domain = TensorDomain.of(tuple(domain))
@@ -830,10 +866,10 @@ class Fusion:
         return tuple(dict.fromkeys((*given, *self._tensors, *self.outputs)))
 
     def vals(self) -> list[Val]:
-        """Returns all values, as nvFuser's `Fusion::vals` does.
+        """Returns all values of the fusion, as nvFuser's `Fusion::vals` does.
 
-        The order is: inputs, then tensors and scalar operands of ops, then each tensor's domain,
-        axes and extents.
+        The order is: inputs, then operands and results of ops, then each tensor's domain, axes and
+        extents.
         """
         seen: dict[Any, None] = dict.fromkeys(self.inputs)
         for e in self.exprs:
@@ -874,7 +910,8 @@ class Fusion:
 
     # ------------------------------------------------------------ inputs and outputs
     def require_open(self, what: str) -> None:
-        """Raises `DefinitionError` if an executor already runs the fusion.
+        """Raises `DefinitionError` if the fusion has run already, because it must not change after
+        that.
 
         `what` describes the requested change, for the message.
         """
@@ -886,9 +923,9 @@ class Fusion:
             )
 
     def add_input(self, value: Value) -> None:
-        """Registers an input symbol, or an input tensor, whose memory becomes global memory.
+        """Registers a tensor or a symbol as an input. A tensor is moved to global memory.
 
-        Symmetric memory stays symmetric.
+        A tensor in symmetric memory stays there.
 
         Raises:
             DefinitionError: the value is already an input, or is a constant.
@@ -908,12 +945,18 @@ class Fusion:
     def add_output(
         self, output: Value, alias_input: TensorView | None = None, *, where: str = ""
     ) -> None:
-        """Registers an output. With `alias_input`, its values are also written into that input.
+        """Registers an output. With `alias_input`, the output is also written into that input.
 
-        - Such an update is hidden (not returned), unless the tensor is also added without
-          `alias_input`.
+        - Such an update is hidden (not returned to the caller), unless the tensor is also added
+          without `alias_input`.
         - All outputs are computed from the old values of inputs. Updates are written at the end.
-        - If an input is itself an output, the caller gets the input, and so sees its new values.
+        - If an input is itself an output, the caller gets the input tensor, which has the new
+          values.
+        - `where` is the user's line, for messages.
+
+        Raises:
+            DefinitionError: the tensor belongs to another definition, `alias_input` is not an
+                input, or its dtype or shape differs.
         """
         if not isinstance(output, TensorView):
             raise DefinitionError(
@@ -947,7 +990,10 @@ class Fusion:
             self.outputs.append(output)
 
     def _check_update(self, out: TensorView, into: TensorView, where: str) -> None:
-        """Checks that an input has only one update, and that the update has its dtype and shape.
+        """Checks that output `out` may be written into input `into`.
+
+        The input must have no other update, and both tensors must have the same dtype and shape.
+        Sizes that are not known yet are declared equal.
 
         Raises:
             DefinitionError: one of these conditions does not hold.
@@ -978,11 +1024,18 @@ class Fusion:
 
     # ------------------------------------------------------------ extents
     def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal. Errors about unequal inputs show `reason`."""
+        """States that two extents are equal.
+
+        `reason` is shown if the sizes of a call contradict this.
+        """
         self.extents.unify(a, b, reason)
 
     def declare_extents(self, a: ScalarLike, b: ScalarLike, reason: str = "") -> None:
-        """States that two extents are equal although no op implies the equality."""
+        """States on behalf of the user that two extents are equal, although no op implies the
+        equality.
+
+        `reason` is shown if the sizes of a call contradict this.
+        """
         self._declare(as_scalar(a), as_scalar(b), reason, by_output=False)
 
     def _declare(self, a: Scalar, b: Scalar, reason: str, *, by_output: bool) -> None:
@@ -993,7 +1046,7 @@ class Fusion:
             self.unify_extents(a, b, reason)
 
     def assume(self, extent: Scalar, value: Scalar) -> None:
-        """Assumes, for this kernel only, that an extent has a value.
+        """Assumes, for the kernel that is compiled from this fusion, that an extent has a value.
 
         Each launch of the kernel checks the value.
         """
@@ -1001,13 +1054,15 @@ class Fusion:
         self.unify_extents(extent, value, "the schedule")
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Replaces each extent in a scalar by the representative of the extents equal to it."""
+        """Returns a scalar in which each symbol is replaced by the representative of its equal
+        extents.
+        """
         return self.extents.canonical(x)
 
     def equal_extents(self) -> tuple[tuple[Scalar, Scalar], ...]:
         """Returns every stated equality as (extent, representative).
 
-        Equalities of symbols come first.
+        Equalities of a symbol come first.
         """
         return self.extents.relations()
 
@@ -1017,8 +1072,8 @@ class Fusion:
     ) -> tuple[Fusion, dict[TensorView, TensorView]]:
         """Returns a copy with the same numbers, and the map from old to new tensors.
 
-        If `ops` is given, the copy contains only these ops, and the caller sets its inputs and
-        outputs.
+        If `ops` is passed, the copy contains only these ops, and the caller sets inputs and outputs
+        of the copy.
         """
         new = Fusion()
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
@@ -1069,20 +1124,26 @@ class Fusion:
             ...
 
     def print_math(self, from_outputs_only: bool = True) -> str:
-        """Returns nvFuser's math text.
+        """Returns the fusion as text in nvFuser's format: inputs, outputs and ops.
 
         With `from_outputs_only=False`, the text also has the ops on which no output depends.
         """
         return fusion_math(self, used_only=from_outputs_only)
 
     def __eq__(self, other: object) -> bool:
-        """Compares structure: ops, layouts, shardings and updates, but not the numbers in names."""
+        """Returns whether two fusions have equal ops, layouts, shardings and updates of inputs.
+
+        Their tensors, axes and symbols may have different numbers.
+        """
         if self is other:
             return True
         return isinstance(other, Fusion) and canonical_key(self) == canonical_key(other)
 
     def __hash__(self) -> int:
-        """Returns the hash of the structure. The hash changes with every op that is added."""
+        """Returns the hash of the structure that `__eq__` compares.
+
+        Each added op changes the hash.
+        """
         return hash(canonical_key(self))
 
     def __str__(self) -> str:
@@ -1091,9 +1152,9 @@ class Fusion:
 
 @functools.singledispatch
 def canonical_key(fusion: object) -> Hashable:
-    """Returns a key of a fusion. Fusions with equal structure have equal keys.
+    """Returns a hashable key of a fusion. Fusions with equal structure have equal keys.
 
-    `fuser.ir.canonical_form` registers the implementation.
+    The implementation is in `fuser.ir.canonical_form`, which imports this module and registers it.
     """
     raise AssertionError(f"no canonical key of a {type(fusion).__name__}")
 
@@ -1123,11 +1184,11 @@ def tensor_text(tv: TensorView) -> str:
 
 
 def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
-    """Returns nvFuser's `print_math` text.
+    """Returns the fusion as text in the format of nvFuser's `print_math`: inputs, outputs and ops.
 
-    By default, the text omits ops on which no output depends. Each op then comes before its first
-    user, starting from the first output. With `used_only=False`, all ops are printed in program
-    order.
+    By default, the text omits ops on which no output depends. Each op then comes before the first
+    op that reads its result, starting from the first output. With `used_only=False`, all ops are
+    printed in program order.
     """
     lines = ["Inputs:"]
     lines += [f"  {value_text(v)}" for v in fusion.inputs]
@@ -1139,7 +1200,8 @@ def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
 
 
 def _by_use(fusion: Fusion) -> list[Op]:
-    """Returns the ops on which outputs depend, in depth-first order.
+    """Returns the ops on which outputs depend, in the order of a depth-first search from the
+    outputs.
 
     An op comes after the ops that define its operands.
     """
@@ -1167,11 +1229,11 @@ def _by_use(fusion: Fusion) -> list[Op]:
 
 
 class Axis(Val):
-    """The axis with number `number` of a tensor.
+    """The user's handle of one axis of a tensor, identified by the axis number.
 
     `TensorView.axis` and the `get_*_domain` methods create Axis objects. The properties read the
-    current state of the axis. They raise `DefinitionError` if scheduling has removed the axis from
-    the tensor, as a split removes the axis that is split.
+    current properties of the axis from the tensor. They raise `DefinitionError` if scheduling has
+    removed the axis from the tensor, as a split removes the axis that is split.
     """
 
     __slots__ = ("number", "tensor")
@@ -1194,7 +1256,10 @@ class Axis(Val):
         return self.state.kind
 
     def extent(self) -> Scalar:
-        """Returns the number of positions, as nvFuser's `extent()` does; 1 for a broadcast axis."""
+        """Returns the number of positions along the axis, as nvFuser's `extent()` does.
+
+        The extent of a broadcast axis is 1.
+        """
         return self.state.extent
 
     @property
@@ -1260,8 +1325,8 @@ class Axis(Val):
         """Sets the parallel type of the axis. Any axis may have a device or stream type.
 
         Raises:
-            DefinitionError: unroll, vectorize or group is set on a symbolic extent. Or the type is
-                `stream_y` or `stream_z`, which only the compiler may set.
+            DefinitionError: unroll, vectorize or group is set on a symbolic extent. The error is
+                also raised for `stream_y` and `stream_z`, which only the compiler may set.
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(
@@ -1379,11 +1444,11 @@ def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> Ax
 
 
 class Sizes(Values[Scalar]):
-    """The extents of a tensor, as a list that compares as a torch shape does.
+    """The extents of a tensor, as a list that can be compared with a shape, as in torch.
 
     `x.shape == (4, 5)` and `4 in x.shape` compare with tuples and lists of numbers or extents. They
     raise `ArgumentError` if the result depends on sizes that are known only when the program runs.
-    As any `Values`, the list can be called: `x.shape()`.
+    The list can also be called, as in nvFuser: `x.shape()`.
     """
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as of every list)
@@ -1455,7 +1520,10 @@ class Sizes(Values[Scalar]):
 
 
 def _is_same(size: Scalar, other: object) -> bool | None:
-    """Returns whether an extent equals a value, or None if the inputs of the call decide it."""
+    """Returns whether an extent equals a value.
+
+    Returns None if this depends on the inputs of a call.
+    """
     if size is other:
         return True
     value = other if isinstance(other, Scalar) else python_number(other)
@@ -1466,9 +1534,9 @@ def _is_same(size: Scalar, other: object) -> bool | None:
 
 
 def _unknown(sizes: Iterable[Scalar], what: str) -> ArgumentError:
-    """Returns the error of a comparison whose result depends on the sizes of the inputs.
+    """Returns the error of a comparison of shapes whose result depends on the sizes of the inputs.
 
-    `what` is the compared condition as text.
+    `what` is the compared condition as text, such as `contains 4`.
     """
     return ArgumentError(
         f"cannot decide while the program is defined whether the shape {show(list(sizes))} {what} "

@@ -1,6 +1,6 @@
 """The active fusion, to which ops are added. `with FusionDefinition()` sets the active fusion.
 
-It is the only ambient state of the package.
+The active fusion is the only global state of the package. Each thread has its own.
 """
 
 from __future__ import annotations

@@ -35,16 +35,19 @@ def is_stored(axis: IterDomain) -> bool:
 
 
 def expanded_positions(tv: TensorView) -> tuple[int, ...]:
-    """Returns the positions of expanded axes among the logical axes without reductions."""
+    """Returns the positions of expanded axes.
+
+    Positions count the logical axes without reductions.
+    """
     axes = enumerate(tv.domain.no_reductions)
     return tuple(p for p, a in axes if a.is_broadcast and a.expanded is not None)
 
 
 def memory_order(tv: TensorView) -> MemoryOrder:
-    """Returns (position, contiguity) of the logical axes in memory order, outermost first.
+    """Returns pairs (position, contiguity) of the logical axes, outermost in memory first.
 
-    A device or stream axis in the allocation domain counts as a part of the logical axis that it
-    shards.
+    A device or stream axis in the allocation domain belongs to the logical axis that it shards, and
+    has no pair of its own.
 
     Raises:
         UnsupportedError: the allocation domain is no permutation of the logical axes.
@@ -56,9 +59,9 @@ def memory_order(tv: TensorView) -> MemoryOrder:
 
 
 def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
-    """Declares a memory order without gaps.
+    """Declares the order of a tensor's axes in memory. The tensor has no gaps.
 
-    `order` has positions of logical axes, outermost first.
+    `order` has positions of logical axes without reductions, outermost first.
     """
     axes = [tv.domain.no_reductions[p] for p in order]
     reductions = [a for a in tv.domain.logical if a.is_reduction()]
@@ -74,15 +77,15 @@ def copy_memory_order(source: TensorView, tv: TensorView) -> None:
 
 
 def is_contiguous(tv: TensorView) -> bool:
-    """Returns whether no axis is declared non-contiguous."""
+    """Returns whether the tensor is declared without gaps, in any memory order."""
     return all(flag is not False for flag in tv.domain.contiguity)
 
 
 def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
-    """Returns the number of elements that memory holds.
+    """Returns the number of elements of a tensor that memory holds.
 
-    `extents` has one entry per logical axis without reductions. By default, the extents are those
-    of the whole tensor.
+    `extents` has one entry per logical axis without reductions, such as the extents of a shard. By
+    default, the extents are those of the whole tensor.
     """
     axes = tv.domain.no_reductions
     sizes = (a.size for a in axes) if extents is None else extents
@@ -90,7 +93,7 @@ def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
 
 
 def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides of a tensor without gaps, in the tensor's memory order.
+    """Returns the strides of a tensor with these extents, in its memory order and without gaps.
 
     `extents` and the result have one entry per logical axis without reductions. The stride of an
     expanded axis is 0.
@@ -103,9 +106,10 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides that the domain declares, with a new symbol for each non-contiguous axis.
+    """Returns the strides that the tensor's domain declares, for these extents.
 
-    `extents` and the result have one entry per logical axis without reductions.
+    A non-contiguous axis has an unknown stride, which is a new symbol. `extents` and the result
+    have one entry per logical axis without reductions.
     """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
@@ -119,7 +123,10 @@ def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the same as `dense_strides`, for sizes that are Python numbers."""
+    """Returns the strides of a tensor with these sizes, in its memory order and without gaps.
+
+    `dense_strides` does the same for symbolic sizes. This function is faster.
+    """
     strides, step = [0] * len(sizes), 1
     try:
         rule = tv.domain.dense_rule
@@ -133,9 +140,9 @@ def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def lies_in_order(tv: TensorView) -> bool:
-    """Returns whether memory holds all elements in logical order.
+    """Returns whether memory holds all elements of the tensor in logical order.
 
-    Such a tensor without gaps is contiguous in torch's sense, for any sizes.
+    If such a tensor has no gaps, it is contiguous in torch's sense, for any sizes.
     """
     try:
         rule = tv.domain.dense_rule
@@ -147,10 +154,10 @@ def lies_in_order(tv: TensorView) -> bool:
 def memory_strides(
     tv: TensorView, size: Callable[[IterDomain], Scalar], gap: Callable[[IterDomain], Scalar]
 ) -> tuple[tuple[IterDomain, Scalar], ...]:
-    """Returns (allocation axis, stride in elements) of the stored axes, outermost first.
+    """Returns (allocation axis, stride in elements) of the axes that memory holds, outermost first.
 
-    The stride of a contiguous axis is the stride of the next inner axis times the size of that
-    axis. `gap` returns the stride of a non-contiguous axis.
+    `size` returns the size of an axis. `gap` returns the stride of a non-contiguous axis. The
+    stride of a contiguous axis is the stride of the next inner axis times its size.
     """
     domain = tv.domain
     order = list(zip(domain.maybe_allocation, domain.contiguity, strict=True))
@@ -165,8 +172,9 @@ def _strides(
 ) -> dict[int, Scalar]:
     """Returns the stride of every axis, by axis number.
 
-    An axis that memory does not hold has the stride of the next inner axis, because torch defines
-    it so for extent 1.
+    `order` has (axis, contiguity), outermost in memory first. An axis that memory does not hold,
+    such as a broadcast axis, gets the stride of the next inner axis. torch does the same for extent
+    1.
     """
     strides: dict[int, Scalar] = {}
     step: Scalar = sc.ONE
@@ -180,7 +188,10 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
-    """Raises `AssertionError`, because a tensor without gaps has no non-contiguous axis."""
+    """Raises `AssertionError`.
+
+    The strides of a tensor without gaps never ask for the stride of a gap.
+    """
     raise AssertionError(f"{axis} is contiguous")
 
 
@@ -200,10 +211,10 @@ def layout_of(
 ) -> Layout:
     """Returns the layout class of a tensor with these sizes and strides.
 
-    A layout class is a memory order and a contiguity flag per axis. `declared` is the memory order
-    of the definition. The class has this order if the strides allow it, so that axes of extent 1 do
-    not create new classes. `skipped` marks broadcast axes; the contiguity flag of such an axis is
-    True.
+    A layout class is a memory order and a contiguity flag per axis; a kernel is compiled for one
+    class. `declared` is the memory order of the definition. The class has this order if the strides
+    allow it, so that axes of extent 1 do not create new classes. `skipped` marks broadcast axes,
+    whose contiguity flag is always True.
     """
     real = [k for k in declared if shape[k] != 1 and not skipped[k]]
     order = list(declared)
@@ -225,9 +236,10 @@ def layout_of(
 
 
 def declared_order(tv: TensorView) -> tuple[int, ...] | None:
-    """Returns the positions of a tensor's axes in declared memory order, without reductions.
+    """Returns the positions of a tensor's axes in the declared memory order, outermost first.
 
-    Returns None if the allocation domain contains axes that are not logical axes.
+    Positions count the logical axes without reductions. Returns None if the allocation domain
+    contains axes that are not logical axes.
     """
     try:
         return tuple(p for p, _ in memory_order(tv))
@@ -236,9 +248,10 @@ def declared_order(tv: TensorView) -> tuple[int, ...] | None:
 
 
 class LayoutClasses:
-    """Computes layout classes of the tensors that are passed for one declared tensor.
+    """Computes the layout classes of the tensors that calls pass for one declared input.
 
-    A layout class is a memory order and a contiguity flag per axis.
+    A layout class is a memory order and a contiguity flag per axis. Each class needs its own
+    kernel.
     """
 
     def __init__(self, tv: TensorView) -> None:
@@ -250,9 +263,10 @@ class LayoutClasses:
         self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor | StridedLayout) -> Layout:
-        """Returns the layout class of a tensor that is passed.
+        """Returns the layout class of a tensor that a call passes.
 
-        If `order` is None, the class is the same for all tensors.
+        If the definition fixes the memory layout (`order` is None), the class is the same for all
+        tensors.
         """
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense
@@ -263,7 +277,11 @@ class LayoutClasses:
         )
 
     def repeated(self, t: torch.Tensor) -> tuple[int, ...]:
-        """Returns the positions of axes of stride 0 that are not declared as expanded."""
+        """Returns the positions of axes of stride 0 that the definition does not declare as
+        broadcast axes.
+
+        Memory holds one element along such an axis.
+        """
         if t.is_contiguous():
             return ()
         known = enumerate(zip(self._skipped, t.shape, t.stride(), strict=True))
@@ -271,7 +289,10 @@ class LayoutClasses:
 
 
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the view of the elements that memory holds, with one element along expanded axes."""
+    """Returns the view of a tensor that contains each element in memory once.
+
+    Along an expanded axis, the view has one element.
+    """
     for axis in expanded_positions(tv):
         tensor = tensor.narrow(axis, 0, min(tensor.size(axis), 1))
     return tensor

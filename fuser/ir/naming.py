@@ -1,4 +1,4 @@
-"""Names of tensors and axes for error messages: first in user's words, then as in the IR's text."""
+"""Names of tensors and axes for error messages: in the user's words, or as in the IR's text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def tensor_words(tv: TensorView) -> str:
 
 
 def axis_words(tv: TensorView, axis: IterDomain) -> str:
-    """Returns the name of an axis: `axis 1 of input 1 (T1_g_float)`.
+    """Returns the name of an axis for a message: `axis 1 of input 1 (T1_g_float)`.
 
-    - An axis on a device or stream type: `the part on mesh_x of axis 1 of ..`.
-    - A merged axis: all axes that it merges, `axes 0 and 1 of ..`.
+    - For an axis on a device or stream type: `the part on mesh_x of axis 1 of ..`.
+    - For a merged axis, all axes that it merges: `axes 0 and 1 of ..`.
     """
     found = sorted(_positions(tv.domain, axis.number))
     if not found:
@@ -33,15 +33,20 @@ def axis_words(tv: TensorView, axis: IterDomain) -> str:
 
 
 def in_ir(*things: object) -> str:
-    """Returns one more line of a message: `in the IR: iS4{i0} of T1_g_float[..]`."""
+    """Returns a second line for a message, with the IR's text:
+
+    `in the IR: iS4{i0} of T1_g_float[..]`.
+
+    The arguments are joined by `of`.
+    """
     return f"\n  in the IR: {' of '.join(map(str, things))}"
 
 
 def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
-    """Replaces the IR's text of tensors in a message by the tensors' names.
+    """Replaces the IR's text of tensors in a message by short names.
 
-    Returns the new message, with names such as `input 0 (T0_g_float)` or `T3_g_float`. Also returns
-    the IR's text of each tensor that was replaced.
+    The names are `input 0 (T0_g_float)` for an input and `T3_g_float` for other tensors. Also
+    returns the IR's text of each tensor that was replaced.
     """
     # Two tensors may print the same text; the first one in `tensors` is named.
     written = {str(tv): tv for tv in [*tensors][::-1]}
@@ -59,7 +64,7 @@ def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
 def _positions(domain: TensorDomain, number: int) -> set[int]:
     """Returns the positions of the logical axes from which axis `number` is derived.
 
-    Positions count without reductions. The set is empty if the axis is not derived from logical
+    Positions do not count reduction axes. The set is empty if the axis is not derived from logical
     axes.
     """
     logical = [a.number for a in domain.no_reductions]

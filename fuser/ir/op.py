@@ -9,7 +9,7 @@ An op class lists its fields in order with `operand()`, `operands()`, `result()`
         flags: tuple[bool, ...] = attr()
         TEXT = "{out}\n   = squeeze( {inp}, flags = {flags} )"
 
-`==` compares ops by identity; `fuser.ir.canonical_form.equal_ops` compares their structure.
+`==` compares ops by identity. `fuser.ir.canonical_form.equal_ops` compares their structure.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Kind = Literal["operand", "operands", "result", "results", "attr", "region", "wh
 
 
 def operand(**options: Any) -> Any:
-    """Declares a value that the op reads. An optional operand that is absent is None."""
+    """Declares a field of an op class: one value that the op reads, or None if it is optional."""
     return field(metadata={"kind": "operand"}, **options)
 
 
 def operands(*, in_rows: int = 0, **options: Any) -> Any:
-    """Declares a tuple of values that the op reads.
+    """Declares a field of an op class: a tuple of values that the op reads.
 
     If `in_rows` is not 0, values are printed in groups of this size. For 2: `{ {a, b} {c, d} }`.
     """
@@ -47,35 +47,38 @@ def operands(*, in_rows: int = 0, **options: Any) -> Any:
 
 
 def result() -> Any:
-    """Declares a value that the op defines or writes."""
+    """Declares a field of an op class: one value that the op defines or writes."""
     return field(metadata={"kind": "result"})
 
 
 def results() -> Any:
-    """Declares a tuple of values that the op defines or writes."""
+    """Declares a field of an op class: a tuple of values that the op defines or writes."""
     return field(metadata={"kind": "results"})
 
 
 @overload
 def attr(*, kw_only: Literal[True] = True, **default: Any) -> Any:
-    """Declares a constant property, which by default is passed by keyword."""
+    """Declares a field of an op class: a constant property, which is passed by keyword."""
 
 
 @overload
 def attr(*, kw_only: Literal[False], **default: Any) -> Any:
-    """Declares a constant property that may be passed by position."""
+    """Declares a field of an op class: a constant property that may be passed by position."""
 
 
 def attr(*, kw_only: bool = True, **default: Any) -> Any:
-    """Declares a constant property, such as the kind of a reduction or the dimension of a scan."""
+    """Declares a field of an op class: a constant property, such as the kind of a reduction.
+
+    `default` is the default value. By default, the property is passed by keyword.
+    """
     return field(metadata={"kind": "attr"}, kw_only=kw_only, **default)
 
 
 def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> Any:
-    """Declares a nested tuple of ops, such as the body of a loop.
+    """Declares a field of an op class: a nested tuple of ops, such as the body of a loop.
 
-    The ops are printed one level deeper, after the line `head` if there is one. An empty region
-    with a `head` is not printed at all.
+    The nested ops are printed one level deeper, after the line `head` if it is not empty. An empty
+    region with a `head` is not printed at all.
     """
     return field(metadata={"kind": "region", "head": head}, kw_only=kw_only, **options)
 
@@ -87,9 +90,10 @@ def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> 
     field_specifiers=(operand, operands, result, results, attr, region, field),
 )
 class Op:
-    """Base of all IR nodes.
+    """Base of all ops, of fusions and of host programs.
 
-    Each subclass becomes a frozen dataclass and is registered by its name.
+    Each subclass becomes a frozen dataclass and is registered by its name, so that the parser knows
+    it.
     """
 
     TEXT: ClassVar[str] = ""
@@ -109,7 +113,9 @@ class Op:
 
     @classmethod
     def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
-        """Returns the names of the fields of the given kinds, in declaration order."""
+        """Returns the names of the fields of the given kinds, such as "operand", in declaration
+        order.
+        """
         return tuple(
             f.name
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -119,14 +125,17 @@ class Op:
     @classmethod
     @functools.cache
     def rows(cls) -> Mapping[str, int]:
-        """Returns field name -> number of values per group, for the fields printed in groups."""
+        """Returns how many values the printed text groups together, by field name.
+
+        Only fields that are printed in groups are included (`operands(in_rows=..)`).
+        """
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
 
     @classmethod
     @functools.cache
     def _kinds(cls) -> tuple[tuple[str, Kind], ...]:
-        """Returns (name, kind) of every field. The result is cached, because it is read often."""
+        """Returns (name, kind) of every field, such as ("inp", "operand"). The result is cached."""
         return tuple(
             (f.name, f.metadata["kind"])
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -136,9 +145,9 @@ class Op:
     @classmethod
     @functools.cache
     def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
-        """Returns (name, whether it is a tuple) of the fields of these kinds.
+        """Returns (name, whether the field has a tuple) of the fields of these kinds.
 
-        By default, these are the fields of all values: operands and results.
+        By default, these are all operands and results.
         """
         wanted = kinds or ("operand", "operands", "result", "results")
         return tuple((name, kind.endswith("s")) for name, kind in cls._kinds() if kind in wanted)
@@ -172,7 +181,7 @@ class Op:
     @classmethod
     @functools.cache
     def region_heads(cls) -> dict[str, str]:
-        """Returns field name -> the line that is printed before the region."""
+        """Returns the line that is printed before each region, by field name."""
         return {
             f.name: f.metadata["head"]
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -181,7 +190,7 @@ class Op:
 
     @property
     def scalars(self) -> tuple[Any, ...]:
-        """The scalars in the attributes of the op, which are not among its operands."""
+        """The scalars in the attributes of the op. They are not among its operands."""
         return ()
 
     @property
@@ -194,10 +203,10 @@ class Op:
         return replace(self, **changes)
 
     def located(self, where: str) -> Self:
-        """Returns the op with the user's line `where`, if the op has results and no line yet.
+        """Returns the op with `where` as the user's line, if the op has results and no line yet.
 
-        The same holds for the ops in its regions. A pass calls this for the ops that it adds, so
-        that these ops have the line of the user's op that needs them.
+        The same applies to the ops in its regions. A pass calls this method for the ops that it
+        adds, so that they have the line of the user's op that needs them.
         """
         regions = {
             name: tuple(op.located(where) for op in getattr(self, name))
@@ -207,7 +216,10 @@ class Op:
         return self.replace(where=line, **regions) if regions or line != self.where else self
 
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
-        """Returns the op with `fn` applied to every operand and result, but not inside regions."""
+        """Returns the op with `fn` applied to every operand and result.
+
+        Ops in its regions do not change.
+        """
         changes: dict[str, Any] = {}
         for name, has_many in self._value_names():
             value = getattr(self, name)
@@ -218,7 +230,7 @@ class Op:
         return replace(self, **changes)
 
     def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
-        """Returns the op with new operands and results, in the order of its old ones."""
+        """Returns the op with other operands and results, in the order of the fields."""
         sources = {"operand": iter(inputs), "result": iter(outputs)}
         changes: dict[str, Any] = {}
         for name, kind in self._kinds():
@@ -257,7 +269,7 @@ class Op:
 
 
 def walk(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yields all ops in program order.
+    """Yields all ops in program order, ops of nested regions included.
 
     The ops of a region follow the op that contains the region.
     """
@@ -291,9 +303,10 @@ def value_text(value: object) -> str:
 
 
 def fill_template(op: Op, template: str) -> str:
-    """Replaces the placeholders `{field}` and `{field.method}` of a template by values of the op.
+    """Returns the text of an op: its template, with placeholders replaced by values of the op.
 
-    The ops of a region are indented, each on a line of its own.
+    A placeholder is `{field}` or `{field.method}`. The ops of a region are indented, each on its
+    own line.
     """
     heads, rows = op.region_heads(), op.rows()
 
@@ -321,9 +334,10 @@ def op_text(op: Op) -> str:
 
 
 def region_text(ops: Sequence[Op], head: str = "") -> str:
-    """Returns the text of a region: the line `head` (if not ""), then one line per op.
+    """Returns the text of the nested ops of a region: the line `head`, then one indented line per
+    op.
 
-    The lines of ops are indented.
+    The line `head` is omitted if it is "" or if there are no ops.
     """
     lines = [indent(op_text(op), INDENT) for op in ops]
     return "".join("\n" + line for line in ([head, *lines] if head and ops else lines))

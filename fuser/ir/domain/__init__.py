@@ -6,7 +6,7 @@ Files, in reading order:
 
 - `device_mesh`: a mesh of devices, and the text of sets of ranks.
 - `tensor_domain`: axes, and root, logical, allocation and loop domains.
-- `axis_path`: follows a quantity (index, size, stride) along the transforms between two domains.
+- `axis_path`: computes an index, size or stride of an axis from that of the axes it derives from.
 - `equal_extents`: which extents of a fusion are equal.
 - `strided_layout`: strides of views, computed without a torch tensor.
 """

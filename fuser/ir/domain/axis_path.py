@@ -1,11 +1,11 @@
-"""Computes a quantity of derived axes from that of their source axes, or in the other direction.
+"""Computes an index, size or stride of derived axes from that of their source axes, or the reverse.
 
     steps = path(domain, domain.loop, domain.logical)         undoes splits and merges
     values = replay(steps, {number: value, ...}, rules)       the value of every axis on the path
 
-`Rules` define, per kind of transform and direction, how one quantity changes. This module has the
-rules of indices, sizes and strides. Rules of shardings, new axes and torch views stand in the
-modules that use them. Transforms are interpreted only through such rules.
+`Rules` define, per kind of transform and direction, how the value of an axis changes. This module
+has the rules of indices, sizes and strides. Rules of shardings, new axes and torch views are
+defined in the modules that use them. Transforms are interpreted only through such rules.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ V = TypeVar("V")
 
 
 class PathStep(NamedTuple):
-    """One transform on a path, applied forward (inputs to outputs) or backward (outputs to
-    inputs).
+    """One transform on a path between axes, and the direction in which it is applied.
+
+    Forward computes values of the transform's outputs from its inputs, and backward the reverse.
     """
 
     transform: Transform
@@ -61,7 +62,8 @@ def transforms_between(
 def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[Transform]:
     """Returns the transforms that derive the `wanted` axes from the `stop` axes, in order.
 
-    Changes `wanted` in place: removes the `stop` axes and adds the axes on the way.
+    Both sets have axis numbers. The function changes `wanted` in place: it removes the `stop` axes
+    and adds the axes that are derived on the way.
     """
     wanted -= stop
     picked: list[Transform] = []
@@ -75,10 +77,11 @@ def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[T
 def path(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
 ) -> tuple[PathStep, ...]:
-    """Returns the steps from `sources` to `targets`: backward steps first, then forward steps.
+    """Returns the path steps from axes `sources` to axes `targets`, for `replay`.
 
-    A target that is an ancestor or a descendant of a source is always reached. Any other target is
-    reached only if the sources determine its value (memory axes -> logical axes -> loop axes).
+    Backward steps come first, then forward steps. A target that is an ancestor or a descendant of a
+    source is always reached. Any other target is reached only if the sources determine its value,
+    as in memory axes -> logical axes -> loop axes.
     """
     start = {a.number for a in sources}
     goal = {a.number for a in targets} - start
@@ -107,12 +110,15 @@ def path(
 
 # ------------------------------------------------------------------ rules
 class Rules(Generic[V]):
-    """The rules of one quantity: how each kind of transform changes it, forward and backward.
+    """Base of the rules for one quantity of axes, such as the index: how each transform changes it.
 
-    Each method takes the values of the source axes and returns the values of the target axes. A
-    value is None if it cannot be determined. The methods of this base class always return None. If
-    `needs_all` is True, a step is applied only if all its sources have values. Otherwise one value
-    is enough, and a missing second value is passed as None.
+    Methods such as `split` apply a transform forward, and methods such as `unsplit` apply it
+    backward. Each method takes the values of the source axes and returns the values of the target
+    axes. A value is None if it cannot be determined. The methods of this base class always return
+    None.
+
+    If `needs_all` is True, a transform is applied only if all its source axes have values.
+    Otherwise one value is enough, and a missing second value is passed as None.
     """
 
     needs_all = True
@@ -134,7 +140,7 @@ class Rules(Generic[V]):
         return None
 
     def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (same rows, shifted axis)."""
+        """Returns the values of (axis of rows, shifted axis)."""
         return None, None
 
     def unsplit(self, t: SplitTransform, outer: Any, inner: Any) -> V | None:
@@ -154,11 +160,14 @@ class Rules(Generic[V]):
         return None
 
     def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (rows, axis that was shifted)."""
+        """Returns the values of (axis of rows, axis that was shifted)."""
         return None, None
 
     def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
-        """Returns the values of the step's target axes, computed from those of its source axes."""
+        """Applies the transform of `step`, by the method for its kind and direction.
+
+        `values` has the values of the step's source axes. Returns the values of its target axes.
+        """
         t = step.transform
         if step.is_forward:
             match t:
@@ -186,9 +195,10 @@ class Rules(Generic[V]):
 
 
 def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
-    """Returns `known`, extended by the values that the rules compute along the steps.
+    """Applies the rules along a path, and returns the values of all axes that can be computed.
 
-    Keys are axis numbers. A known value is never replaced. The result is ordered by the steps.
+    Keys are axis numbers. The result begins with the values in `known`, which are never replaced.
+    The computed values follow in the order of the steps.
     """
     found = dict(known)
     enough = all if rules.needs_all else any
@@ -206,10 +216,10 @@ def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -
 
 # ------------------------------------------------------------------ indices
 class IndexRules(Rules[Scalar]):
-    """Rules for indices: the index of a derived axis from the indices of its sources, and back.
+    """Rules for indices: computes the index of a derived axis from its source axes, or the reverse.
 
-    `coordinate` returns the executing device's coordinate along a device type. Only rotations need
-    it.
+    `coordinate` returns the executing device's coordinate along a device type. Only rotations
+    (`Swizzle1D`) need it.
     """
 
     def __init__(
@@ -233,11 +243,11 @@ class IndexRules(Rules[Scalar]):
         return self._coordinate(ptype)
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns (index / inner size, index % inner size)."""
+        """Returns the indices of (outer, inner): (index / inner size, index % inner size)."""
         return self._apart(t.inner, inp)
 
     def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns (index / inner size, index % inner size).
+        """Returns the indices of (outer, inner): (index / inner size, index % inner size).
 
         If a broadcast axis was merged with a concrete axis in a loop, the index of the broadcast
         axis is 0.
@@ -248,49 +258,54 @@ class IndexRules(Rules[Scalar]):
         return self._apart(t.inner, out)
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
-        """Returns outer index * inner size + inner index.
+        """Returns the index of the merged axis: outer index * inner size + inner index.
 
-        If a broadcast axis is merged with a concrete axis in a loop, the result is the concrete
-        axis's index.
+        If a broadcast axis is merged with a concrete axis in a loop, the result is the index of the
+        concrete axis.
         """
         if self._only_concrete(t):
             return inner if self._axes[t.outer].is_broadcast else outer
         return self._together(t.inner, outer, inner)
 
     def _only_concrete(self, t: MergeTransform) -> bool:
-        """Returns whether a merge of a broadcast and a concrete axis iterates only the latter.
+        """Returns whether the merge joins a broadcast and a concrete axis and iterates only the
+        concrete one.
 
-        This is so in loops, but not in views.
+        This holds for merges of loop axes, but not for merges by a reshape.
         """
         outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
         return outer.is_broadcast != inner.is_broadcast and not out.rfactor
 
     def unsplit(self, t: SplitTransform, outer: Scalar, inner: Scalar) -> Scalar:
-        """Returns outer index * inner size + inner index."""
+        """Returns the index of the axis that was split: outer index * inner size + inner index."""
         return self._together(t.inner, outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
-        """Returns the index plus the number of elements that were added on the left."""
+        """Returns the index of the resized axis: the index plus the number of elements added on the
+        left.
+        """
         return sc.add(inp, t.left)
 
     def unresize(self, t: Resize, out: Scalar) -> Scalar:
-        """Returns the index minus the number of elements that were added on the left."""
+        """Returns the index before the resize: the index minus the number of elements added on the
+        left.
+        """
         return sc.sub(out, t.left)
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
-        """Returns (index - coordinate) % size."""
+        """Returns the index of the rotated axis: (index - coordinate) % size."""
         size = self._axes[t.inp].size
         return sc.mod(sc.sub(sc.add(inp, size), self._coordinate_along(t.ptype)), size)
 
     def unswizzle(self, t: Swizzle1D, out: Scalar) -> Scalar:
-        """Returns (index + coordinate) % size."""
+        """Returns the index before the rotation: (index + coordinate) % size."""
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
-        """Returns the shift of a row: (row * size) % width.
+        """Returns the number of elements by which a row is shifted: (row * size) % width.
 
-        The result is written as a difference, so that the start address of the row cancels in index
-        arithmetic.
+        The result is written as a difference, so that the start of the row in memory cancels when
+        both are added.
         """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
@@ -311,7 +326,8 @@ def indices_forward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns `indices`, and the indices of all axes that can be derived in the forward direction.
+    """Returns `indices`, extended by the indices of all axes that transforms derive from these
+    axes.
 
     Keys are axis numbers. `transforms` defaults to all transforms of the domain. A transform is
     skipped if the index of one of its inputs is unknown. `coordinate` is needed for rotations
@@ -328,10 +344,11 @@ def indices_backward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns the indices of transform inputs, computed from the indices of transform outputs.
+    """Returns `indices`, extended by the indices of all axes from which transforms derive these
+    axes.
 
-    Keys are axis numbers. The direction is loop -> logical -> root. `coordinate` is needed for
-    rotations (`IndexRules`).
+    Keys are axis numbers. The direction is loop -> logical -> root. `transforms` defaults to all
+    transforms of the domain. `coordinate` is needed for rotations (`IndexRules`).
     """
     steps = backward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
@@ -357,11 +374,13 @@ class SizeRules(Rules[Scalar]):
         return (rest, factor) if t.inner_split else (factor, rest)
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
-        """Returns the product of the two sizes."""
+        """Returns the size of the merged axis: the product of the two sizes."""
         return sc.mul(outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
-        """Returns the size plus both added widths, which may be negative."""
+        """Returns the size of the resized axis: the size plus both added widths, which may be
+        negative.
+        """
         return sc.add(sc.add(inp, self._rewrite(t.left)), self._rewrite(t.right))
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
@@ -369,26 +388,28 @@ class SizeRules(Rules[Scalar]):
         return inp
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the number of rows, and the size plus width - 1 (see `Shift`)."""
+        """Returns the number of rows, and the size of the shifted axis: size + width - 1 (see
+        `Shift`).
+        """
         return rows, shifted_extent(inp, self._rewrite(t.width))
 
 
 class StrideRules(Rules[Scalar]):
     """Rules for the strides of derived axes, in the forward direction only.
 
-    `size` returns the size of the axis with a given number. A stride is None if the derived axis
-    has no single stride, as after a rotation.
+    `size` returns the size of the axis with a given number. The stride of a derived axis is None if
+    its elements are not at equal distances in memory, as after a rotation.
     """
 
     def __init__(self, size: Callable[[int], Scalar]) -> None:
         self._size = size
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns (stride * inner size, stride)."""
+        """Returns the strides of (outer, inner): (stride * inner size, stride)."""
         return sc.mul(inp, self._size(t.inner)), inp
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar | None:
-        """Returns the stride of a merged axis, or None if its sources are not adjacent in
+        """Returns the stride of a merged axis, or None if its two source axes are not adjacent in
         memory.
         """
         if self._size(t.inner) == sc.ONE:
@@ -407,12 +428,20 @@ def is_divisible(domain: TensorDomain, split: SplitTransform) -> bool:
 
 
 def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> list[SplitTransform]:
-    """Returns the splits whose results may extend past the end of the split axis."""
+    """Returns the splits in `transforms` that do not provably divide the axis evenly.
+
+    The axes that such a split derives may iterate past the end of the axis, so kernels need a
+    check.
+    """
     return [t for t in transforms if isinstance(t, SplitTransform) and not is_divisible(domain, t)]
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain in which each split factor is the size of the inner (or outer) axis."""
+    """Returns the domain in which each split factor is replaced by the size of the axis it
+    determines.
+
+    This is the inner axis, or the outer axis for an outer split.
+    """
 
     def exact(t: Transform) -> Transform:
         if not isinstance(t, SplitTransform):

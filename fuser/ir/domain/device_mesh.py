@@ -1,7 +1,7 @@
-"""DeviceMesh: an n-dimensional array of ranks. `mesh_x` is the *last* mesh dimension.
+"""DeviceMesh: an array of the ranks that store a tensor. `mesh_x` is the *last* mesh dimension.
 
-The text of a small mesh lists every rank. The text of a large mesh uses ranges, with steps, gaps
-and dimensions:
+The text of a small mesh lists every rank. The text of a large mesh uses ranges, with distances
+(`by 8`), gaps and dimensions:
 
     DeviceMesh{{0 1}{2 3}}   DeviceMesh{0..1023}   DeviceMesh{0..6 8..63}   DeviceMesh{0..56 by 8}
     DeviceMesh{{0..7}..{1016..1023}}   DeviceMesh{{0..896 by 128}..{127..1023 by 128} by 1}
@@ -38,10 +38,10 @@ _checked_init = partial(checked, name="DeviceMesh")
 
 
 def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
-    """Returns (row-major rank ids, shape) of nested sequences of ints.
+    """Returns (the ranks in row-major order, the shape) of nested sequences of ints.
 
     Raises:
-        Mismatch: the sequences are ragged or nested too deeply.
+        Mismatch: inner sequences have different lengths, or the sequences are nested too deeply.
     """
     if python_number(nested) is not None:
         return [take_integer(nested)], ()
@@ -60,14 +60,15 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
 
 
 class DeviceMesh:
-    """Ranks arranged in an array of 1 to 3 dimensions.
+    """Ranks (processes of the job) arranged in an array of 1 to 3 dimensions.
 
     `devices` is an integer torch tensor, or nested sequences of ints. A flat list becomes a
     one-dimensional mesh.
 
     Raises:
         ArgumentError: `devices` is a single number, which could mean a rank or a number of ranks.
-        ShardingError: for duplicates, negative ranks, ragged lists or more than 3 dimensions.
+        ShardingError: a rank occurs twice or is negative, inner lists have different lengths, or
+            there are more than 3 dimensions.
     """
 
     @_checked_init
@@ -108,9 +109,10 @@ class DeviceMesh:
 
     @checked
     def dim_of(self, ptype: ParallelType) -> int | None:
-        """Returns the mesh dimension of a device type, or None if the mesh lacks it.
+        """Returns the index of the mesh dimension that a device type names: mesh_x is the last
+        dimension.
 
-        mesh_x is the last dimension.
+        Returns None if the mesh has no such dimension.
         """
         if not ptype.is_device:
             raise ShardingError(
@@ -121,7 +123,9 @@ class DeviceMesh:
 
     @checked
     def size_of(self, ptype: ParallelType) -> int:
-        """Returns the number of devices along `ptype`, or 1 if the mesh lacks that dimension."""
+        """Returns the number of devices along the mesh dimension `ptype`, or 1 without such a
+        dimension.
+        """
         dim = self.dim_of(ptype)
         return 1 if dim is None else self.shape[dim]
 
@@ -132,7 +136,7 @@ class DeviceMesh:
 
     @checked
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
-        """Returns the position of `rank` along `ptype`.
+        """Returns the position of `rank` along the mesh dimension `ptype`.
 
         Returns 0 if the mesh lacks that dimension or that rank.
         """
@@ -140,13 +144,17 @@ class DeviceMesh:
         return 0 if dim is None else self._coordinates(rank)[dim]
 
     def _coordinates(self, rank: int) -> list[int]:
-        """Returns the position of `rank` along each dimension, or zeros for an unknown rank."""
+        """Returns the position of `rank` along each mesh dimension, or zeros if the mesh lacks the
+        rank.
+        """
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
     @checked
     def coordinates(self, ptype: ParallelType) -> tuple[int, ...]:
-        """Returns the position of every device along `ptype`, in the order of `devices`."""
+        """Returns the position of every device along the mesh dimension `ptype`, in the order of
+        `devices`.
+        """
         if ptype not in self._along:
             dim = self.dim_of(ptype)
             if dim is None:
@@ -161,12 +169,12 @@ class DeviceMesh:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The devices in ascending order."""
+        """The ranks of the mesh in ascending order."""
         return tuple(sorted(self.devices))
 
     @checked
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
-        """Returns the ranks that have the same coordinates as `rank`, except along `ptypes`.
+        """Returns the ranks that differ from `rank` at most in their coordinates along `ptypes`.
 
         Mesh [[0 1 2][3 4 5]]: team(4, (mesh_x,)) = (3, 4, 5), team(4, (mesh_y,)) = (1, 4).
         """
@@ -202,9 +210,11 @@ class DeviceMesh:
 
 # ------------------------------------------------------------------ text
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
-    """Returns the text of the items along the first dimension of an array of ids.
+    """Returns the text of an array of ranks: one number, or one `{..}`, per index of its first
+    dimension.
 
-    With `is_short`, three or more items at equal distances are written as a range.
+    `ids` has the ranks in row-major order. If `is_short` is True, three or more items at equal
+    distances are written as a range.
     """
     count = len(ids) // shape[0] if shape[0] else 0
 
@@ -230,8 +240,8 @@ def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -
 def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
     """Returns (length, distance) of the longest range of blocks that begins with block `at`.
 
-    A block is `count` consecutive ids. In a range, each id is larger by the same distance than the
-    id at the same position of the block before.
+    A block is `count` consecutive entries of `ids`. In a range, each rank is larger, by the same
+    distance, than the rank at the same position in the block before.
     """
     if (at + 1) * count >= len(ids):
         return 1, 0
@@ -254,7 +264,8 @@ def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
 
 
 def read_mesh(cursor: Cursor) -> DeviceMesh:
-    """Reads the text of a mesh at the cursor.
+    """Reads the text of a mesh, such as `DeviceMesh{0 1}`, at the cursor, and moves the cursor
+    after it.
 
     Raises:
         ParseError: the text is no mesh.
@@ -273,7 +284,9 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 
 
 def read_ranks(cursor: Cursor) -> DeviceMesh:
-    """Reads a team, a one-dimensional list of ranks, at the cursor: `(0 1 2)` or `(0..1023)`.
+    """Reads a list of ranks at the cursor, and returns a one-dimensional mesh:
+
+    `(0 1 2)`, `(0..1023)`.
 
     Raises:
         ParseError: the text is no list of ranks. The error has the position.
@@ -299,7 +312,10 @@ def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
 
 
 def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
-    """Returns the cached mesh of the text up to `end` and moves the cursor there, or None."""
+    """Returns the mesh that was read from the same text before, and moves the cursor to `end`.
+
+    The text reaches from the cursor to `end`. Returns None if this text was not read before.
+    """
     known = _read.recall(cursor.text[cursor.pos : end])
     if known is not None:
         cursor.pos = end
@@ -326,7 +342,8 @@ def _read_item(c: Cursor, depth: int) -> object:
 def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
     """Returns the items of the range `first..last by step`, without `first`.
 
-    If `step` is None, it is the number of ids in `first`. `at` is the position for errors.
+    If `step` is None, the step is the number of ranks in `first`. `at` is the position in the text
+    that an error names.
     """
     try:
         (ids, shape), (ends, other) = _flatten(first), _flatten(last)
@@ -350,7 +367,7 @@ def _shifted(item: object, by: int) -> object:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns ranks as words: `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
+    """Returns ranks as words for messages: `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"

@@ -20,7 +20,10 @@ Relation = tuple[Scalar, Scalar]
 
 
 class ExtentClasses:
-    """The equalities between the extents of one fusion."""
+    """The equalities between the extents of one fusion, which its ops and the user state.
+
+    `canonical` replaces the symbols of an extent, so that equal extents become the same expression.
+    """
 
     def __init__(self) -> None:
         # Symbol -> its replacement. After `_substituted`, no replacement contains a key.
@@ -45,10 +48,12 @@ class ExtentClasses:
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal, for the reason `reason`.
+        """States that two extents are equal.
 
-        The extent that `_rank` sorts first becomes the representative. If both rank equally, `a`
-        does.
+        `reason` is shown if the inputs of a call contradict this.
+
+        The extent with the lower `_rank` becomes the representative, or `a` if both ranks are
+        equal.
         """
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
@@ -60,7 +65,8 @@ class ExtentClasses:
     def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
         """Makes `a` the representative of `b`, or stores the equality if neither is a symbol.
 
-        Both must be representatives already.
+        Both extents must be representatives already. If only `a` is a symbol, `b` becomes the
+        representative.
         """
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
@@ -103,7 +109,10 @@ class ExtentClasses:
             x = substitute(x, known)
 
     def relations(self) -> tuple[Relation, ...]:
-        """Returns all equalities as (extent, representative), equalities of symbols first."""
+        """Returns all equalities as pairs (extent, representative).
+
+        Pairs of a symbol come first.
+        """
         if self._relations is None:
             found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
             for x, y in self._whole:
@@ -115,13 +124,16 @@ class ExtentClasses:
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
-        """Returns the reason of an equality, such as `add of T0 and T1 at model.py:7`, or ""."""
+        """Returns the op that stated an equality, such as `add of T0 and T1 at model.py:7`, or ""
+        if unknown.
+        """
         return self._reasons.get((x, representative)) or self._reasons.get(x, "")
 
     def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
         """Replaces symbols by `values` in every equality, and drops equalities that become trivial.
 
-        If a representative is replaced, its replacement becomes the representative.
+        If a representative is replaced, its replacement becomes the representative of the same
+        extents.
         """
         stated = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
         self.__init__()
@@ -129,9 +141,10 @@ class ExtentClasses:
             self.write(substitute(x, values), substitute(y, values), reason)
 
     def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
-        """States that two extents are equal.
+        """States that two extents are equal, and prefers `y` as the representative.
 
-        If both are symbols, `y` becomes the representative.
+        If both extents are symbols, `y` becomes the representative. In all other cases, the order
+        of `unify` decides.
         """
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
@@ -141,7 +154,9 @@ class ExtentClasses:
 
 
 def _rank(x: Scalar) -> tuple[int, object]:
-    """Returns the key by which representatives are preferred, lowest first.
+    """Returns the sort key of an extent.
+
+    Of two equal extents, the one with the lower key represents both.
 
     Constants come first, then symbols by number, then other expressions.
     """

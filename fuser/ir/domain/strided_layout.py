@@ -67,7 +67,10 @@ class StridedLayout:
         )
 
     def viewed(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> StridedLayout:
-        """Returns the layout of a view that begins `shift` elements after this layout begins."""
+        """Returns the layout of a view with this shape and these strides.
+
+        The view begins `shift` elements after the first element of this layout.
+        """
         skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
         return StridedLayout.with_strides(shape, strides, self._itemsize, skipped)
 
@@ -113,7 +116,9 @@ class StridedLayout:
         return self.span * self._itemsize
 
     def storage_offset(self) -> int:
-        """Returns the number of elements from a multiple of VECTOR_BYTES to the first element."""
+        """Returns the number of elements from a multiple of VECTOR_BYTES to the first element
+        (`skipped`).
+        """
         return self._skipped
 
     def view(self, shape: Sequence[int]) -> StridedLayout:
@@ -157,9 +162,10 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def viewed_strides(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Returns the strides of a view with shape `wanted`, or None if there is no such view.
+    """Returns the strides with which the same memory can be viewed with shape `wanted`.
 
-    The strides of axes with one element are arbitrary.
+    `shape` and `strides` describe the tensor. Returns None if no strides express the view, as for
+    `torch.Tensor.view`. The strides of axes with one element are arbitrary.
     """
     if prod(shape) != prod(wanted):
         return None

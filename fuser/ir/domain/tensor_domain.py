@@ -1,7 +1,7 @@
 """Axes of a tensor (iteration domains), and the transforms that derive axes from other axes.
 
-A `TensorDomain` maps the number of each axis to the current state of the axis. Its root, logical,
-allocation and loop domains are tuples of axis numbers. Transforms (`SplitTransform`,
+A `TensorDomain` maps the number of each axis to the current properties of the axis. Its root,
+logical, allocation and loop domains are tuples of axis numbers. Transforms (`SplitTransform`,
 `MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) derive one of these tuples from another. All
 classes are frozen: scheduling creates a new `TensorDomain` and assigns it to the tensor.
 `fuser.ir.domain.axis_path` computes sizes, indices and strides along transforms.
@@ -27,9 +27,10 @@ class IterDomain:
     """One axis of one tensor: its number, and its current properties.
 
     - `number` identifies the axis in its fusion.
-    - `extent` is the number of iterations; it is 1 for a broadcast axis.
+    - `extent` is the number of iterations. A broadcast axis has extent 1.
     - `ptype` is the parallel type: serial, or a device, stream, block or thread type.
-    - `expanded` is the size that users see of an expanded broadcast axis, else None.
+    - `expanded` is the size that users see of an expanded broadcast axis. It is None for other
+      axes.
     - `rfactor` marks an axis that the op derives from its root axes, by a reshape or by `rfactor`.
     """
 
@@ -69,7 +70,10 @@ class IterDomain:
         return IterDomain(number, self.kind, self.extent, self.ptype, self.expanded, self.rfactor)
 
     def having(self, **state: Any) -> IterDomain:
-        """Returns the axis with these field values, or `self` if it has these values already."""
+        """Returns a copy of the axis in which the fields `state` have other values.
+
+        Returns `self` if all fields have these values already.
+        """
         if all(getattr(self, name) is value for name, value in state.items()):
             return self
         return replace(self, **state)
@@ -87,9 +91,9 @@ Rewrite = Callable[[Scalar], Scalar]
 
 @record
 class SplitTransform:
-    """inp -> outer, inner.
+    """The split of an axis into two axes: inp -> outer, inner.
 
-    `factor` is the extent of `inner` if `inner_split` is set, else the extent of `outer`.
+    `factor` is the extent of `inner` if `inner_split` is True, else the extent of `outer`.
     """
 
     inp: int
@@ -110,7 +114,9 @@ class SplitTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters: the factor, and whether the factor is the inner extent."""
+        """The parameters for comparisons: the factor, and whether the factor is the inner
+        extent.
+        """
         return (self.factor, self.inner_split)
 
     @property
@@ -130,7 +136,7 @@ class SplitTransform:
 
 @record
 class MergeTransform:
-    """outer, inner -> out, with extent outer * inner."""
+    """The merge of two axes into one: outer, inner -> out, with extent outer * inner."""
 
     outer: int
     inner: int
@@ -148,12 +154,12 @@ class MergeTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The empty tuple: a merge has no parameters."""
+        """The parameters for comparisons: the empty tuple, because a merge has no parameters."""
         return ()
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The empty tuple: a merge has no parameters."""
+        """The scalar parameters: the empty tuple, because a merge has none."""
         return ()
 
     def renumbered(self, fn: Renumber) -> MergeTransform:
@@ -167,9 +173,10 @@ class MergeTransform:
 
 @record
 class Resize:
-    """inp -> out, with extent inp + left + right, and index of out = index of inp + left.
+    """The padding or cropping of an axis: inp -> out, with extent inp + left + right.
 
-    `left` and `right` may be negative, as in a slice.
+    The index of out is the index of inp plus `left`. `left` and `right` are negative if elements
+    are removed, as in a slice.
     """
 
     inp: int
@@ -189,12 +196,14 @@ class Resize:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters: the numbers of elements that are added on the left and on the right."""
+        """The parameters for comparisons: how many elements are added on the left and on the
+        right.
+        """
         return (self.left, self.right)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar parameters: the numbers of elements that are added on the left and right."""
+        """The scalar parameters: how many elements are added on the left and on the right."""
         return (self.left, self.right)
 
     def renumbered(self, fn: Renumber) -> Resize:
@@ -208,7 +217,7 @@ class Resize:
 
 @record
 class Swizzle1D:
-    """inp -> out, a rotation: index of inp = (index of out + c) % extent.
+    """The rotation of an axis: inp -> out, where index of inp = (index of out + c) % extent.
 
     c is the coordinate of the executing device along the device type `ptype`.
     """
@@ -229,12 +238,12 @@ class Swizzle1D:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters: the device type along which a device's coordinate is the rotation."""
+        """The parameters for comparisons: the device type whose coordinate is the rotation."""
         return (self.ptype,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The empty tuple: a rotation has no scalar parameters."""
+        """The scalar parameters: the empty tuple, because a rotation has none."""
         return ()
 
     def renumbered(self, fn: Renumber) -> Swizzle1D:
@@ -248,12 +257,15 @@ class Swizzle1D:
 
 @record
 class Shift:
-    """rows, inp -> same, out: index of out = index of inp + (row * extent of inp) % width.
+    """The shift of each row for aligned vector accesses: rows, inp -> same, out.
 
-    A shift aligns vector accesses if the length of a row is no multiple of the vector width. `same`
-    is a copy of the axis `rows`. If rows are adjacent in memory, a multiple of `width` along `out`
-    is also a multiple of `width` in memory. `out` has width - 1 iterations more than `inp`.
-    Iterations before the first and after the last element of a row are skipped.
+    The index of out is the index of inp + (row * extent of inp) % width. `same` is a copy of the
+    axis `rows`.
+
+    A shift aligns vector accesses if the length of a row is no multiple of the vector width. If
+    rows are adjacent in memory, a multiple of `width` along `out` is also a multiple of `width` in
+    memory. `out` has width - 1 iterations more than `inp`. Iterations before the first and after
+    the last element of a row are skipped.
     """
 
     rows: int
@@ -274,12 +286,12 @@ class Shift:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters: the width, in elements."""
+        """The parameters for comparisons: the vector width, in elements."""
         return (self.width,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar parameters: the width, in elements."""
+        """The scalar parameters: the vector width, in elements."""
         return (self.width,)
 
     def renumbered(self, fn: Renumber) -> Shift:
@@ -302,7 +314,8 @@ Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
-    """Returns whether two transforms have the same type and equal parameters.
+    """Returns whether two transforms have the same type and equal parameters, such as the split
+    factor.
 
     The axes of the transforms may differ.
     """
@@ -324,7 +337,7 @@ _state_of = attrgetter("kind", "extent", "ptype", "expanded", "rfactor")
 
 
 class Structure:
-    """A domain without its axis numbers, for comparisons.
+    """A tensor domain without its axis numbers, as a hashable key for comparisons.
 
     Domains of equal layers of a model have equal structures. `places` maps each axis number to its
     position among the sorted numbers. The hash is computed once, so that comparisons are fast.
@@ -354,9 +367,9 @@ class TensorDomain:
     - `root_numbers` is () if the root axes are the logical axes.
     - `allocation_numbers` is () if memory order is logical order.
     - `contiguity` has one flag per allocation axis (or logical axis, if there is no allocation
-      domain). The flag is None exactly for broadcast and reduction axes. Otherwise it says whether
-      the axis has no gaps. The stride is then the stride * extent of the next inner stored axis, or
-      1 if there is none.
+      domain). The flag is None exactly for broadcast and reduction axes. True means that the axis
+      has no gaps: its stride is the stride * extent of the next inner axis in memory, or 1 for the
+      innermost axis.
     - `transforms` derive the logical axes from the root axes, and the loop and allocation axes from
       the logical axes, in order.
     """
@@ -391,8 +404,8 @@ class TensorDomain:
     ) -> TensorDomain:
         """Returns the domain with these axes.
 
-        `loop` defaults to the logical axes, and `contiguity` to a tensor without gaps. `between`
-        are axes that are in none of the four domains, but that transforms read or derive.
+        By default, the loop axes are the logical axes, and the tensor has no gaps in memory.
+        `between` are axes that are in none of the four domains, but that transforms read or derive.
         """
         axes: dict[int, IterDomain] = {}
         for axis in (*between, *root, *allocation, *(loop or ()), *logical):
@@ -416,12 +429,14 @@ class TensorDomain:
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
-        """Returns the axes with the numbers in `group`, in this order."""
+        """Returns the axes whose numbers are in `group`, in the order of `group`."""
         return tuple(map(self.axes.__getitem__, group))
 
     @remembered
     def root(self) -> tuple[IterDomain, ...]:
-        """The root axes, from which the op derives the logical axes; () if both are the same."""
+        """The root axes, from which the op derives the logical axes, or () if both are the same
+        axes.
+        """
         return self.states(self.root_numbers)
 
     @remembered
@@ -431,7 +446,7 @@ class TensorDomain:
 
     @remembered
     def allocation(self) -> tuple[IterDomain, ...]:
-        """The axes in memory order, outermost first; () if memory order is logical order."""
+        """The axes in memory order, outermost first, or () if memory order is logical order."""
         return self.states(self.allocation_numbers)
 
     @remembered
@@ -451,14 +466,18 @@ class TensorDomain:
 
     @remembered
     def no_reductions(self) -> tuple[IterDomain, ...]:
-        """The logical axes that are not reduced, which consumers and users see."""
+        """The logical axes that are not reduced.
+
+        These are the axes that users and later ops see.
+        """
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
     @remembered
     def is_undecided(self) -> bool:
-        """Whether this is the domain of a reshape whose transforms depend on undecided input sizes.
+        """Whether the tensor is the result of a reshape whose splits and merges are not decided
+        yet.
 
-        No transform then connects the root axes with the logical axes.
+        They depend on the sizes of inputs. Until then, no transform connects root and logical axes.
         """
         root = self.root_numbers
         if not root or any(n in root for n in self.logical_numbers):
@@ -467,12 +486,15 @@ class TensorDomain:
 
     @remembered
     def has_devices(self) -> bool:
-        """Whether some axis, or an axis derived from it, is on a device type."""
+        """Whether some axis, of any of the four domains, is on a device type."""
         return any(a.is_device for a in self.axes.values())
 
     @remembered
     def memory_order(self) -> tuple[tuple[int, bool | None], ...]:
-        """The cached result of `fuser.ir.memory_layout.memory_order`."""
+        """Pairs (position, contiguity) of the logical axes, outermost in memory first.
+
+        This is the cached result of `fuser.ir.memory_layout.memory_order`.
+        """
         axes = self.no_reductions
         positions = {a.number: p for p, a in enumerate(axes)}
         outers = {t: self.rotated(t.outer) for t in self.splits.values()}
@@ -497,10 +519,10 @@ class TensorDomain:
 
     @remembered
     def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
-        """The axes from which `memory_layout.dense_strides_of` computes strides, innermost first.
+        """The facts about each axis from which the strides of a tensor without gaps are computed.
 
-        Each is (position, whether the axis is expanded, whether memory holds all elements along the
-        axis).
+        One entry per logical axis, innermost in memory first: (position of the axis, whether the
+        axis is expanded, whether memory holds all elements along it).
         """
         axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
@@ -511,7 +533,7 @@ class TensorDomain:
         return splits_of(self.transforms)
 
     def rotated(self, number: int) -> IterDomain:
-        """Returns the axis `number`, or the result of the last rotation that starts from it.
+        """Returns the axis with this number, or the axis into which rotations turn it.
 
         A rotation is a `Swizzle1D`.
         """
@@ -521,7 +543,9 @@ class TensorDomain:
         return self.axes[number]
 
     def above(self, group: Iterable[int]) -> set[int]:
-        """Returns the numbers in `group`, and the numbers of all axes they are derived from."""
+        """Returns the axis numbers in `group`, and those of all axes from which these axes are
+        derived.
+        """
         found = set(group)
         for t in reversed(self.transforms):
             if not found.isdisjoint(t.outputs):
@@ -542,8 +566,8 @@ class TensorDomain:
     ) -> TensorDomain:
         """Returns the domain with some of its fields replaced.
 
-        `axes` are new axes, or axes with changed properties. Axes that are no longer in a domain or
-        in a transform are dropped.
+        `axes` are new axes, or axes with changed properties. Axes that no domain and no transform
+        contains any more are dropped.
         """
 
         def group(new: Iterable[int] | None, old: tuple[int, ...]) -> tuple[int, ...]:
@@ -564,8 +588,8 @@ class TensorDomain:
     ) -> TensorDomain:
         """Returns the domain with other loop axes, and with the transforms that derive them.
 
-        `transforms` are added to the transforms of the domain. `axes` are the axes that they
-        create.
+        `transforms` are added to the transforms of the domain. `axes` are the axes that the added
+        transforms create.
         """
         return replace(
             self,
@@ -577,7 +601,10 @@ class TensorDomain:
     def with_allocation(
         self, allocation: Iterable[int], contiguity: Iterable[bool | None]
     ) -> TensorDomain:
-        """Returns the domain with another memory order; () means logical order."""
+        """Returns the domain with another memory order.
+
+        An empty `allocation` means logical order.
+        """
         return self.having(allocation=allocation, contiguity=contiguity)
 
     def with_axes(self, *states: IterDomain) -> TensorDomain:
@@ -585,7 +612,7 @@ class TensorDomain:
         return replace(self, axes={**self.axes, **{a.number: a for a in states}})
 
     def in_logical_order(self) -> TensorDomain:
-        """Returns the domain of a tensor without gaps, in logical order."""
+        """Returns the domain with memory in logical order and without gaps."""
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
@@ -610,9 +637,9 @@ class TensorDomain:
         )
 
     def without_root(self) -> TensorDomain:
-        """Returns the domain that a copy of the tensor has: without root axes and reduction axes.
+        """Returns the domain of a copy of the tensor: without root axes and reduction axes.
 
-        Loop and allocation axes that are derived from the other logical axes stay.
+        The loop and allocation axes that are derived from the remaining logical axes stay.
         """
         derived = {a.number for a in self.no_reductions}
         kept: list[Transform] = []
@@ -633,12 +660,12 @@ class TensorDomain:
 
     @remembered
     def known(self) -> dict[Hashable, Any]:
-        """Cached results of analyses of this domain; each analysis has its own key."""
+        """Results that analyses of this domain have cached. Each analysis has its own key."""
         return {}
 
     @remembered
     def structure(self) -> Structure:
-        """The `Structure` of this domain, which has no axis numbers."""
+        """The domain without axis numbers, as a hashable key."""
         places = {number: place for place, number in enumerate(sorted(self.axes))}
 
         def group(found: Iterable[int]) -> tuple[int, ...]:
@@ -689,9 +716,10 @@ def _pruned(
     contiguity: tuple[bool | None, ...],
     transforms: tuple[Transform, ...],
 ) -> TensorDomain:
-    """Returns the domain with these fields, without axes that no domain or transform contains.
+    """Returns the domain with these fields, and with only those axes that are used.
 
-    Axes are sorted by their numbers.
+    An axis is used if one of the four domains or a transform contains it. Axes are sorted by
+    number.
     """
     used = {*root, *logical, *allocation, *loop}
     for t in transforms:
@@ -759,10 +787,11 @@ def domain_problem(domain: TensorDomain) -> str | None:
 
 
 def derivation_problem(domain: TensorDomain) -> str | None:
-    """Returns a description of an axis that no transform derives, or that two derive, or None.
+    """Returns a description of an axis that is derived by no transform or by two, or None if all is
+    well.
 
     Logical axes must be derived from root axes, and loop and allocation axes from logical axes. The
-    logical axes of an undecided reshape count as given.
+    exception is a reshape whose transforms are not decided yet: its logical axes need no transform.
     """
     roots = domain.root_numbers or domain.logical_numbers
     if domain.is_undecided and all(a.rfactor for a in domain.logical):
@@ -796,14 +825,17 @@ def derivation_problem(domain: TensorDomain) -> str | None:
 
 
 def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
-    """Returns the extent of the merge of two axes, as `DomainBuilder.merge` describes."""
+    """Returns the extent of the merge of two axes. If one of them is broadcast, `is_view` decides.
+
+    In a view, an expanded broadcast axis counts with its expanded size. In a loop, it counts as 1.
+    """
     if is_view and not (outer.is_broadcast and inner.is_broadcast):
         return sc.mul(outer.size, inner.size)
     return sc.mul(outer.extent, inner.extent)
 
 
 class AxisNumbers(Protocol):
-    """An object that creates axes with unused numbers, such as a fusion."""
+    """Protocol of an object that creates axes with unused numbers. A fusion is such an object."""
 
     def next_axis(self) -> int:
         """Returns an unused axis number."""
@@ -822,9 +854,10 @@ class AxisNumbers(Protocol):
 
 
 class DomainBuilder:
-    """Derives axes by transforms, and collects the `axes` and `transforms` of a new domain.
+    """Derives new axes by transforms, and collects them for a new domain.
 
-    `fusion` numbers the new axes. `axes` are existing axes to begin with.
+    `fusion` numbers the new axes. `axes` are the existing axes to begin with. Afterwards, the
+    attributes `axes` and `transforms` have everything that was derived.
     """
 
     def __init__(self, fusion: AxisNumbers, axes: Iterable[IterDomain] = ()) -> None:
@@ -835,10 +868,12 @@ class DomainBuilder:
     def split(
         self, inp: IterDomain, factor: Scalar, *, inner_split: bool = True, rfactor: bool = False
     ) -> tuple[IterDomain, IterDomain]:
-        """Splits an axis into (outer, inner). Both inherit the kind and the parallel type.
+        """Splits an axis into two axes and returns (outer, inner).
 
-        If the axis is an expanded broadcast axis, both results have extent 1, and its expanded size
-        is split.
+        Both inherit kind and parallel type.
+
+        If the axis is an expanded broadcast axis, its expanded size is split, and both results have
+        extent 1.
         """
 
         def sizes(extent: Scalar) -> tuple[Scalar, Scalar]:
@@ -857,10 +892,11 @@ class DomainBuilder:
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
         """Merges two axes; the result has extent outer * inner, and the parallel type of `outer`.
 
-        The merge of an iteration axis and a broadcast axis is an iteration axis. The merge of a
-        reduction axis is a reduction axis. If an expanded broadcast axis is merged with a concrete
-        axis, the broadcast's expanded size counts in a view (`rfactor=True`). In a loop, its extent
-        1 counts.
+        - The merge of an iteration axis and a broadcast axis is an iteration axis.
+        - The merge with a reduction axis is a reduction axis.
+        - The merge of an expanded broadcast axis and a concrete axis depends on `rfactor`. In a
+          view (`rfactor=True`), the expanded size counts. In a loop, the broadcast axis counts as
+          1.
         """
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
@@ -900,14 +936,20 @@ class DomainBuilder:
     def shift(
         self, rows: IterDomain, inp: IterDomain, width: Scalar
     ) -> tuple[IterDomain, IterDomain]:
-        """Shifts the elements of each row so that vector accesses are aligned; see `Shift`."""
+        """Shifts the elements of each row so that vector accesses of `width` elements are aligned.
+
+        Returns (copy of the axis of rows, shifted axis). `Shift` describes the transform.
+        """
         same = self._derive(rows)
         out = self._derive(inp, extent=shifted_extent(inp.extent, width))
         self._lead(Shift(rows.number, inp.number, same.number, out.number, width), rows, inp)
         return same, out
 
     def restate(self, axis: IterDomain, state: IterDomain) -> IterDomain:
-        """Replaces an axis that this builder created by `state`, which may have another number."""
+        """Replaces an axis that this builder created by `state`, and returns `state`.
+
+        `state` may have another number. The builder's transforms then use the new number.
+        """
         del self.axes[axis.number]
         self.axes[state.number] = state
         if state.number != axis.number:
