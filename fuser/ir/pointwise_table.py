@@ -4,9 +4,9 @@
 - Scalars use the torch functions. The code generator uses the CUDA text.
 - Tests read the domains of operands.
 
-In the CUDA text, `{0} {1} {2}` are the texts of operands. Each text must be an atom (a name, a
-literal or in parentheses) of the C type in which the op computes; operand 0 of `where` is bool.
-`fm_NAME` is a function of `codegen/rt_math.h`. Half-like values are computed as float.
+In the CUDA text, `{0} {1} {2}` are the texts of the operands. Each text must be a name, a literal
+or in parentheses, and of the C type in which the op computes. Operand 0 of `where` is bool.
+`fm_NAME` is a function of `codegen/rt_math.h`. Values of half precision are computed as float.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Number = bool | int | float
 
 @record
 class PointwiseRow:
-    """Facts about one kind of elementwise op.
+    """Facts about one kind of elementwise op: one row of the table.
 
     - `arity`: the number of operands. `rule`: the dtype rule.
     - `torch`: the reference function, for tensors of the dtype in which the op computes.
@@ -89,15 +89,15 @@ class PointwiseRow:
 
     @property
     def is_operator(self) -> bool:
-        """Whether the text is an operator such as `+`, and not the name of a function."""
+        """Whether the IR text is an operator such as `+`, and not the name of a function."""
         return not _is_function(self.text)
 
     @property
     def scalar_ops(self) -> dict[str, Callable[..., Number]]:
-        """Name of the scalar op -> its function on Python numbers.
+        """The functions of this op on Python numbers, by the name of the op on scalars.
 
-        If the result depends on the precision, there are two ops. The name of the op in Float ends
-        in f.
+        If the result depends on the precision, there are two functions. The name of the op that
+        computes in Float ends in f.
         """
         found = {self.scalar: self._of_numbers(torch.float64)}
         if self.rule == "float_only":
@@ -141,12 +141,12 @@ def _row(
     near: str = "",
     exact: tuple[int, ...] = (),
 ) -> PointwiseRow:
-    """Returns a row of the table, with these defaults:
+    """Returns the row of an elementwise op, with these defaults:
 
     - `fn` is torch's function with the name `name`.
     - `cuda` is the operator in `text`, else the device function with the name `name`. If `cuda` is
       only a name, this name is also a device function.
-    - `domains` with one domain applies to all operands.
+    - If `domains` has one domain, the domain applies to all operands.
     """
     text = text or name
     if not cuda:
@@ -179,20 +179,26 @@ def _is_function(text: str) -> bool:
 
 
 def _cuda_text(text: str, arity: int) -> str:
-    """Returns a CUDA template. The name of a function of `codegen/rt_math.h` becomes a call."""
+    """Returns the CUDA template of an op. If `text` is only a name, the template is a call.
+
+    The called function is `fm_NAME` of `codegen/rt_math.h`.
+    """
     if not text.isidentifier():
         return text
     return f"fm_{text}(" + ", ".join(f"{{{i}}}" for i in range(arity)) + ")"
 
 
 def _function(name: str, domain: str = "any") -> PointwiseRow:
-    """Returns the row of a C library function that computes in floating dtypes."""
+    """Returns the row of a C library function, such as `expf`, that computes in floating dtypes.
+
+    `domain` names the values for which the function is defined.
+    """
     text = f"{name}f"
     return _row(name, 1, "float", float_text=text, domains=domain, takes_complex=True, is_slow=True)
 
 
 def _real_function(name: str, domain: str = "any", fn: TorchFn | None = None) -> PointwiseRow:
-    """Returns the row of a function that is defined only for real numbers."""
+    """Returns the row of a C library function that takes no complex numbers, such as `erff`."""
     text = f"{name}f"
     return _row(name, 1, "float", fn, float_text=text, domains=domain, is_slow=True)
 
@@ -204,7 +210,7 @@ def _frac(x: torch.Tensor) -> torch.Tensor:
 
 
 def _erfcinv(x: torch.Tensor) -> torch.Tensor:
-    """Returns the y with erfc(y) = x."""
+    """Returns the number y for which erfc(y) = x."""
     return -torch.special.ndtri(x / 2) / math.sqrt(2.0)
 
 
@@ -214,17 +220,17 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _neg(x: torch.Tensor) -> torch.Tensor:
-    """Returns -x, or x for Bool."""
+    """Returns -x. A Bool is returned unchanged."""
     return x.clone() if x.dtype is torch.bool else torch.neg(x)
 
 
-def _sub(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _sub(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
     """Returns lhs - rhs, or lhs xor rhs for Bool."""
-    return torch.logical_xor(a, b) if a.dtype is torch.bool else torch.sub(a, b)
+    return torch.logical_xor(lhs, rhs) if lhs.dtype is torch.bool else torch.sub(lhs, rhs)
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """Returns the real part of x, or x if x is real."""
+    """Returns the real part of x. A real x is returned unchanged."""
     return _part(x, 0) if x.is_complex() else x.clone()
 
 
@@ -240,7 +246,10 @@ def _part(x: torch.Tensor, which: int) -> torch.Tensor:
 def _where_divisible(
     fn: TorchFn, a: torch.Tensor, b: torch.Tensor, on_zero: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Returns `fn(a, b)`. For integers, returns `on_zero(a)` where the divisor b is 0."""
+    """Returns `fn(a, b)`, a quotient or remainder.
+
+    If integers are divided by 0, returns `on_zero(a)`.
+    """
     if a.dtype.is_floating_point or a.dtype.is_complex:
         return fn(a, b)
     if a.dtype is torch.bool:
@@ -254,28 +263,28 @@ def _quotient(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.div(a, b, rounding_mode=None if is_exact else "trunc")
 
 
-def _div(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
-    return _where_divisible(_quotient, a, b, lambda x: torch.full_like(x, -1))
+def _div(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
+    return _where_divisible(_quotient, lhs, rhs, lambda x: torch.full_like(x, -1))
 
 
-def _fmod(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
-    return _where_divisible(torch.fmod, a, b, torch.clone)
+def _fmod(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
+    return _where_divisible(torch.fmod, lhs, rhs, torch.clone)
 
 
-def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
-    return _where_divisible(torch.remainder, a, b, torch.clone)
+def _remainder(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
+    return _where_divisible(torch.remainder, lhs, rhs, torch.clone)
 
 
-def _pow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
-    if a.dtype is torch.bool:
-        return torch.pow(a.int(), b.int()).bool()
-    found = torch.pow(a, b)
+def _pow(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
+    """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
+    if lhs.dtype is torch.bool:
+        return torch.pow(lhs.int(), rhs.int()).bool()
+    found = torch.pow(lhs, rhs)
     # x ** 0 is 1 for real numbers; for two complex tensors, torch returns NaN for 0 ** 0.
-    return torch.where(b == 0, 1, found) if a.is_complex() else found
+    return torch.where(rhs == 0, 1, found) if lhs.is_complex() else found
 
 
 def _clamp(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -447,5 +456,5 @@ PUBLIC: dict[str, tuple[str, Rule]] = {
 
 
 def kinds_of(arity: int) -> tuple[str, ...]:
-    """Returns the kinds of ops with `arity` operands."""
+    """Returns the kinds of all elementwise ops with `arity` operands."""
     return tuple(kind for kind, row in POINTWISE.items() if row.arity == arity)

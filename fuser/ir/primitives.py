@@ -1,11 +1,11 @@
-"""Schedule primitives that rewrite the fusion: caching and rfactor.
+"""Schedule primitives that rewrite the fusion: caches and rfactor.
 
     cache_after(T0):   T1 = op(T0)          ->  T2 = Set(T0);  T1 = op(T2)         returns T2
     cache_before(T1):  T1 = op(T0)          ->  T2 = op(T0);   T1 = Set(T2)        returns T2
     cache_fork(T1):    T1 output and used   ->  T1 as before;  T2 = Set(T1) is the output instead
     rfactor(T1, axes): T1 = sum(T0)         ->  T2 = sum(T0) over `axes`; T1 = sum(T2) over the rest
 
-The methods of the same names of `TensorView` call these functions through `PRIMITIVES`.
+The methods of `TensorView` with the same names call these functions through `PRIMITIVES`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def cache_after(
 
 
 def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Inserts a tensor that takes over the definition and the domain of `tv`, and returns it.
+    """Inserts a new tensor that the op of `tv` now computes. Returns the new tensor.
 
-    `tv` becomes a copy of the new tensor.
+    The new tensor has the old domain of `tv`, and `tv` becomes a copy of the new tensor.
 
     Raises:
         DefinitionError: `tv` is a fusion input or is already inlined.
@@ -89,9 +89,9 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
 
 
 def cache_fork(tv: TensorView) -> TensorView:
-    """Makes a copy of the output `tv` the output instead, and returns the copy.
+    """Replaces the output `tv` by a copy in the list of outputs, and returns the copy.
 
-    The ops that read `tv` still read it. `tv` becomes an intermediate tensor.
+    The ops that read `tv` still read `tv`, which becomes an intermediate tensor.
 
     Raises:
         DefinitionError: `tv` is not an output, is also an input, or no op reads it.
@@ -116,11 +116,11 @@ def cache_fork(tv: TensorView) -> TensorView:
 
 
 def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: bool) -> TensorDomain:
-    """Returns the domain of a copy of a tensor: without reduction axes and root axes.
+    """Returns the domain of a copy of a tensor. The copy has no reduction axes and no root axes.
 
-    Loop transforms are repeated. The memory order is repeated if `keep_allocation` is set. Device
-    and stream axes keep their parallel types, because these decide which part of the tensor a
-    device has. All other parallel types belong to a single kernel and are dropped.
+    The copy has the same loop transforms, and the same memory order if `keep_allocation` is True.
+    Device and stream axes keep their parallel types, because these decide which part of the tensor
+    a device has. All other parallel types belong to a single kernel and are dropped.
     """
     plain = source.without_root()
     if not keep_allocation:
@@ -139,12 +139,14 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
 
 # ------------------------------------------------------------------ rfactor
 def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
-    """Splits a reduction into two reductions, and returns the new tensor of the first one.
+    """Splits a reduction into two reductions, and returns the result of the first one.
 
-    The new tensor reduces the loop axes `axes`, and `tv` reduces the others. For `tv [i, r{d},
-    r{K/d}]` and axes (2,), the new tensor is `[i, i{d}, r{K/d}]` and tv is `[i, r{d}]`. The root
-    axes of the new tensor are the old logical axes of `tv`. It has the mesh of `tv` and no parallel
-    types.
+    The new tensor reduces the loop axes at the positions `axes`. `tv` reduces the other reduction
+    axes from the new tensor. For `tv [i, r{d}, r{K/d}]` and axes (2,), the new tensor is `[i, i{d},
+    r{K/d}]` and tv is `[i, r{d}]`.
+
+    The root axes of the new tensor are the old logical axes of `tv`. The new tensor has the mesh of
+    `tv` and no parallel types.
 
     Raises:
         DefinitionError: `tv` is not a reduction, or `axes` are not some (but not all) of its
@@ -189,9 +191,10 @@ def _zero(dtype: DataType) -> sc.Scalar:
 
 
 def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
-    """Returns a new tensor that reduces the `listed` loop axes (numbers) of `tv`.
+    """Returns the tensor of the first reduction of an rfactor.
 
-    The new tensor iterates the other reduction axes of `tv`.
+    The tensor reduces the loop axes of `tv` with the numbers `listed`. Other reduction axes of `tv`
+    become iteration axes.
     """
     fusion, domain = tv.fusion, tv.domain
     history = transforms_between(domain, domain.logical, domain.loop)
@@ -233,9 +236,10 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
 def _connected(
     domain: TensorDomain, history: Sequence[Transform], listed: set[int]
 ) -> frozenset[int]:
-    """Returns the numbers of the axes that transforms connect with a listed loop axis.
+    """Returns the numbers of all axes that transforms connect with one of the `listed` loop axes.
 
-    `history` are the transforms from logical to loop axes.
+    `history` has the transforms from logical to loop axes. The connection may take several
+    transforms.
     """
     found = set(listed)
     changed = True
@@ -250,7 +254,10 @@ def _connected(
 
 
 def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
-    """Sets the domain of `tv` so that it reduces the reduction axes that `producer` iterates."""
+    """Makes `tv` the second reduction of an rfactor: it reduces the axes that the first one left.
+
+    `producer` is the tensor of the first reduction.
+    """
     fusion, old, new = tv.fusion, tv.domain, producer.domain
     # The producer's loop axes have the order of tv's old loop axes, so their kinds correspond.
     was_reduction = {n.number: o.is_reduction() for o, n in zip(old.loop, new.loop, strict=True)}
@@ -273,9 +280,9 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Returns the contiguity of `logical` after an rfactor.
+    """Returns the contiguity flags of the axes `logical`, which `tv` has after an rfactor.
 
-    Axes that are not reduced keep their flags and their order.
+    Axes that are not reduced keep the flags that they have in the domain `old`.
     """
     flags: Mapping[int, bool | None] = dict(
         enumerate(

@@ -2,7 +2,7 @@
 
 A fusion stores the origins of its tensors by tensor number. Therefore copies of the fusion, the
 host program and a program that was read from text have the same origins. Origins do not affect
-execution.
+execution. They are printed by `python -m hostir why`, one line per fact:
 
     T3 deviceIdx.x on axis 0 : user at mlp.py:9
     T7 deviceIdx.x on axis 1 : forward from T3 through linear at mlp.py:12
@@ -49,9 +49,11 @@ _ROW = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of one fact about a tensor: its mesh, one sharded axis (cut), or its placement.
+    """The reason for one fact about a tensor: its mesh, one sharded axis, or its placement.
 
     - `tensor` is the number of the tensor.
+    - `what` is the kind of fact. A sharded axis is called a cut.
+    - `how` is the kind of reason, such as "user" or "forward" (from an operand to a result).
     - `source` is the number of the tensor from which the fact was derived, through the op `op`.
     - `where` is the user's line of that op.
     - `ptype` is the device or stream type of a cut.
@@ -82,7 +84,7 @@ class Origin:
 
 
 def read_origin(cursor: Cursor) -> Origin:
-    """Reads one line as `str(Origin)` writes it.
+    """Reads one origin at the cursor, in the text form that `str(Origin)` writes.
 
     Raises:
         ParseError: the line is no origin.

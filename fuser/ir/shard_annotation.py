@@ -25,7 +25,7 @@ from fuser.support.record import record
 
 @record
 class Shard:
-    """The placement that divides axis `dim` into equal blocks. -1 is the last axis."""
+    """The placement that divides axis `dim` of a tensor into equal blocks. -1 is the last axis."""
 
     dim: int
 
@@ -48,7 +48,7 @@ Dims = tuple[int | None, ...]
 
 @checked
 def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
-    """Places a tensor on a mesh and returns the tensor. Sharding propagation keeps this placement.
+    """Places a tensor on a mesh, and returns the tensor. Sharding propagation keeps this placement.
 
     `mesh` is a DeviceMesh, the argument of its constructor, or a mesh of torch. `placements` has
     one `Shard` or `Replicate` per mesh dimension, either of this package or of
@@ -62,8 +62,8 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
         ShardingError: the numbers of placements and mesh dimensions differ, an axis does not exist,
             or the mesh does not divide an axis.
         DefinitionError: the tensor is sharded already, or an axis to be sharded was transformed.
-        UnsupportedError: a partial sum, because ops create and reduce partial sums themselves.
-        ArgumentError: another kind of placement.
+        UnsupportedError: a partial sum was passed. Ops create and reduce partial sums themselves.
+        ArgumentError: an entry of `placements` is no placement.
     """
     mesh = mesh_of(mesh)
     dims = _dims_of(tv, mesh, placements)
@@ -89,9 +89,9 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
 
 
 def placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements with which `shard` creates the loop axes of a tensor, or None.
+    """Returns the placements from which `shard` would create the tensor's sharding, or None.
 
-    The result is None if the user did not set the mesh, or if `shard` cannot create these axes.
+    The result is None if the user did not set the mesh, or if `shard` cannot create this sharding.
     """
     mesh, domain = tv.mesh, tv.domain
     if mesh is None or not tv.mesh_is_user_set:
@@ -126,7 +126,7 @@ def _type_of(mesh: DeviceMesh, position: int) -> ParallelType:
 
 
 def mesh_of(mesh: Any) -> DeviceMesh:
-    """Returns a DeviceMesh for a DeviceMesh, a mesh of torch, or an argument of `DeviceMesh`."""
+    """Returns the DeviceMesh for a DeviceMesh, a mesh of torch, or an argument of `DeviceMesh`."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     is_torchs = type(mesh).__module__ == "torch.distributed.device_mesh"
@@ -164,7 +164,7 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
 
 
 def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
-    """Returns the axis that placement `placed` shards, or None for a replicated dimension.
+    """Returns the axis that the placement `placed` shards, or None if it replicates the tensor.
 
     `position` is the mesh dimension of the placement, for messages.
     """

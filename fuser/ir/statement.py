@@ -1,4 +1,4 @@
-"""Base classes of values and ops, under nvFuser's names: Statement, Val and Expr.
+"""Base classes of values and ops, with nvFuser's names: Statement, Val and Expr.
 
 Users test `isinstance(x, fuser.Val)`; nothing in the compiler depends on these classes. The module
 also stores the fusion that is being defined, because values of all kinds need this fusion.
@@ -73,7 +73,9 @@ class Values(list[T]):
         return not isinstance(value, Val) and any(v == value for v in self)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
-        """Returns the position of a value in the slice; tensors are compared by identity.
+        """Returns the position of a value in the slice [start, stop).
+
+        Tensors are compared by identity, because `==` would add an op to the definition.
 
         Raises:
             ValueError: the list does not contain the value.
@@ -91,7 +93,7 @@ def numbered(what: str, expr: object, values: Sequence[T], index: int) -> T:
     `what` is "input" or "output", for the message.
 
     Raises:
-        NoOperandError: an `IndexError`, if the op has no such operand or result.
+        NoOperandError: the op has no such operand or result. The error is also an `IndexError`.
     """
     if not 0 <= index < len(values):
         text = " ".join(str(expr).split())

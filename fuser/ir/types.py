@@ -1,4 +1,7 @@
-"""Enumerations of the IR, with nvFuser's names and print forms."""
+"""Enumerations of the IR, with nvFuser's names and print forms.
+
+Examples are `ParallelType`, the executor of an axis, and `MemoryType`, the memory of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from fuser.support.errors import ArgumentError
 
 
 class IrEnum(enum.Enum):
-    """An enumeration whose members are hashed by identity and print as nvFuser's members do."""
+    """Base class of the IR's enumerations. Members print as nvFuser's members do."""
 
     # Enum's own hash is a Python function, which would slow down every table look-up.
     __hash__ = object.__hash__
@@ -17,7 +20,7 @@ class IrEnum(enum.Enum):
         return f"<{type(self).__name__}.{self.name}: {self.value}>"
 
     def __int__(self) -> int:
-        """Returns the value of the member as a number.
+        """Returns the value of the member as a number, as nvFuser's enumerations allow.
 
         Raises:
             ArgumentError: the value is a text.
@@ -30,7 +33,7 @@ class IrEnum(enum.Enum):
 class IdMappingMode(IrEnum):
     """The relations between axes that `fuser.idm` offers, from narrow to wide.
 
-    Each mode except `loop` relates all pairs of axes that the modes before it relate.
+    Each mode except `loop` relates all pairs of axes that the modes before it in this list relate.
     """
 
     exact = 0
@@ -75,12 +78,12 @@ class ParallelType(IrEnum):
 
     @property
     def is_device(self) -> bool:
-        """Whether the axis is sharded along a mesh dimension."""
+        """Whether an axis of this type is sharded along a mesh dimension."""
         return self in DEVICE_TYPES
 
     @property
     def is_stream(self) -> bool:
-        """Whether positions along the axis are iterations of a stream loop.
+        """Whether positions along an axis of this type are iterations of a stream loop.
 
         The axis may count the iterations alone or together with other stream axes.
         """
@@ -88,12 +91,12 @@ class ParallelType(IrEnum):
 
     @property
     def is_block(self) -> bool:
-        """Whether the CUDA blocks of a grid execute the positions along the axis."""
+        """Whether the CUDA blocks of a grid execute the positions along an axis of this type."""
         return self in GRID_TYPES
 
     @property
     def is_thread(self) -> bool:
-        """Whether the threads of a CUDA block execute the positions along the axis."""
+        """Whether the threads of a CUDA block execute the positions along an axis of this type."""
         return self in BLOCK_TYPES
 
 
@@ -133,7 +136,10 @@ BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
 
 
 class IterType(IrEnum):
-    """The kind of an axis in its tensor. The value is the letter in printed axes: `iS0{i0}`."""
+    """The kind of an axis in its tensor.
+
+    The value is the first letter in printed axes: `iS0{i0}`.
+    """
 
     iteration = "i"
     reduction = "r"
@@ -143,7 +149,10 @@ class IterType(IrEnum):
 
 
 class MemoryType(IrEnum):
-    """The memory that holds a tensor. The value is the letter in a tensor's name, `T0_g_float`."""
+    """The kind of memory that holds a tensor.
+
+    The value is printed in the tensor's name: `T0_g_float`.
+    """
 
     local = "l"
     shared = "s"
@@ -174,7 +183,7 @@ class LoadStoreOpType(IrEnum):
 
 
 class CacheOp(IrEnum):
-    """The cache hint of a global load or store."""
+    """The cache hint of a load from global memory, or of a store."""
 
     unspecified = "Unspecified"
     all_levels = "AllLevels"

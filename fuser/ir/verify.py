@@ -13,7 +13,8 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
 
     - Every tensor has one definition, before its first use.
     - Inputs have no definition. Each output has a definition or is an input.
-    - Contiguity has one flag per allocation axis. It is None exactly for broadcasts and reductions.
+    - Contiguity has one flag per allocation axis. The flag is None exactly for broadcast and
+      reduction axes.
     - Loop and allocation axes are derived from the logical axes.
     - A tensor has at most one axis per device or stream type.
 

@@ -90,9 +90,9 @@ def erfinv(x: TensorView, /) -> TensorView: """As `torch.erfinv`."""
 @overload
 def erfinv(x: ScalarLike, /) -> Scalar: """As `torch.erfinv`."""
 @overload
-def erfcinv(x: TensorView, /) -> TensorView: """Returns the y with erfc(y) = x."""
+def erfcinv(x: TensorView, /) -> TensorView: """Returns the number y for which erfc(y) = x."""
 @overload
-def erfcinv(x: ScalarLike, /) -> Scalar: """Returns the y with erfc(y) = x."""
+def erfcinv(x: ScalarLike, /) -> Scalar: """Returns the number y for which erfc(y) = x."""
 @overload
 def lgamma(x: TensorView, /) -> TensorView: """As `torch.lgamma`."""
 @overload
@@ -134,9 +134,9 @@ def silu(x: TensorView, /) -> TensorView: """Returns x * sigmoid(x)."""
 @overload
 def silu(x: ScalarLike, /) -> Scalar: """Returns x * sigmoid(x)."""
 @overload
-def neg(x: TensorView, /) -> TensorView: """Returns -x, or x for Bool."""
+def neg(x: TensorView, /) -> TensorView: """Returns -x. A Bool is returned unchanged."""
 @overload
-def neg(x: ScalarLike, /) -> Scalar: """Returns -x, or x for Bool."""
+def neg(x: ScalarLike, /) -> Scalar: """Returns -x. A Bool is returned unchanged."""
 @overload
 def abs(x: TensorView, /) -> TensorView: """As `torch.abs`."""
 @overload
@@ -228,29 +228,29 @@ def mul(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """As `torch.mul`."
 @overload
 def mul(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """As `torch.mul`."""
 @overload
-def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
+def div(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
 @overload
-def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
+def div(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
 @overload
-def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs, truncated for integers, where x / 0 is -1 (an error for scalars)."""
+def div(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs / rhs, truncated for integers. An integer / 0 is -1 (an error for scalars)."""
 @overload
-def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
+def mod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
 @overload
-def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
+def mod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
 @overload
-def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
+def mod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
 @overload
-def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
+def fmod(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
 @overload
-def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
+def fmod(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
 @overload
-def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder with lhs's sign; for integers, x % 0 is x (an error for scalars)."""
+def fmod(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of lhs. An integer % 0 is itself (an error for scalars)."""
 @overload
-def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
+def remainder(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
 @overload
-def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
+def remainder(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
 @overload
-def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns the remainder, with the sign of rhs. The remainder of an integer x by 0 is x."""
+def remainder(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs % rhs with the sign of rhs. An integer % 0 is itself."""
 @overload
 def complex(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Computes the complex numbers lhs + i * rhs from two tensors or two scalars."""
 @overload
@@ -258,11 +258,11 @@ def complex(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Computes the
 @overload
 def complex(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Computes the complex numbers lhs + i * rhs from two tensors or two scalars."""
 @overload
-def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
+def pow(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
 @overload
-def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
+def pow(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
 @overload
-def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs; integers wrap, and a negative exponent yields 0 unless lhs is 1 or -1."""
+def pow(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Returns lhs ** rhs. An integer wraps, and to a negative power is 0 unless it is 1 or -1."""
 @overload
 def maximum(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """As `torch.maximum`."""
 @overload

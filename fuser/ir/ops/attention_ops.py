@@ -36,7 +36,7 @@ __all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
 
 
 class AttentionOp(LibraryOp):
-    """Base of attention and its gradient.
+    """Base class of the attention op and of its gradient op.
 
     `AXES` has the letters of each tensor's axes. `DTYPES` lists the tensors whose dtype differs
     from the dtype of `query`.
@@ -74,18 +74,25 @@ class AttentionOp(LibraryOp):
 
     @classmethod
     def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
-        """Returns the letters of the axes of field `field`, without batch axes before n."""
+        """Returns the letters of the axes of field `field`.
+
+        Additional batch axes before n are not included.
+
+        With `enable_gqa`, the heads of keys and values have the letter g.
+        """
         letters = cls.AXES[field]
         return letters.replace("h", "g") if enable_gqa and letters.startswith("nhs") else letters
 
     def letters(self, field: str) -> str:
-        """Returns the letters of all axes of the tensor in field `field`, except reductions."""
+        """Returns the letters of all axes of the tensor in field `field`, without reduction
+        axes.
+        """
         own = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
         more = self._value("query").ndim - len(self.AXES["query"]) if "n" in own else 0
         return self.LEADING[len(self.LEADING) - max(more, 0) :] + own
 
     def result_letters(self, out: TensorView) -> str:
-        """Returns the letters of the axes of a result."""
+        """Returns the letters of the axes of the result `out`."""
         field = next(f for f in self.fields_of("result") if getattr(self, f) is out)
         return self.letters(field)
 
@@ -95,7 +102,9 @@ class AttentionOp(LibraryOp):
         return self.letters(given[operand_index])
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose memory order a result has, or None for a row-major result."""
+        """Returns the operand whose memory order the result `out` has, or None for a row-major
+        result.
+        """
         followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
         return next(map(self._value, followed), None)
 
@@ -113,44 +122,60 @@ class AttentionOp(LibraryOp):
 
     @property
     def dropout_text(self) -> str:
-        """The dropout probability as text."""
+        """The dropout probability as text, for messages."""
         return str(self._value("dropout_p"))
 
     def _value(self, field: str) -> Any:
-        """Returns the value of a field that exists in all attention ops."""
+        """Returns the value of a field that all attention ops declare, such as `query`."""
         return getattr(self, field)
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the first result, the operand axis with the same letter, or None."""
+        """Returns, per axis of the first result, the operand axis with the same letter, or None.
+
+        The operand is `inputs[operand_index]`.
+        """
         return self.axis_map_to(operand_index, self.out_tensor)
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of a result, the operand axis with the same letter, or None."""
+        """Returns, per axis of the result `out`, the operand axis with the same letter, or None.
+
+        The operand is `inputs[operand_index]`.
+        """
         mine = self.operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map_to` with h and g as one letter: these heads are sharded together."""
+        """Returns `axis_map_to`, but treats heads of queries (h) and heads of keys (g) as one axis.
+
+        Both kinds of heads are sharded together.
+        """
         mine = _cut_letters(self.operand_letters(operand_index))
         letters = _cut_letters(self.result_letters(out))
         return tuple(mine.index(c) if c in mine else None for c in letters)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `alike_map` with only batches and heads, because other axes cannot be sharded."""
+        """Returns `alike_map` with None for all axes except batches and heads.
+
+        Only batches and heads can be sharded.
+        """
         whole = self.whole_axes(out)
         found = enumerate(self.alike_map(operand_index, out))
         return tuple(None if k in whole else position for k, position in found)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields (position in `out`, position in `sibling`) of the axes with equal letters."""
+        """Yields the positions (in `out`, in `sibling`) of axes with equal letters in two
+        results.
+        """
         theirs = self.result_letters(sibling)
         for k, c in enumerate(self.result_letters(out)):
             if c in theirs:
                 yield k, theirs.index(c)
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields (position in `out`, position in `sibling`) of axes that are sharded together."""
+        """Yields the positions (in `out`, in `sibling`) of axes of two results that are sharded
+        together.
+        """
         theirs = _cut_letters(self.result_letters(sibling))
         for k, c in enumerate(_cut_letters(self.result_letters(out))):
             # A single head of keys, which all heads of queries read, cannot be sharded.
@@ -170,12 +195,17 @@ class AttentionOp(LibraryOp):
     def is_whole(letter: str) -> bool:
         """Returns whether the axis with this letter cannot be sharded.
 
-        This is so if any element of a result needs all elements along the axis.
+        An axis cannot be sharded if one element of a result needs all elements along the axis.
         """
         return letter.islower() and letter not in "nhg"
 
     def verify(self) -> None:
-        """Checks the kind, rank and dtype of every operand and result."""
+        """Checks that each operand is a tensor or scalar as declared, and each tensor's axes and
+        dtype.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         for field in self.fields_of("operand"):
             value = getattr(self, field)
             if value is not None and isinstance(value, Scalar) == (field in self.AXES):
@@ -195,7 +225,9 @@ class AttentionOp(LibraryOp):
 
 
 def _cut_letters(letters: str) -> str:
-    """Returns the letters with g replaced by h, because both are sharded together."""
+    """Returns the letters with g replaced by h, because both kinds of heads are sharded
+    together.
+    """
     return letters.replace("g", "h")
 
 
@@ -203,15 +235,15 @@ _FLOATS = (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double)
 
 
 class SdpaFwdOp(AttentionOp):
-    """out = dropout(softmax(query @ key.T * scale + bias)) @ value, per batch and head.
+    """Attention: out = dropout(softmax(query @ key.T * scale + bias)) @ value, per batch and head.
 
-    - bias is added to the scores. mask (Bool) is True for the scores that count. Both are broadcast
-      to [n, h, l, s].
+    - bias is added to the scores (query @ key.T * scale). mask (Bool) is True for the scores that
+      count. Both are broadcast to [n, h, l, s].
     - If is_causal is True, only keys up to the query's own position count.
-    - A row in which no score counts yields 0.
+    - For a query without any score that counts, the result is 0.
     - scale defaults to 1/sqrt(e).
-    - log_sumexp is the log-sum-exp of the scores of each row. philox_seed and philox_offset
-      identify the dropped elements. The gradient needs all three results.
+    - log_sumexp is the log-sum-exp of the scores of each query. philox_seed and philox_offset
+      identify the elements that dropout dropped. The gradient op needs all three results.
     """
 
     out: TensorView = result()
@@ -268,7 +300,7 @@ class SdpaFwdOp(AttentionOp):
 class SdpaBwdOp(AttentionOp):
     """The gradients of query, key and value, computed from `grad_output`, the gradient of out.
 
-    The forward op must have neither bias nor mask. `attended` is its result out. log_sumexp,
+    The attention op must have neither bias nor mask. `attended` is its result out. log_sumexp,
     philox_seed and philox_offset are its other results.
     """
 

@@ -32,9 +32,10 @@ def _dtype_of(value: TensorView | Scalar) -> DataType:
 
 
 class LookupOp(TensorOp):
-    """Base of lookups. The operands are `table` and `index`, in either order.
+    """Base class of the lookups, which read elements of `table` at the positions in `index`.
 
-    `TABLE` is the position of the table among the operands.
+    `TABLE` is the position of the table among the operands, because either operand may be the
+    first.
     """
 
     if TYPE_CHECKING:
@@ -52,7 +53,10 @@ class LookupOp(TensorOp):
         return self.dim
 
     def table_map(self) -> AxisMap:
-        """Returns the result axis for each axis of the table; None for the looked-up axis."""
+        """Returns, per axis of the table, the axis of the result.
+
+        The entry of the looked-up axis is None.
+        """
         return tuple(None if k == self.axis else k for k in range(self.table.ndim))
 
     def index_map(self) -> AxisMap:
@@ -60,15 +64,19 @@ class LookupOp(TensorOp):
         return tuple(range(self.index.ndim))
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes of the result that may be shorter than the table's corresponding axes.
+        """Returns the axes along which the result may be shorter than the table.
 
-        Elements correspond one to one, but the extents of the two axes differ.
+        Positions along such an axis correspond one to one, but the extents of result and table
+        differ.
         """
         return ()
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the axis of the operand (table or index), or None."""
+        """Returns, per axis of the result, the axis of the operand (table or index), or None.
+
+        The operand is `inputs[operand_index]`.
+        """
         found: list[int | None] = [None] * len(self.out.domain.maybe_root)
         is_table = operand_index == self.TABLE
         for place, target in enumerate(self.table_map() if is_table else self.index_map()):
@@ -77,15 +85,24 @@ class LookupOp(TensorOp):
         return tuple(found)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` with None for narrowed axes, whose shards do not correspond."""
+        """Returns `axis_map` with None for axes along which the result may be shorter than the
+        table.
+
+        Shards of such an axis do not correspond to shards of the table.
+        """
         return _without(self.narrowed(), self.axis_map(operand_index))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the narrowed axes of the result, which cannot be sharded."""
+        """Returns the axes of the result that cannot be sharded, because the table is longer along
+        them.
+        """
         return self.narrowed()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the operand axes that cannot be sharded: the looked-up axis and narrowed axes."""
+        """Returns the operand axes that cannot be sharded.
+
+        These are the looked-up axis, and axes along which result and table differ in length.
+        """
         narrowed = self.narrowed()
         if operand_index == self.TABLE:
             pairs = enumerate(self.table_map())
@@ -93,7 +110,7 @@ class LookupOp(TensorOp):
         return tuple(k for k, to in enumerate(self.index_map()) if to in narrowed)
 
     def verify(self) -> None:
-        """Checks the index's dtype, the looked-up axis, and the number of axes of each tensor.
+        """Checks the dtype of the index, the looked-up axis, and the number of axes of each tensor.
 
         Raises:
             VerifyError: a check fails.
@@ -123,9 +140,10 @@ class LookupOp(TensorOp):
 
 
 class SelectOp(LookupOp):
-    """out[.., ..] = table[.., index, ..] along axis `dim`, which the result lacks.
+    """Selects one position of axis `dim` of a table: out[.., ..] = table[.., index, ..].
 
-    The index is a scalar. A negative index counts from the end of the axis.
+    The result lacks the axis `dim`. The index is a scalar. A negative index counts from the end of
+    the axis.
     """
 
     out: TensorView = result()
@@ -140,7 +158,7 @@ class SelectOp(LookupOp):
         return "select"
 
     def misfit(self, extent: int | None) -> str:
-        """Returns the error text for a constant index that is outside of the axis, else "".
+        """Returns the text of an error if the index is a constant outside of the axis, else "".
 
         `extent` is the extent of the axis, or None if it is unknown. An index that is an input of
         the fusion cannot be checked.
@@ -151,17 +169,23 @@ class SelectOp(LookupOp):
         return f"index {place} is outside of axis {self.dim} of {self.table}"
 
     def table_map(self) -> AxisMap:
-        """Returns the result axis for each axis of the table; None for the selected axis."""
+        """Returns, per axis of the table, the axis of the result.
+
+        The entry of the selected axis is None.
+        """
         places = range(self.table.ndim)
         return tuple(None if k == self.dim else k - (k > self.dim) for k in places)
 
     def index_map(self) -> AxisMap:
-        """Returns (), because a scalar has no axes."""
+        """Returns the empty axis map, because a scalar index has no axes."""
         return ()
 
 
 class IndexSelectOp(LookupOp):
-    """out[.., i, ..] = table[.., index[i], ..] along axis `dim`. The index has shape [n]."""
+    """Selects positions of axis `dim` of a table: out[.., i, ..] = table[.., index[i], ..].
+
+    The index is a tensor of shape [n].
+    """
 
     out: TensorView = result()
     table: TensorView = operand()
@@ -184,7 +208,9 @@ class IndexSelectOp(LookupOp):
 
 
 class EmbeddingFwdOp(LookupOp):
-    """out[*i, h] = table[index[*i], h]. The table has shape [v, h]."""
+    """Reads the rows of a table [v, h] whose numbers are in `index`: out[*i, h] = table[index[*i],
+    h].
+    """
 
     out: TensorView = result()
     index: TensorView = operand()
@@ -199,7 +225,10 @@ class EmbeddingFwdOp(LookupOp):
         return "embedding_fwd"
 
     def table_map(self) -> AxisMap:
-        """Returns None for the looked-up axis 0, and the result's last axis for the other axis."""
+        """Returns (None, last axis of the result), for the rows and the columns of the table.
+
+        The rows are the looked-up axis, to which no axis of the result corresponds.
+        """
         return (None, self.index.ndim)
 
     def _ranks_agree(self) -> bool:
@@ -207,7 +236,7 @@ class EmbeddingFwdOp(LookupOp):
 
 
 class _AlongAxisOp(LookupOp):
-    """Base of lookups along axis `dim`: out[.., i, ..] = table[.., index[.., i, ..], ..].
+    """Base class of lookups along axis `dim`: out[.., i, ..] = table[.., index[.., i, ..], ..].
 
     Table and index have the same number of axes.
     """
@@ -217,9 +246,9 @@ class _AlongAxisOp(LookupOp):
 
 
 class TakeAlongAxisOp(_AlongAxisOp):
-    """out[.., i, ..] = table[.., index[.., i, ..], ..] along axis `dim`.
+    """Reads a table along axis `dim`: out[.., i, ..] = table[.., index[.., i, ..], ..].
 
-    The other axes of table and index have equal extents or are broadcasts.
+    The other axes of table and index have equal extents or are broadcast axes.
     """
 
     out: TensorView = result()
@@ -235,7 +264,8 @@ class TakeAlongAxisOp(_AlongAxisOp):
 
 
 class GatherOp(_AlongAxisOp):
-    """out[.., i, ..] = table[.., index[.., i, ..], ..] along axis `dim`.
+    """Reads a table along axis `dim`, as torch.gather: out[.., i, ..] = table[.., index[.., i, ..],
+    ..].
 
     Along the other axes, the index may be shorter than the table.
     """
@@ -272,12 +302,12 @@ def _differing(a: TensorView, b: TensorView) -> list[int]:
 
 
 def _without(positions: Collection[int], found: AxisMap) -> AxisMap:
-    """Returns the axis map with None at the positions `positions`."""
+    """Returns the axis map `found` with None at the positions `positions`."""
     return tuple(None if k in positions else place for k, place in enumerate(found))
 
 
 class ScatterOp(LibraryOp):
-    """out = inp, but out[.., index[.., i, ..], ..] = src[.., i, ..] along axis `dim`.
+    """Writes into a copy of inp along axis `dim`: out[.., index[.., i, ..], ..] = src[.., i, ..].
 
     - Along the other axes, the index may be shorter than inp and than a tensor src, and src may be
       shorter than inp.
@@ -307,31 +337,43 @@ class ScatterOp(LibraryOp):
             yield from ((k, self.src) for k in _differing(self.src, self.index))
 
     def _whole(self) -> set[int]:
-        """Returns the axes that cannot be sharded: `dim`, and axes of different extents."""
+        """Returns the axes that cannot be sharded:
+
+        `dim`, and axes along which tensors differ in length.
+        """
         return {self.dim, *(k for k, _ in self.limits())}
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns all axes for inp.
+        """Returns, per axis of the result, the axis of an operand, or None.
 
-        For other operands, returns the axes of equal extents, without `dim`.
+        All axes of inp correspond by position. For other operands, `dim` and axes of a different
+        length correspond to no axis of the result.
         """
         places = tuple(range(self.out.ndim))
         return places if operand_index == 0 else _without(self._whole(), places)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axes that may be sharded: all except `dim` and axes of different extents."""
+        """Returns the axis map of the axes that may be sharded.
+
+        These are all axes except `dim` and axes along which tensors differ in length.
+        """
         return _without(self._whole(), tuple(range(self.out.ndim)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the result axes that cannot be sharded: `dim` and axes of different extents."""
+        """Returns the result axes that cannot be sharded: `dim`, and axes of different lengths."""
         return tuple(sorted(self._whole()))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the operand axes that cannot be sharded: `dim` and axes of different extents."""
+        """Returns the operand axes that cannot be sharded: `dim`, and axes of different lengths."""
         return tuple(sorted(self._whole()))
 
     def verify(self) -> None:
-        """Checks the dtype of the index, the axis, and that all tensors have the same rank."""
+        """Checks the dtype of the index, that axis `dim` exists, and that all tensors have equally
+        many axes.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         tensors = [self.out, self.inp, self.index]
         tensors += [self.src] if not isinstance(self.src, Scalar) else []
         if self.index.dtype() not in INDEX_DTYPES or not 0 <= self.dim < self.out.ndim:
@@ -346,10 +388,10 @@ class ScatterOp(LibraryOp):
 
 
 class IndexPutAccumulateOp(LibraryOp):
-    """out = acc, but out[index[i], ..] += value[i, ..] for each i in order. `index` has one axis.
+    """Adds rows to rows of a copy of acc: out[index[i], ..] += value[i, ..] for each i in order.
 
-    An axis of value may be a broadcast axis. Rows of value whose index is outside of acc are
-    ignored.
+    `index` has one axis. An axis of value may be a broadcast axis. Rows of value whose index is
+    outside of acc are ignored.
     """
 
     out: TensorView = result()
@@ -367,13 +409,19 @@ class IndexPutAccumulateOp(LibraryOp):
         return "index_put_accumulate"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns all axes for acc. For other operands, returns the axes of `cut_map`."""
+        """Returns, per axis of the result, the axis of an operand, or None.
+
+        All axes of acc correspond by position. For other operands, see `cut_map`.
+        """
         if operand_index == 0:
             return tuple(range(self.out.ndim))
         return self.cut_map(operand_index, self.out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axes that may be sharded: all except the rows (axis 0) and axes of size 1."""
+        """Returns the axis map of the axes that may be sharded.
+
+        These are all axes except the rows (axis 0) and axes of size 1.
+        """
         tv = (self.acc, self.index, self.value)[operand_index]
         axes = tv.domain.no_reductions if tv is not self.index else ()
         is_one = [a.is_broadcast and a.expanded is None for a in axes]
@@ -385,11 +433,15 @@ class IndexPutAccumulateOp(LibraryOp):
         return (0,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns (0,), because the rows cannot be sharded."""
+        """Returns (0,), because any row of an operand may be added to any row of the result."""
         return (0,)
 
     def verify(self) -> None:
-        """Checks the rank and dtype of all tensors."""
+        """Checks the number of axes and the dtype of all tensors.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         ranks = self.acc.ndim, self.value.ndim, self.out.ndim
         if self.index.dtype() not in INDEX_DTYPES or self.index.ndim != 1 or len(set(ranks)) > 1:
             raise VerifyError(

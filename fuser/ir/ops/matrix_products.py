@@ -1,8 +1,8 @@
-"""Products of matrices beyond matmul: grouped products, and products of scaled Float8 tensors.
+"""Products of matrices in groups (`grouped_mm`), and products of scaled Float8 matrices.
 
-Axes have letters: g groups, m rows, n columns, k the summed axis, 1 an axis of one element. The
-groups divide one of m, n and k, which is called the *ragged* axis. Group i has the positions from
-offsets[i - 1] to offsets[i] - 1. Group 0 begins at 0.
+In docstrings, each axis has a letter: g groups, m rows, n columns, k the summed axis, 1 an axis of
+one element. The groups divide one of m, n and k, which is called the *ragged* axis. Group i has the
+positions from offsets[i - 1] to offsets[i] - 1. Group 0 begins at 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _is_one(axis: IterDomain) -> bool:
 
 
 class ProductOp(LibraryOp):
-    """Base of products whose operands may have scales.
+    """Base class of matrix products whose factors mat1 and mat2 may have scales.
 
     - Without scales, out = sum_k mat1 * mat2.
     - With scales, the matrices are one-byte floats, and out = alpha * sum_k (scale1 * mat1) *
@@ -99,11 +99,15 @@ class ProductOp(LibraryOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns field name -> letters of the axes, for matrices, result and offsets."""
+        """Returns the letters of the axes of each matrix, by field name: mat1, mat2, out and
+        offsets.
+        """
         raise NotImplementedError
 
     def letters(self, field: str) -> str:
-        """Returns the letters of the axes of the tensor in field `field`, except reductions."""
+        """Returns the letters of the axes of the tensor in field `field`, without reduction
+        axes.
+        """
         known = self.matrices(self.mat1, self.mat2)
         if field in known:
             return known[field]
@@ -115,7 +119,7 @@ class ProductOp(LibraryOp):
     def is_whole(self, letter: str) -> bool:
         """Returns whether the axis with this letter cannot be sharded.
 
-        This is so if any element of the result needs all elements along the axis.
+        An axis cannot be sharded if one element of the result needs all elements along the axis.
         """
         raise NotImplementedError
 
@@ -129,7 +133,10 @@ class ProductOp(LibraryOp):
         return self.letters(fields[operand_index])
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis of the result, the operand axis with the same letter, or None."""
+        """Returns, per root axis of the result, the operand axis with the same letter, or None.
+
+        The operand is `inputs[operand_index]`.
+        """
         mine = self._operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self._root_letters())
 
@@ -149,7 +156,14 @@ class ProductOp(LibraryOp):
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
     def verify(self) -> None:
-        """Checks axes and dtypes of all tensors, and which optional operands are given together."""
+        """Checks the axes and dtypes of all tensors, and that optional operands are passed
+        together.
+
+        For example, alpha, bias and beta need both scales.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         for field, tv in self.tensors():
             self._verify_axes(field, tv)
         scales = self.scale1, self.scale2, self.alpha, self.beta
@@ -184,14 +198,14 @@ class ProductOp(LibraryOp):
 
 
 class GroupedMmaOp(ProductOp):
-    """A matrix product per group. The ranks of mat1 and mat2 decide which axis is ragged:
+    """One matrix product per group. The groups divide one axis, which is called the ragged axis:
 
     - mat1 [m, k], mat2 [k, n]: k is ragged, and out is [g, m, n].
     - mat1 [g, m, k], mat2 [k, n]: n is ragged, and out is [m, n].
     - mat1 [m, k], mat2 [g, k, n]: m is ragged, and out is [m, n].
 
-    Rows or columns that belong to no group are 0; no bias is added to them. Without scales, the
-    matrices may have any floating dtype, which is also the dtype of the result.
+    Rows or columns of out that belong to no group are 0; no bias is added to them. Without scales,
+    the matrices may have any floating dtype, which is also the dtype of the result.
     """
 
     out: TensorView = result()
@@ -237,19 +251,25 @@ class GroupedMmaOp(ProductOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns field name -> letters of the axes, for matrices, result and offsets."""
+        """Returns the letters of the axes of each matrix, by field name: mat1, mat2, offsets and
+        out.
+        """
         _, *letters, out = cls.FORMS[mat1.ndim, mat2.ndim]
         return {"mat1": letters[0], "mat2": letters[1], "offsets": "g", "out": out}
 
     def is_whole(self, letter: str) -> bool:
-        """Returns True for g, k and the ragged axis.
+        """Returns whether the axis with this letter cannot be sharded: g, k and the ragged axis.
 
-        Offsets count along all of the ragged axis, so it cannot be sharded.
+        The ragged axis cannot be sharded because offsets are positions along the whole axis.
         """
         return letter in ("g", "k", self.ragged)
 
     def verify(self) -> None:
-        """Checks the ranks of the matrices, then the axes and dtypes of all tensors."""
+        """Checks the number of axes of the matrices, then the axes and dtypes of all tensors.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
             raise VerifyError(
                 "grouped_mm: expected matrices of ranks 2 and 2, 2 and 3, or 3 and 2, got "
@@ -265,10 +285,10 @@ class GroupedMmaOp(ProductOp):
 
 
 class ScaledMmaOp(ProductOp):
-    """A product of two matrices with scales.
+    """A product of two matrices that are multiplied by scales: mat1 [m, k], mat2 [k, n] -> [m, n].
 
-    A scale has one element, or one element per row of mat1 [m, 1] or per column of mat2 [1, n]. The
-    bias is [n] or [m, n].
+    A scale has one element, or one element per row of mat1 ([m, 1]) or per column of mat2 ([1, n]).
+    The bias is [n] or [m, n].
     """
 
     out: TensorView = result()
@@ -287,11 +307,14 @@ class ScaledMmaOp(ProductOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns field name -> letters of the axes, for the matrices and the result."""
+        """Returns the letters of the axes of each matrix, by field name: mat1, mat2 and out."""
         return {"mat1": "mk", "mat2": "kn", "out": "mn"}
 
     def is_whole(self, letter: str) -> bool:
-        """Returns True for k, the summed axis."""
+        """Returns whether the axis with this letter cannot be sharded.
+
+        This is only k, the summed axis.
+        """
         return letter == "k"
 
 
@@ -307,15 +330,12 @@ LANES = 32
 
 
 def whole_tiles(extent: Scalar, size: int) -> Scalar:
-    """Returns the number of tiles of `size` elements that cover an extent.
-
-    The last tile may be incomplete.
-    """
+    """Returns the number of tiles of `size` elements that cover `extent` elements, rounded up."""
     return sc.truncdiv(sc.add(extent, size - 1), size)
 
 
 def padding(dtype: DataType) -> float:
-    """Returns the value of a scale that is not used: 0, or 2**-127 in Float8_e8m0fnu.
+    """Returns the value for scales that no row uses: 0, or 2**-127 in Float8_e8m0fnu.
 
     All bits of both values are 0.
     """
@@ -323,18 +343,19 @@ def padding(dtype: DataType) -> float:
 
 
 def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
-    """Returns an upper bound of the number of row tiles that the rows of all groups need.
+    """Returns an upper bound of the number of row tiles that `rows` rows in `groups` groups need.
 
-    Every group starts a new tile, so that up to 127 rows of its last tile are unused.
+    Every group starts a new tile of 128 rows, so that up to 127 rows of its last tile are unused.
     """
     return sc.truncdiv(sc.add(rows, sc.mul(groups, TILE_ROWS - 1)), TILE_ROWS)
 
 
 class GroupedScalesOp(LibraryOp):
-    """Copies scales of blocks into tiles, group by group.
+    """Copies the scales of Float8 blocks into the tiles that matrix units of GPUs read, group by
+    group.
 
-    Group i has the rows of inp from input_offsets[i] up to the first row of group i + 1. Its rows
-    are stored in out from row output_offsets[i] on. Rows of out that belong to no group are 0.
+    Group i has the rows of inp from input_offsets[i] up to the first row of group i + 1. In out,
+    these rows are stored from row output_offsets[i] on. Rows of out that belong to no group are 0.
     """
 
     out: TensorView = result()
@@ -367,7 +388,11 @@ class GroupedScalesOp(LibraryOp):
         return tuple(range(self.inputs[operand_index].ndim))
 
     def verify(self) -> None:
-        """Checks the ranks and dtypes of all tensors."""
+        """Checks the number of axes and the dtype of all tensors.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         offsets = self.input_offsets, self.output_offsets
         if any(tv.ndim != 1 or tv.dtype() is not DataType.Int32 for tv in offsets):
             raise VerifyError(

@@ -1,8 +1,8 @@
 """The tensor ops of the fusion IR: declarations, text forms and axis maps.
 
 An axis map belongs to one tensor operand and has one entry per root axis of the output. The entry
-is the position of the corresponding operand axis; reduction axes are not counted. If the operand
-has no such axis, the entry is None. Indexing, sharding and inlining all read these maps.
+is the position of the corresponding operand axis, not counting reduction axes. If the operand
+has no such axis, the entry is None. Index computations, sharding and inlining read these maps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _EXACT_RULES = ("limits", "fitting")
 
 
 def _exact_operands(kind: str, operands: Sequence[TensorView | Scalar]) -> tuple[Scalar, ...]:
-    """Returns the scalar operands that the dtype of the result must represent exactly.
+    """Returns the numbers among the operands that the dtype of the result must represent exactly.
 
-    `kind` is a row of `fuser.ir.pointwise_table`, and `operands` are all operands of the op.
+    An example is the divisor of an integer division: if it wrapped around, the result would be
+    wrong. `kind` is a row of `fuser.ir.pointwise_table`.
     """
     row = POINTWISE[kind]
     found = (v for i, v in enumerate(operands) if i in row.exact and isinstance(v, Scalar))
@@ -35,7 +36,10 @@ def _exact_operands(kind: str, operands: Sequence[TensorView | Scalar]) -> tuple
 
 
 class UnaryOp(TensorOp):
-    """out = kind(inp), elementwise. `kind` names a row of `fuser.ir.pointwise_table`."""
+    """An elementwise op with one operand: out = kind(inp).
+
+    `kind` names a row of `fuser.ir.pointwise_table`, such as "exp".
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -54,7 +58,7 @@ class UnaryOp(TensorOp):
 
 
 class CastOp(TensorOp):
-    """Converts inp to the dtype of out, elementwise."""
+    """The elementwise conversion of inp to the dtype of out."""
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -77,9 +81,9 @@ class CastOp(TensorOp):
 
 
 class BinaryOp(TensorOp):
-    """out = lhs kind rhs, elementwise. At most one operand may be a scalar.
+    """An elementwise op with two operands: out = lhs kind rhs. At most one operand may be a scalar.
 
-    `kind` names a row of `fuser.ir.pointwise_table`.
+    `kind` names a row of `fuser.ir.pointwise_table`, such as "add".
     """
 
     out: TensorView = result()
@@ -92,7 +96,9 @@ class BinaryOp(TensorOp):
         return binary_template(self.kind, is_float=category(self.out.dtype()) == "float")
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns scalar operands that must not wrap around, such as the divisor of integers."""
+        """Returns numbers among the operands that must not wrap around, such as the divisor of
+        integers.
+        """
         return _exact_operands(self.kind, (self.lhs, self.rhs))
 
     @classmethod
@@ -104,9 +110,9 @@ class BinaryOp(TensorOp):
 
 
 class TernaryOp(TensorOp):
-    """out = kind(a, b, c), elementwise. Operands may be scalars.
+    """An elementwise op with three operands: out = kind(a, b, c). Operands may be scalars.
 
-    `kind` names a row of `fuser.ir.pointwise_table`.
+    `kind` names a row of `fuser.ir.pointwise_table`, such as "where".
     """
 
     out: TensorView = result()
@@ -120,7 +126,9 @@ class TernaryOp(TensorOp):
         return ternary_template(self.kind)
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the scalar operands that must not wrap around, such as the bounds of a clamp."""
+        """Returns numbers among the operands that must not wrap around, such as the bounds of a
+        clamp.
+        """
         return _exact_operands(self.kind, (self.a, self.b, self.c))
 
     @classmethod
@@ -131,7 +139,7 @@ class TernaryOp(TensorOp):
 
 
 class FullOp(TensorOp):
-    """out = value at every position. `shape` has the extents of the logical axes of out."""
+    """A tensor in which every element is `value`. `shape` has the extents of its logical axes."""
 
     out: TensorView = result()
     shape: tuple[Scalar, ...] = operands()
@@ -144,7 +152,9 @@ class FullOp(TensorOp):
         return "full"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the value if it is an integer, because it must not wrap around in out's dtype."""
+        """Returns the value if it is an integer, because it must not wrap around in the dtype of
+        out.
+        """
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
@@ -153,7 +163,7 @@ class FullOp(TensorOp):
 
 
 class IotaOp(TensorOp):
-    """out[i] = start + i * step, for 0 <= i < `length`."""
+    """Numbers at equal distances: out[i] = start + i * step, for 0 <= i < `length`."""
 
     out: TensorView = result()
     length: Scalar = operand()
@@ -171,7 +181,9 @@ class IotaOp(TensorOp):
         return (None,)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0,), because there is no operand whose sharding the result could follow."""
+        """Returns (0,): the axis cannot be sharded, because there is no operand whose sharding it
+        follows.
+        """
         return (0,)
 
 
@@ -181,8 +193,8 @@ class RandomOp(TensorOp):
     - kind "uniform": numbers in [a, b), by default [0, 1).
     - kind "normal": mean a and standard deviation b, by default 0 and 1.
     - Without a seed, each call draws new numbers from torch's generator.
-    - If out is a part of a larger tensor of shape `shape`, `begin` is the index of out's first
-      element in that tensor. Otherwise `begin` is ().
+    - If out is a part of a larger tensor, such as a shard, `shape` is the larger tensor's shape.
+      `begin` is then the index of out's first element in that tensor. Otherwise `begin` is ().
     """
 
     out: TensorView = result()
@@ -229,7 +241,14 @@ class RandomOp(TensorOp):
         return (None,) * len(self.out.domain.maybe_root)
 
     def verify(self) -> None:
-        """Checks the ranks of shape and begin, and that a comes with b, and seed with offset."""
+        """Checks that `shape` and `begin` have one entry per axis, and that paired operands are
+        complete.
+
+        The pairs are a and b, and seed and offset.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         rank = self.out.ndim
         are_pairs = (self.a is None, self.seed is None) == (self.b is None, self.offset is None)
         if not are_pairs or len(self.shape) != rank or len(self.begin) not in (0, rank):
@@ -241,7 +260,7 @@ class RandomOp(TensorOp):
 
 # ------------------------------------------------------------------ copies and views
 class LoadStoreOp(TensorOp):
-    """out = inp, a copy.
+    """A copy, which may permute axes: out = inp.
 
     If out has root axes, its logical axes are a permutation of these root axes.
     """
@@ -274,19 +293,20 @@ class LoadStoreOp(TensorOp):
 
 
 class Reshard(TensorOp):
-    """out = inp with another placement, or inp reduced over a device axis.
+    """A change of placement: out = inp with another sharding, or inp reduced over a device axis.
 
-    One op is one change of placement, along the mesh axes `ptypes` of inp.mesh and out.mesh:
+    One op is one change along the mesh axes `ptypes` of inp.mesh and out.mesh:
 
-    - `source`: the logical axis of inp that is sharded along `ptypes` and no longer is in out, or
-      None.
+    - `source`: the logical axis of inp that is sharded along `ptypes`, but is not in out, or None.
     - `target`: the logical axis of out that is sharded along `ptypes`, but is not in inp, or None.
     - `reduction`: a kind of `ReductionOp`, or None. `source` is then the device axis of a partial
       sum.
 
-    Positions do not count reduction axes. If `ptypes` contains a stream type, out is computed in
-    the steps of a stream loop. `target` is then the stream axis of out, and `source` the axis whose
-    blocks the devices hold. If each step slices data that the device already has, `source` is None.
+    Positions do not count reduction axes.
+
+    If `ptypes` contains a stream type, out is computed in the iterations of a stream loop. `target`
+    is then the stream axis of out, and `source` the axis whose blocks the devices hold. If each
+    iteration slices data that the device already has, `source` is None.
     """
 
     out: TensorView = result()
@@ -327,7 +347,10 @@ def _reshard_template(has_source: bool, has_target: bool, reduction: str | None)
 
 
 class BroadcastOp(TensorOp):
-    """Inserts broadcast axes. `flags` has one entry per output axis, True for a new axis."""
+    """The insertion of broadcast axes.
+
+    `flags` has one entry per output axis: True for a new axis.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -340,19 +363,28 @@ class BroadcastOp(TensorOp):
         return "broadcast"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the operand axes in order, and None for the new axes."""
+        """Returns, per axis of the result, the operand axis at its position, or None for a new
+        axis.
+        """
         source = iter(range(len(self.flags)))
         return tuple(None if new else next(source) for new in self.flags)
 
     def verify(self) -> None:
-        """Checks that the number of axes that are not new is the number of operand axes."""
+        """Checks that `flags` keep exactly as many axes as the operand has.
+
+        Raises:
+            VerifyError: the numbers differ.
+        """
         kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
         if kept != have:
             raise VerifyError(f"broadcast: flags keep {kept} axes, but {self.inp} has {have}")
 
 
 class SqueezeOp(TensorOp):
-    """Removes broadcast axes. `flags` has one entry per input axis, True for a removed axis."""
+    """The removal of broadcast axes.
+
+    `flags` has one entry per input axis: True for a removed axis.
+    """
 
     out: TensorView = result()
     inp: TensorView = operand()
@@ -365,12 +397,12 @@ class SqueezeOp(TensorOp):
         return "squeeze"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the positions of the operand axes that stay."""
+        """Returns, per axis of the result, its position in the operand."""
         return tuple(i for i, gone in enumerate(self.flags) if not gone)
 
 
 class ExpandOp(TensorOp):
-    """Expands broadcast axes to the sizes in `shape`.
+    """The expansion of broadcast axes to the sizes in `shape`, as `torch.Tensor.expand` does.
 
     For an axis that is not a broadcast axis, `shape` has the extent of this axis.
     """
@@ -387,7 +419,7 @@ class ExpandOp(TensorOp):
 
 
 class ReshapeOp(TensorOp):
-    """Reshapes inp: splits and merges derive the logical axes of out from its root axes.
+    """A reshape: splits and merges derive the logical axes of out from its root axes.
 
     The root axes are the axes of inp.
     """
@@ -404,7 +436,7 @@ class ReshapeOp(TensorOp):
 
 # ------------------------------------------------------------------ reductions
 class ReductionOp(TensorOp):
-    """Reduces inp over the reduction axes of out. `kind` is add, mul, max or min.
+    """A reduction of inp over the reduction axes of out. `kind` is add, mul, max or min.
 
     `init` is the value with which the reduction starts, and so the result for an empty axis.
     """
@@ -443,7 +475,7 @@ class ReductionOp(TensorOp):
 class WelfordOp(TensorOp):
     """Mean, sum of squared deviations and count over the reduction axes, in one pass.
 
-    The results are `avg`, `var` and `n`, which has the dtype Index.
+    The results are `avg`, `var` (the sum of squared deviations) and `n`, which has the dtype Index.
 
     Source: Welford 1962, "Note on a Method for Calculating Corrected Sums of Squares and Products".
     """
@@ -465,7 +497,7 @@ class WelfordOp(TensorOp):
 
 # ------------------------------------------------------------------ library ops
 class LibraryOp(TensorOp):
-    """Base of the ops that torch executes. Each op is a segment of its own."""
+    """Base class of the ops that torch executes. No op is fused into a kernel with such an op."""
 
     # Whether the steps of a stream loop may compute blocks of the results.
     RUNS_IN_STEPS: ClassVar[bool] = True
@@ -492,9 +524,10 @@ class LibraryOp(TensorOp):
 
 
 class Contraction(LibraryOp):
-    """Base of the ops that sum products over one axis.
+    """Base class of matmul and linear, which sum products over one axis.
 
-    This axis is the last root axis of out, a reduction axis. If its size is 1, out lacks the axis.
+    The summed axis is the last root axis of out, a reduction axis. If its size is 1, out lacks the
+    axis.
     """
 
     if TYPE_CHECKING:
@@ -502,9 +535,10 @@ class Contraction(LibraryOp):
 
 
 class MatmulOp(Contraction):
-    """out[..., m, n] = sum_k a[..., m, k] b[..., k, n], with 1-D operands as in torch.matmul.
+    """A matrix product: out[..., m, n] = sum_k a[..., m, k] b[..., k, n], as torch.matmul.
 
-    out.logical is [batch..., M, N, rK]. rK is absent if K has size 1 in both operands.
+    An operand may have one axis. The logical axes of out are [batch..., M, N, rK]. rK is absent if
+    K has size 1 in both operands.
     """
 
     out: TensorView = result()
@@ -519,7 +553,8 @@ class MatmulOp(Contraction):
         return "matmul"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis [batch.., m, n, k] of the result, the operand's axis, or None.
+        """Returns, per root axis [batch.., m, n, k] of the result, the position in the operand, or
+        None.
 
         Batch axes are aligned at the last one. Operand a has m and k, and operand b has k and n.
         """
@@ -539,10 +574,11 @@ class MatmulOp(Contraction):
 
 
 class LinearOp(Contraction):
-    """out = x @ weight.T + bias. The bias is optional.
+    """A linear layer: out = x @ weight.T + bias. The bias is optional.
 
-    x [*i, K], weight [*w, N, K], bias [*w, N] -> out.logical [*w, *i, N, rK]. In a host program,
-    weight and bias may be one column of these tensors, [K] and []; out is then [*i, rK].
+    The axes are x [*i, K], weight [*w, N, K], bias [*w, N] -> out.logical [*w, *i, N, rK]. In a
+    host program, weight and bias may be one column of these tensors, [K] and []; out is then [*i,
+    rK].
     """
 
     out: TensorView = result()
@@ -568,7 +604,11 @@ class LinearOp(Contraction):
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
 
     def verify(self) -> None:
-        """Checks the ranks of x, weight, bias and out."""
+        """Checks the number of axes of x, weight, bias and out.
+
+        Raises:
+            VerifyError: the numbers do not match.
+        """
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rank = self.x.ndim + self.weight.ndim - 2
@@ -583,7 +623,8 @@ class LinearOp(Contraction):
             )
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis [*w, *i, n, k] of the result, the operand's axis, or None.
+        """Returns, per root axis [*w, *i, n, k] of the result, the position in the operand, or
+        None.
 
         x has [*i, k], weight has [*w, n, k], and the bias has [*w, n].
         """
@@ -606,9 +647,9 @@ class LinearOp(Contraction):
 
 
 class SliceOp(TensorOp):
-    """out = inp[start:stop] along each axis, with step 1.
+    """A slice: out = inp[start:stop] along each axis, with step 1.
 
-    The transform of each axis is a `Resize` from a root axis to a logical axis.
+    Per axis, a `Resize` derives the logical axis of out from its root axis.
     """
 
     out: TensorView = result()
@@ -634,11 +675,15 @@ class SliceOp(TensorOp):
 
     @staticmethod
     def ranges_of(starts: Iterable[Scalar], stops: Iterable[Scalar]) -> tuple[Scalar, ...]:
-        """Returns `ranges` for these starts and stops, with step 1."""
+        """Returns the field `ranges` of a slice with these starts and stops, and with step 1."""
         return tuple(x for a, b in zip(starts, stops, strict=True) for x in (a, b, sc.ONE))
 
     def verify(self) -> None:
-        """Checks that every axis has a start, a stop and a step, and that each step is 1."""
+        """Checks that every axis has a start, a stop and a step, and that each step is 1.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         axes, steps = self.inp.ndim, self.ranges[2::3]
         if len(self.ranges) != 3 * axes or any(sc.int_value(step) != 1 for step in steps):
             raise VerifyError(
@@ -648,10 +693,10 @@ class SliceOp(TensorOp):
 
 
 class PadOp(TensorOp):
-    """out = inp with `left[i]` and `right[i]` elements of `value` added before and after axis i.
+    """A padding: out has `left[i]` and `right[i]` more elements than inp before and after axis i.
 
-    A negative width removes elements. `widths` is (left, right) of every axis, outermost first.
-    Without a `filler`, the added value is 0.
+    A negative width removes elements. `widths` has (left, right) of every axis, outermost first.
+    `filler` is the value of added elements; without a filler, they are 0.
     """
 
     out: TensorView = result()
@@ -665,7 +710,9 @@ class PadOp(TensorOp):
         return "pad"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the added value if it is an integer: it must not wrap around in out's dtype."""
+        """Returns the added value if it is an integer, because it must not wrap around in out's
+        dtype.
+        """
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     @property
@@ -684,7 +731,11 @@ class PadOp(TensorOp):
         return sc.Const(0, self.out.dtype()) if self.filler is None else self.filler
 
     def verify(self) -> None:
-        """Checks that every axis has two widths."""
+        """Checks that every axis has two widths.
+
+        Raises:
+            VerifyError: the number of widths is wrong.
+        """
         if len(self.widths) != 2 * self.inp.ndim:
             raise VerifyError(
                 f"pad: expected two widths for each of the {self.inp.ndim} axes, got {self}"
@@ -703,7 +754,7 @@ class PadOp(TensorOp):
 
 
 class CatOp(TensorOp):
-    """Concatenates the pieces along `dim`. Each piece is already padded to the extent of out.
+    """The concatenation of pieces along `dim`. Each piece is already padded to the extent of out.
 
     `ends[k]` is the index along `dim` after the last element of piece k.
     """
@@ -720,7 +771,7 @@ class CatOp(TensorOp):
         return "cat"
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (dim,), because a block of the result may have elements of several pieces."""
+        """Returns (dim,), because a shard of the result may need elements of several pieces."""
         return (self.dim,)
 
 
@@ -729,7 +780,10 @@ class CatOp(TensorOp):
 
 
 def unary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text template of a unary op. `is_float` is True if the result has dtype Float."""
+    """Returns the text template of a unary elementwise op of kind `kind`.
+
+    `is_float` says whether the result has dtype Float, because the function then has another name.
+    """
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = " + row.text + "{inp};"
@@ -737,7 +791,10 @@ def unary_template(kind: str, *, is_float: bool) -> str:
 
 
 def binary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text template of a binary op. `is_float` is True for any floating dtype."""
+    """Returns the text template of a binary elementwise op of kind `kind`.
+
+    `is_float` says whether the result is floating, because the function then has another name.
+    """
     row = POINTWISE[kind]
     if row.is_operator:
         return "{out}\n   = {lhs}\n   " + row.text + " {rhs};"
@@ -745,7 +802,7 @@ def binary_template(kind: str, *, is_float: bool) -> str:
 
 
 def ternary_template(kind: str) -> str:
-    """Returns the text template of an op with three operands."""
+    """Returns the text template of an elementwise op of kind `kind` with three operands."""
     return "{out}\n   = " + POINTWISE[kind].text + "({a}\n  , {b}\n  , {c});"
 
 
@@ -784,5 +841,7 @@ _EXPENSIVE_INSTRUCTIONS = 20
 
 
 def instructions(op: TensorOp) -> int:
-    """Returns the approximate number of instructions per element of an op."""
+    """Returns the approximate number of instructions that a GPU thread needs per element of an
+    op.
+    """
     return _EXPENSIVE_INSTRUCTIONS if op.name in EXPENSIVE else 1

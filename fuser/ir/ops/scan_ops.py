@@ -1,6 +1,6 @@
-"""Scans and sorts: ops along one axis, where each result element may need all elements of the axis.
+"""Scans and sorts: ops along one axis whose results may need all elements of the axis.
 
-This axis is never sharded; the other axes may be sharded.
+This axis is never sharded. The other axes may be sharded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class AlongAxisOp(LibraryOp):
-    """Base of ops on one tensor along its axis `dim`. The results have the rank of the operand."""
+    """Base class of ops on one tensor along its axis `dim`.
+
+    Results have as many axes as the operand.
+    """
 
     if TYPE_CHECKING:
         inp: TensorView
@@ -32,7 +35,7 @@ class AlongAxisOp(LibraryOp):
     KEEPS_EXPANDED: ClassVar[bool] = False
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axes that may be sharded: all except `dim`."""
+        """Returns the axis map of the axes that may be sharded: all except `dim`."""
         return tuple(None if k == self.dim else k for k in range(out.ndim))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
@@ -40,11 +43,17 @@ class AlongAxisOp(LibraryOp):
         return (self.dim,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns (dim,), the operand axis that every result needs completely."""
+        """Returns (dim,), because every element of a result needs the whole operand along this
+        axis.
+        """
         return (self.dim,)
 
     def verify(self) -> None:
-        """Checks the axis, and the rank and dtype of every result."""
+        """Checks that axis `dim` exists, and the number of axes and the dtype of every result.
+
+        Raises:
+            VerifyError: a check fails.
+        """
         rank = self.inp.ndim
         if not 0 <= self.dim < rank or any(out.ndim != rank for out in self.outputs):
             outs = ", ".join(map(str, self.outputs))
@@ -64,9 +73,10 @@ class AlongAxisOp(LibraryOp):
 
 
 class ScanOp(AlongAxisOp):
-    """A cumulative reduction along axis `dim`: out[i] = init * inp[0] * .. * inp[i].
+    """A cumulative reduction along axis `dim`, such as cumsum: out[i] = init * inp[0] * .. *
+    inp[i].
 
-    `*` stands for the operation `kind`, one of those of `ReductionOp`.
+    `*` stands for the operation `kind`: add, mul, max or min.
     """
 
     out: TensorView = result()
@@ -111,9 +121,10 @@ class ScanOp(AlongAxisOp):
 
 
 class ArgsortOp(AlongAxisOp):
-    """out[.., i, ..] is the position of the element that sorting moves to position i along `dim`.
+    """The order of the elements along axis `dim`: out[.., i, ..] is the position of the i-th
+    element.
 
-    With `stable`, equal elements keep their order. NaN is larger than all numbers.
+    With `stable`, equal elements keep their order. NaN counts as larger than all numbers.
     """
 
     out: TensorView = result()
@@ -150,7 +161,7 @@ class ArgsortOp(AlongAxisOp):
 class TopKOp(AlongAxisOp):
     """The k largest (or smallest) elements along axis `dim`, and their positions along this axis.
 
-    With `sorted`, the elements are in order. NaN is larger than all numbers.
+    With `sorted`, the elements are in order. NaN counts as larger than all numbers.
     """
 
     found: TensorView = result()
@@ -182,15 +193,15 @@ class TopKOp(AlongAxisOp):
         return "( {found}, {places} ) = topk( {inp}, {k}, dim = {dim}, " + flags + " )"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns all axes except `dim`, along which the result has k elements."""
+        """Returns the axis map without `dim`, along which the result has k elements."""
         return self.cut_map(operand_index, self.found)
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtype of the operand, and Int for positions."""
+        """Returns the dtype of the operand for the elements, and Int for their positions."""
         return (self.inp.dtype(), DataType.Int)
 
     def misfit(self, k: int, extent: int | None) -> str:
-        """Returns the error text for a `k` that is negative or larger than the axis, else "".
+        """Returns the text of an error if `k` is negative or larger than the axis, else "".
 
         `extent` is the extent of the axis, or None if it is unknown.
         """

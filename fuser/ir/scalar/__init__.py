@@ -4,8 +4,8 @@ Question: how are numbers that are known at run time written, simplified and com
 Imports: `fuser.support`, and types and statements of `fuser.ir`.
 Files, in reading order:
 
-- `scalar_nodes`: constants, symbols, applications and polynomials, and their text.
-- `simplify`: simplification by algebra and by ranges.
+- `scalar_nodes`: constants, symbols, ops on scalars and polynomials, and their text.
+- `simplify`: simplification by algebra and by the ranges of symbols.
 - `evaluate`: computes each scalar op on Python numbers.
 - `constructors`: functions that build simplified expressions; other rooms import this one.
 - `compiled`: expressions compiled to Python functions.

@@ -1,8 +1,10 @@
 """Compiles scalars to a Python function, for expressions that are computed for many sizes.
 
-i0*i1 + 3, ceilDiv(i0, 4)   ->   def compute(values):
-                                     a, b = values[i0], values[i1]
-                                     return (a * b + 3, -(-a // 4))
+For example, the scalars i0*i1 + 3 and ceilDiv(i0, 4) become this function:
+
+    def compute(values):
+        a, b = values[i0], values[i1]
+        return (a * b + 3, -(-a // 4))
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ _CASTS = {"int": "int", "bool": "bool", "float": "float", "complex": "complex"}
 
 
 class Computed:
-    """A tuple of scalars that is evaluated for given values of symbols, as `evaluate` does.
+    """A tuple of scalars that a call computes from the values of their symbols.
 
-    The Python function is compiled at the first call, because many programs see only one size.
+    The results are those of `evaluate`, but are computed faster. The Python function is compiled at
+    the first call, because many programs see only one size.
     """
 
     __slots__ = ("_run", "scalars")
@@ -48,7 +51,7 @@ class Computed:
         return tuple(evaluate(x, values) for x in self.scalars) if found is None else found
 
     def hold(self, values: Mapping[Symbol, Number]) -> bool:
-        """Returns whether all scalars are true.
+        """Returns whether all scalars are true for these values of symbols.
 
         Errors in scalars after the first false scalar are ignored.
         """
@@ -56,7 +59,7 @@ class Computed:
         return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
 
     def at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
-        """Returns all values, or None if the compiled function raises an error.
+        """Returns all values by the compiled function, or None if that function raises an error.
 
         In this case, `evaluate` may still succeed, because it computes only the selected branch of
         a `where`.
@@ -71,10 +74,10 @@ class Computed:
 
 
 def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], Any]:
-    """Returns a function from the values of symbols to the values of all scalars.
+    """Compiles a function that takes the values of symbols and returns the values of all scalars.
 
-    Common subexpressions are computed once. Both branches of a `where` are computed. Errors of the
-    function do not name the scalar.
+    Common subexpressions are computed once. Unlike `evaluate`, the function computes both branches
+    of a `where`, and its errors do not name the scalar.
     """
     text = PythonText()
     names = [text.name(x) for x in scalars]
@@ -82,9 +85,9 @@ def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], A
 
 
 class PythonText:
-    """The statements of a Python function that computes scalars.
+    """The text of a Python function that computes scalars, while it is being written.
 
-    `names` maps each computed scalar to its variable, and `lines` are the statements. Common
+    `names` maps each computed scalar to its Python variable, and `lines` has the statements. Common
     subexpressions are computed once.
     """
 
@@ -94,9 +97,9 @@ class PythonText:
         self._known: dict[str, object] = {}
 
     def name(self, x: Scalar) -> str:
-        """Returns the variable of a scalar, after adding the statements that compute it.
+        """Returns the Python variable of a scalar, and adds the statements that compute the scalar.
 
-        A symbol without a variable is looked up in the function's parameter `values`.
+        A symbol without a variable is looked up in the parameter `values` of the Python function.
         """
         for y in postorder(x, self.names.__contains__):
             self.assign(y, _text(y, self.names, self.constant))
@@ -108,13 +111,16 @@ class PythonText:
         self.lines.append(f"{self.names[x]} = {text}")
 
     def constant(self, value: object) -> str:
-        """Returns a new name under which the function can refer to the object `value`."""
+        """Returns a new name by which the compiled function can refer to the object `value`."""
         name = f"k{len(self._known)}"
         self._known[name] = value
         return name
 
     def function(self, parameter: str, result: str) -> Callable[..., Any]:
-        """Compiles a function of one parameter that returns the expression `result`."""
+        """Compiles the statements to a function of one parameter. The function returns `result`.
+
+        `parameter` is the parameter's name, and `result` is a Python expression.
+        """
         body = "\n    ".join([*self.lines, f"return {result}"])
         made: dict[str, Any] = {}
         exec(f"def compute({parameter}):\n    {body}", self._known, made)
@@ -122,7 +128,7 @@ class PythonText:
 
 
 def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
-    """Returns the Python expression of a scalar in terms of the variables of its children.
+    """Returns the Python expression of a scalar, in terms of the variables of its operands.
 
     `names` has these variables. `named` returns a name for any other object in the expression.
     """
@@ -178,5 +184,7 @@ def _sum(x: Poly, names: Mapping[Scalar, str]) -> str:
 
 
 def _is_count(x: Scalar) -> bool:
-    """Returns whether the value of `x` is a Python int, so that no conversion is needed."""
+    """Returns whether the value of `x` is certainly a Python int, so that no conversion is
+    needed.
+    """
     return isinstance(x, Symbol) and is_int(x)

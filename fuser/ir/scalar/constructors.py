@@ -1,12 +1,13 @@
 """Symbolic scalars that are simplified when they are built.
 
 A scalar is a constant, a symbol, or an op applied to scalars. Integer sums and products are stored
-as polynomials over atoms (symbols and other ops such as `/`). Equal index expressions therefore
+as polynomials over atoms: symbols and other ops, such as `/`. Equal index expressions therefore
 usually become the same object.
 
 A symbol has a range, from which simplifications are proved (`fuser.ir.scalar.simplify`):
 
-- an extent is at least 0, or at least 1 in a concretized fusion;
+- an extent is at least 0, or at least 1 in a fusion that is specialised for inputs without empty
+  axes;
 - an index is in [0, extent - 1];
 - an integer that the user passes has no bounds.
 
@@ -123,12 +124,14 @@ __all__ = [
 
 
 def index(name: str, extent: ScalarLike) -> Symbol:
-    """Returns a symbol for the index of a loop, a thread or a mesh axis: 0 <= index < extent."""
+    """Returns a symbol for the index of a loop, a thread or a mesh axis, with 0 <= index <
+    extent.
+    """
     return Symbol(name, DataType.Index, lo=0, hi=sub(extent, 1))
 
 
 def name_for(name: str, x: Scalar, dtype: DataType = DataType.Index) -> Symbol:
-    """Returns a symbol that stands for the value of `x` and has the lower bound of `x`."""
+    """Returns a symbol with the name `name` for the value of `x`, with the lower bound of `x`."""
     low = interval(x)[0]
     return Symbol(name, dtype, lo=low if isinstance(low, int) else None)
 
@@ -168,7 +171,10 @@ def mod(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def truncdiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a / b rounded towards zero, as C's `/`. User programs have this division."""
+    """Returns a / b rounded towards zero, as C's `/`.
+
+    The division of user programs rounds in this way.
+    """
     return divide(as_scalar(a), as_scalar(b), "/")
 
 
@@ -228,7 +234,7 @@ def eq(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the conjunction of two conditions."""
+    """Returns the condition that `a` and `b` are both true."""
     a, b = as_scalar(a), as_scalar(b)
     for x, y in ((a, b), (b, a)):
         if isinstance(x, Const):
@@ -237,7 +243,10 @@ def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
-    """Returns the conjunction of the conditions, or true if there are none."""
+    """Returns the condition that all conditions are true.
+
+    Without conditions, the result is true.
+    """
     out: Scalar = const(True)
     for c in conditions:
         out = logical_and(out, c)
@@ -276,9 +285,9 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
-    """Applies the op of `COMPUTE` with name `op`, and replaces ops on constants by their value.
+    """Returns the scalar op with name `op`, applied to `args` and simplified.
 
-    Integer `/` and `%` truncate, as in C.
+    An op on constants becomes its value. Integer `/` and `%` truncate, as in C.
 
     Raises:
         DtypeError: an operand is complex, and the op is not defined for complex numbers.
@@ -333,9 +342,9 @@ _INT_FORMS: dict[str, Callable[..., Scalar]] = {
 
 # ---------------------------------------------------------------- traversal
 def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
-    """Returns `x` with the keys of `mapping` replaced by their values, simplified again.
+    """Returns `x` with the keys of `mapping` replaced by their values, and simplifies the result.
 
-    Keys are symbols or other atoms.
+    Keys are symbols, or ops other than sums and products.
     """
     done = dict(mapping)
     for y in postorder(x, done.__contains__):
@@ -344,7 +353,7 @@ def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
-    """Returns `x` with its children replaced by their entries in `done`."""
+    """Returns `x` with each operand replaced by the entry for the operand in `done`."""
     if all(done[c] is c for c in children(x)):
         return x
     if isinstance(x, Poly):
@@ -357,7 +366,7 @@ def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
-    """Returns the op of `x` applied to `args` instead, by the constructor that simplifies it."""
+    """Returns the op of `x` applied to other operands `args`, and simplifies the result."""
     if x.op.startswith("cast:"):
         return cast(args[0], x.dtype)
     special = {"<": lt, "<=": le, "==": eq, "&&": logical_and}
@@ -373,7 +382,7 @@ _SHALLOW = 8
 
 
 def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
-    """Returns the value of `x` for these values of its symbols.
+    """Returns the value of `x` if its symbols have the values in `values`.
 
     Raises:
         KeyError: `values` lacks a symbol.
@@ -393,10 +402,10 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
-    """Returns the children on which the value of `x` depends.
+    """Returns the operands on which the value of `x` depends.
 
-    For a `where`, these are the condition and the selected branch. `done` has the children's
-    values.
+    For a `where`, these are the condition and the selected branch. `done` has the values of the
+    operands.
     """
     if isinstance(x, Apply) and x.op == "where":
         cond, a, b = x.args
@@ -421,7 +430,7 @@ def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -> Number:
-    """Returns the value of `x`, given the values `args` of its children."""
+    """Returns the value of `x`, given the values `args` of its operands."""
     if isinstance(x, Const):
         return x.value
     if isinstance(x, Symbol):

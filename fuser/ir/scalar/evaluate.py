@@ -1,7 +1,7 @@
 """Computes scalar ops on Python numbers, with C's rules for integers and IEEE 754 for floats.
 
-Ops that index arithmetic does not use are elementwise ops. torch computes these ops in float64. A
-division of an integer by 0 raises `ZeroDivisionError`.
+Ops that occur only in user programs, such as `exp`, are computed by torch in float64. A division of
+an integer by 0 raises `ZeroDivisionError`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The classes of symbolic scalars, and the representation of integer scalars as polynomials.
 
-Build scalars with the functions of `fuser.ir.scalar.constructors`, which simplify them.
+To build scalars, use the functions of `fuser.ir.scalar.constructors`, which simplify them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _S = TypeVar("_S", bound="Scalar")
 
 @Val.register
 class Scalar:
-    """Base of all scalars, which are immutable.
+    """Base class of all scalars: constants, symbols and expressions. Scalars are immutable.
 
     Equal scalars are one object. In the compiler, `==` and hashing are therefore those of `object`,
-    whatever the depth of the scalar. In a user's definition, `==` creates a condition.
+    and take the same time for any size of the expression. In a user's definition, `==` creates a
+    condition.
     """
 
     __slots__ = ("__weakref__", "depth", "dtype", "interval", "order", "symbols")
@@ -102,7 +103,10 @@ class Scalar:
         return _arithmetic("<=", other, self)
 
     def __eq__(self, other: object) -> Any:
-        """Returns a condition in a user's definition, else whether both are the same object."""
+        """Returns a condition in a user's definition.
+
+        Elsewhere, returns whether both are the same object.
+        """
         return _equality("eq", self, other) if is_users_comparison() else NotImplemented
 
     def __ne__(self, other: object) -> Any:
@@ -127,7 +131,8 @@ class Scalar:
         def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
 
     def __bool__(self) -> bool:
-        """Raises `ArgumentError` in a user's definition, because no value is known there yet.
+        """Raises `ArgumentError` in a user's definition, because the value is unknown until the
+        program runs.
 
         In the compiler, a scalar whose dtype is not Bool is true, as any Python object is.
         """
@@ -154,7 +159,7 @@ class Scalar:
         return not isinstance(self, Const)
 
     def definition(self) -> None:
-        """Returns None for a constant or a symbol.
+        """Returns None for a constant or a symbol, because no op defines it.
 
         Raises:
             UnsupportedError: the scalar is an expression. Expressions are simplified, so their
@@ -184,7 +189,7 @@ CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
 
 
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the scalar `a op b`.
+    """Returns the scalar `a op b`, for Python's operators.
 
     Returns NotImplemented if an operand is a tensor or a list, because its own operator then runs.
 
@@ -207,9 +212,9 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Returns both operands. If one is an integer and one is floating, the integer is converted.
+    """Returns both operands as scalars. If only one of them is floating, the other is converted.
 
-    The integer is converted to the dtype of the floating operand.
+    An integer or Bool operand is converted to the dtype of the floating operand.
     """
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
@@ -223,7 +228,7 @@ def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
 
 
 def _equality(name: str, a: Scalar, other: object) -> Any:
-    """Returns the result of a user's comparison of a scalar and another object.
+    """Returns the result of a user's comparison (`==` or `!=`) of a scalar and another object.
 
     - If `other` is no scalar and no number: NotImplemented.
     - In a definition: the condition as a scalar.
@@ -247,7 +252,11 @@ _known_lock = threading.Lock()
 
 
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
-    """Returns the scalar with this key, and whether it is new, so that its fields must be set."""
+    """Returns the scalar with this key, and whether it is new.
+
+    Equal scalars are one object, so a scalar that exists is returned again. The caller sets the
+    fields of a new scalar.
+    """
     found = _known.get(key)
     if found is not None:
         return cast(_S, found), False
@@ -258,7 +267,7 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 
 
 def _published(made: _S, key: object) -> _S:
-    """Stores a finished scalar in the table of scalars, and returns the stored scalar.
+    """Stores a finished scalar in the table of all scalars, and returns the stored scalar.
 
     If another thread has stored an equal scalar before, that scalar is returned.
     """
@@ -267,9 +276,10 @@ def _published(made: _S, key: object) -> _S:
 
 
 def converted(value: AnyNumber, kind: Category) -> Number:
-    """Returns a number converted to a category.
+    """Returns a number as a bool, int, float or complex number, depending on `kind`.
 
-    A complex number is converted to its real part, or for "bool" to whether it is not 0.
+    For "int" and "float", a complex number is converted to its real part. For "bool", the result is
+    whether the number is not 0.
 
     Raises:
         ValueError, OverflowError: a NaN or an infinity is converted to an integer.
@@ -311,7 +321,7 @@ class Const(Scalar):
 
 
 class Symbol(Scalar):
-    """A named value in the range [lo, hi], where None means unbounded.
+    """A named unknown number in the range [lo, hi]. A bound of None means that there is no bound.
 
     The range is part of the identity: symbols with the same name and different ranges are different
     values. To narrow a range, `substitute` another symbol.
@@ -355,14 +365,17 @@ def _symbol(name: str, dtype: DataType, lo: int | None, hi: Scalar | None) -> Sy
 
 
 class Apply(Scalar):
-    """An op on scalars that is not polynomial, such as a division or a comparison."""
+    """An op applied to scalars, such as a division or a comparison.
+
+    Integer sums and products are `Poly`.
+    """
 
     __slots__ = ("args", "op")
     args: tuple[Scalar, ...]
     op: str
 
     def __new__(cls, op: str, args: tuple[Scalar, ...], dtype: DataType) -> Apply:
-        """Returns the op on these arguments. Equal applications are one object."""
+        """Returns the op applied to these arguments. Equal expressions are one object."""
         args = alike_literals(args)
         key = (Apply, op, dtype, args)
         made, is_new = _interned(cls, key, dtype, 1 + max((a.depth for a in args), default=0))
@@ -380,9 +393,11 @@ _PLAIN_INTS = (DataType.Index, DataType.Int)
 
 
 def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """Returns the arguments of an op, with integer literals in the dtype of the other arguments.
+    """Returns the arguments of an op with their integer literals in the dtype of the other
+    arguments.
 
-    Scalars with equal texts then are equal objects.
+    Afterwards, scalars with equal texts are equal objects, because the text does not show the
+    dtype.
     """
     literals = [a for a in args if isinstance(a, Const) and a.dtype in _PLAIN_INTS]
     if not literals:
@@ -401,9 +416,10 @@ Terms = tuple[tuple[Monomial, int], ...]
 
 
 class Poly(Scalar):
-    """An integer polynomial, as a sorted tuple of terms (monomial, coefficient).
+    """An integer polynomial (a sum of products), as a sorted tuple of terms (monomial,
+    coefficient).
 
-    The monomial of the constant term is ().
+    A monomial is the tuple of its factors. The monomial of the constant term is ().
     """
 
     __slots__ = ("terms",)
@@ -425,18 +441,18 @@ class Poly(Scalar):
 
 # ---------------------------------------------------------------- walks
 def children(x: Scalar) -> tuple[Scalar, ...]:
-    """Returns the direct operands of a scalar."""
+    """Returns the direct operands of a scalar. Constants and symbols have none."""
     if isinstance(x, Apply):
         return x.args
     return tuple(a for m, _ in x.terms for a in m) if isinstance(x, Poly) else ()
 
 
 def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]:
-    """Yields each subexpression of `x` once, children first.
+    """Yields each subexpression of `x` once, operands before the expressions that contain them.
 
-    Subexpressions for which `is_known` is True are skipped. `is_known` must be True for a scalar
-    after this scalar was yielded. The function is not recursive, because chains may have thousands
-    of ops.
+    Subexpressions for which `is_known` returns True are skipped. The caller must make `is_known`
+    return True for each scalar that was yielded. The function is not recursive, because expressions
+    may be nested thousands of levels deep.
     """
     stack = [x]
     while stack:
@@ -465,7 +481,10 @@ def symbols(x: Scalar) -> tuple[Symbol, ...]:
 # ---------------------------------------------------------------- the order of a sum's terms
 @lru_cache(maxsize=10_000)
 def _natural(name: str) -> tuple[object, ...]:
-    """Splits a name into texts and numbers, so that i2 is sorted before i10."""
+    """Splits a name into texts and numbers, as a sort key.
+
+    The name i2 is then sorted before i10.
+    """
     parts = re.split(r"([0-9]+)", name)
     # Numbers are compared as text, because Python converts only some thousand digits.
     numbers = (p.lstrip("0") for p in parts[1::2])
@@ -480,9 +499,9 @@ _ORDER_LENGTH = 400
 
 
 def _order_text(x: Scalar) -> str:
-    """Returns a text of bounded length that describes the structure of `x`.
+    """Returns a text of at most 400 characters that describes the structure of `x`, for sorting.
 
-    The text is computed from the texts of the children of `x`.
+    The text is computed from the texts of the operands, which must be cached already.
     """
 
     def texts(parts: Iterable[Scalar]) -> str:
@@ -505,7 +524,9 @@ def _order_text(x: Scalar) -> str:
 
 
 def sort_key(x: Scalar) -> tuple[object, ...]:
-    """Returns the key that sorts the atoms of a sum: symbols by name, then ops by structure."""
+    """Returns the key by which the terms of a sum are sorted: symbols by name, then ops by
+    structure.
+    """
     if x.order is None:
         for y in postorder(x, lambda s: s.order is not None):
             is_symbol = isinstance(y, Symbol)
@@ -515,7 +536,7 @@ def sort_key(x: Scalar) -> tuple[object, ...]:
 
 
 def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
-    """Returns a literal. By default, its dtype is that of the Python type; an int is Index."""
+    """Returns a constant. By default, its dtype is that of the Python type; an int is Index."""
     if dtype is None:
         dtype = DataType.Index if type(value) is int else dtype_of_python(value)
     return Const(value, dtype)
@@ -527,7 +548,7 @@ ScalarLike = Scalar | bool | int | float | complex
 
 
 def as_scalar(value: ScalarLike) -> Scalar:
-    """Returns a scalar unchanged, or a Python number as a constant."""
+    """Returns a Python number as a constant. A scalar is returned unchanged."""
     return value if isinstance(value, Scalar) else const(value)
 
 
@@ -545,14 +566,14 @@ def is_int(x: Scalar) -> bool:
 
 # ---------------------------------------------------------------- polynomial form
 def terms_of(x: Scalar) -> dict[Monomial, int]:
-    """Returns the terms (monomial -> coefficient) of an integer scalar."""
+    """Returns the terms of an integer scalar, as a sum: monomial -> coefficient."""
     if isinstance(x, Const):
         return {(): int(x.value)} if x.value else {}
     return dict(x.terms) if isinstance(x, Poly) else {(x,): 1}
 
 
 def join_monomials(a: Monomial, b: Monomial) -> Monomial:
-    """Returns the product of two monomials, sorted."""
+    """Returns the product of two monomials, with sorted factors."""
     return tuple(sorted((*a, *b), key=sort_key)) if a and b else a or b
 
 
@@ -567,7 +588,7 @@ def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
 
 
 def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
-    """Returns the scalar that is the sum of these terms: a constant, an atom or a polynomial."""
+    """Returns the sum of these terms as a scalar: a constant, a single atom or a polynomial."""
     terms = {m: c for m, c in terms.items() if c}
     if not terms:
         return Const(0, dtype)
@@ -582,9 +603,10 @@ def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
 
 
 def int_dtype(a: Scalar, b: Scalar) -> DataType:
-    """Returns the dtype of an integer op on `a` and `b`.
+    """Returns the dtype of the result of an integer op on `a` and `b`.
 
-    A literal takes the dtype of the other operand. Otherwise, Index wins over Int and Int32.
+    Of two different dtypes, a literal takes the dtype of the other operand. Otherwise, the result
+    is Index if one operand is Index, else Int.
     """
     if a.dtype is b.dtype:
         return a.dtype
@@ -597,7 +619,7 @@ def int_dtype(a: Scalar, b: Scalar) -> DataType:
 
 
 def single_term(x: Scalar) -> tuple[Monomial, int] | None:
-    """Returns (monomial, coefficient) of an integer with one term, or None for a sum."""
+    """Returns (monomial, coefficient) of an integer scalar with one term, or None for a sum."""
     terms = terms_of(x)
     return next(iter(terms.items())) if len(terms) == 1 else None
 
@@ -609,7 +631,7 @@ _INFIX = frozenset("+ - * / % < <= > >= == != && || & | ^ << >>".split())
 
 
 def literal_text(value: Number, dtype: DataType) -> str:
-    """Returns the text of a literal, from which the parser reads the same value.
+    """Returns the text of a literal, such that the parser reads the same value from the text.
 
     Examples: `8`, `true`, `double(3)`, `float(0.5)`.
     """
@@ -643,9 +665,9 @@ def scalar_text(x: Scalar) -> str:
 
 
 def _pieces(x: Scalar) -> list[Scalar | str]:
-    """Returns the text of `x` as a list of texts and children.
+    """Returns the text of `x` as a list of texts and operands.
 
-    The caller replaces each child by its own text.
+    The caller replaces each operand by the text of the operand.
     """
     match x:
         case Const():

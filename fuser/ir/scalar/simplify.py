@@ -50,7 +50,7 @@ _PROOF_DEPTH = 24
 # ---------------------------------------------------------------- sums and products
 @lru_cache(maxsize=100_000)
 def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
-    """Returns a + factor * b. Quotients and remainders of the same division are joined."""
+    """Returns a + factor * b. A quotient and the remainder of the same division are joined."""
     terms = terms_of(a)
     for mono, coef in terms_of(b).items():
         terms[mono] = terms.get(mono, 0) + factor * coef
@@ -83,10 +83,10 @@ _REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
 
 
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
-    """Joins quotients and remainders of the same x and b, for both kinds of division.
+    """Simplifies a sum that contains a quotient and a remainder of the same division.
 
-    c*(x / b)*b + c*(x % b) equals c*x. If two of these three terms occur, they are replaced by the
-    third term.
+    The sum c*(x / b)*b + c*(x % b) equals c*x. If two of these three terms occur in the sum, they
+    are replaced by the third term. This applies to both kinds of division.
     """
     while True:
         terms = {m: c for m, c in terms.items() if c}
@@ -97,7 +97,10 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
 
 
 def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Returns the terms with one quotient and its remainder joined, or None without such a pair."""
+    """Replaces c*(x / b)*b + c*(x % b) by c*x, for one pair of such terms.
+
+    Returns the new terms of the sum, or None if there is no such pair.
+    """
     for mono, coef in terms.items():
         for atom in mono:
             if not (isinstance(atom, Apply) and atom.op in _DIVISION_OF):
@@ -122,7 +125,7 @@ def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
     """Replaces c*(x / b)*b - c*x by -c*(x % b), or c*x - c*(x % b) by c*(x / b)*b.
 
-    Returns None if there are no such terms.
+    Returns the new terms of the sum, or None if there are no such terms.
     """
     for mono, coef in terms.items():
         for atom in mono:
@@ -151,15 +154,19 @@ def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 # ---------------------------------------------------------------- proofs
 def has_index(x: Scalar) -> bool:
-    """Returns whether `x` contains an index, which is a symbol with an upper bound."""
+    """Returns whether `x` contains an index of a loop, thread or mesh axis.
+
+    Such a symbol has an upper bound.
+    """
     return any(s.is_index for s in symbols(x))
 
 
 def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
-    """Replaces each index in `x` by the end of its range that makes `x` largest or smallest.
+    """Returns the largest (or, with `largest=False`, the smallest) value of `x` over all indices in
+    `x`.
 
-    `largest` selects the largest value. The result contains no index. The result is None if an end
-    is unknown.
+    Each index is replaced by the end of its range that gives this value. The result contains no
+    index. Returns None if the end is unknown.
     """
     total: Scalar = Const(0, x.dtype)
     for mono, coef in terms_of(x).items():
@@ -178,9 +185,9 @@ def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
 
 
 def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
-    """Returns the largest or smallest value of an atom that contains an index.
+    """Returns the largest (or, with `largest=False`, the smallest) value of an atom with an index.
 
-    `largest` selects the largest value. The result is None if the value is unknown.
+    The atom is a symbol or an op other than a sum or product. Returns None if the value is unknown.
     """
     if isinstance(atom, Symbol):
         return atom.hi if largest else None if atom.lo is None else Const(atom.lo, atom.dtype)
@@ -197,9 +204,10 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
-    """Returns the largest or smallest value of a division by a positive divisor, or None.
+    """Returns the largest (or, with `largest=False`, the smallest) value of a quotient or
+    remainder.
 
-    `largest` selects the largest value. `atom` is the quotient or the remainder.
+    The divisor must be positive. Returns None if the value is unknown.
     """
     x, b = atom.args
     if atom.op in ("/", "%") and not is_nonnegative(x):
@@ -231,7 +239,7 @@ def is_less(a: ScalarLike, b: ScalarLike) -> bool:
 
 
 def _is_smaller(a: Scalar, b: Scalar) -> bool:
-    """Returns whether -b < a < b can be proved."""
+    """Returns whether -b < a < b can be proved, so that a / b is 0."""
     return is_less(a, b) and is_less(negate(a), b)
 
 
@@ -239,7 +247,7 @@ def _is_smaller(a: Scalar, b: Scalar) -> bool:
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
     """Returns (q, r) with a = q*b + r, where q*b has all terms of `a` that are multiples of b.
 
-    If b is a sum, the result is None, unless a equals b.
+    If b is a sum, the result is (1, 0) if a equals b, else None.
     """
     divisor = single_term(b)
     if divisor is None:
@@ -258,8 +266,9 @@ def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
 def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
     """Returns (g, high, low) with a = g*high + low, where g > 1 divides b and 0 <= low < g.
 
-    g is a constant, an extent, or a product of them: for (x*n + y) / (m*n), g is n if y < n.
-    Returns None if no such g is found.
+    The division a / b can then be simplified to high / (b / g). The factor g is a constant, an
+    extent, or a product of them: for (x*n + y) / (m*n), g is n if y < n. Returns None if no such g
+    is found.
     """
     divisor = single_term(b)
     if divisor is None or not is_nonnegative(b):
@@ -280,9 +289,9 @@ def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None
 
 
 def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
-    """Returns the common factors of the divisor and one term of `a`, the largest factor first.
+    """Returns the factors that the divisor shares with one term of `a`, the largest factor first.
 
-    Factors and the divisor are (monomial, coefficient).
+    The divisor and each factor are pairs (monomial, coefficient).
     """
     found: dict[tuple[Monomial, int], None] = {}
     for mono, coef in terms_of(a).items():
@@ -304,7 +313,10 @@ def _rounds_down(x: Apply) -> bool:
 
 @lru_cache(maxsize=100_000)
 def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns the quotient. `op` is "/" (rounding towards zero) or "floorDiv" (rounding down)."""
+    """Returns the simplified quotient a / b.
+
+    `op` is "/" (rounding towards zero) or "floorDiv" (rounding down).
+    """
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
@@ -339,7 +351,7 @@ def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns the remainder of `divide`.
+    """Returns the simplified remainder of a / b.
 
     `op` is "%" (the result has the sign of `a`) or "floorMod" (the result has the sign of `b`).
     """
@@ -443,7 +455,10 @@ _INT32: Interval = (-(2**31), 2**31 - 1)
 
 
 def interval(x: Scalar) -> Interval:
-    """Returns bounds of `x` for all values of its symbols, or (-inf, inf) if nothing is known."""
+    """Returns bounds (low, high) of `x` for all values of its symbols.
+
+    Unknown bounds are infinite.
+    """
     if x.interval is None:
         for y in postorder(x, lambda s: s.interval is not None):
             y.interval = _interval(y)
@@ -509,7 +524,7 @@ Rule = Callable[[DataType, Sequence[Interval]], Interval]
 
 
 def _quotient(divide: Callable[[int, int], int], beyond: Callable[[int], int]) -> Rule:
-    """Returns the interval rule of a division.
+    """Returns the function that computes the bounds of a quotient from the bounds of its operands.
 
     `divide` computes a quotient of integers, and `beyond` the quotient for an infinite divisor.
     """
@@ -536,7 +551,7 @@ def _truncated(a: int, b: int) -> int:
 
 
 def _remainder(_: DataType, args: Sequence[Interval]) -> Interval:
-    """Returns the bounds of C's remainder.
+    """Returns the bounds of C's remainder (`%`) from the bounds of both operands.
 
     The remainder has the sign of the dividend. Its absolute value is at most that of the dividend,
     and smaller than that of the divisor.

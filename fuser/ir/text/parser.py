@@ -1,4 +1,4 @@
-"""Parses text that `fuser.ir.text.printer` printed: ops, sections and fusions.
+"""Parses the text that `fuser.ir.text.printer` prints: ops, sections and fusions.
 
 The grammar of an op is the op's own text template (`variants()`), so a new op needs no parsing
 rule.
@@ -48,7 +48,7 @@ MAX_DEPTH = 64
 
 
 class ValueParser:
-    """Reads scalars and tensors into one fusion.
+    """Parses the text of scalars and tensors, and creates them in one fusion.
 
     `bounds` maps the names of integer symbols to their lower bounds. Other symbols are unbounded.
     """
@@ -56,7 +56,7 @@ class ValueParser:
     def __init__(
         self, cursor: Cursor, fusion: Fusion, bounds: Mapping[str, int | None] | None = None
     ) -> None:
-        """Begins at the cursor's position. The class docstring describes `bounds`."""
+        """Begins at the position of `cursor`. The class docstring describes `bounds`."""
         self.cursor = cursor
         self.fusion = fusion
         self.tensors: dict[int, TensorView] = {}
@@ -67,7 +67,7 @@ class ValueParser:
 
     # ------------------------------------------------------------ scalars
     def scalar(self) -> Scalar:
-        """Reads a scalar and simplifies it."""
+        """Reads a scalar at the cursor, and simplifies the scalar."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -132,7 +132,7 @@ class ValueParser:
 
     # ------------------------------------------------------------ axes and tensors
     def axis(self) -> IterDomain:
-        """Reads an axis: `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
+        """Reads an axis at the cursor: `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
         c = self.cursor
         head = c.expect(AXIS, "an axis such as iS0{i0}")
         extent = self.scalar()
@@ -150,7 +150,10 @@ class ValueParser:
         )
 
     def tensor(self) -> TensorView:
-        """Reads a tensor: its full text, which may declare it, or the name of a declared tensor."""
+        """Reads a tensor at the cursor: its full text, or only the name of a declared tensor.
+
+        The full text declares the tensor if no earlier text does.
+        """
         c = self.cursor
         c.skip()
         start = c.pos
@@ -178,9 +181,10 @@ class ValueParser:
         return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
-        """Reads the text after a tensor's axes, and returns the tensor, which is not declared yet.
+        """Creates a tensor, after reading the text that follows the tensor's axes: position and
+        mesh.
 
-        `head` is the matched name, memory and dtype.
+        `head` is the matched name, memory and dtype. The caller declares the tensor.
         """
         c = self.cursor
         compute_at, mesh = 0, None
@@ -212,7 +216,10 @@ class ValueParser:
         return tv
 
     def domain_section(self) -> TensorView:
-        """Reads a tensor's domain, as `domain_text` prints it, and declares the tensor."""
+        """Reads the domain of one tensor at the cursor, in the form of `domain_text`.
+
+        Declares the tensor.
+        """
         c = self.cursor
         c.skip()
         start = c.pos
@@ -255,10 +262,10 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Reads an axis.
+        """Reads an axis of a tensor, and checks that its text is the same as before.
 
-        Within a tensor, an axis must have the same text at all places. `axes` has the axes read so
-        far.
+        An axis occurs in several places of a tensor's text. `axes` has the axes read so far, by
+        number.
         """
         c = self.cursor
         c.skip()
@@ -310,7 +317,7 @@ class ValueParser:
         return Swizzle1D(inp, out, ptype)
 
     def ptype(self) -> ParallelType:
-        """Reads a parallel type, such as `deviceIdx.x`."""
+        """Reads a parallel type at the cursor, such as `deviceIdx.x`."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -320,7 +327,7 @@ class ValueParser:
         return PTYPE_FROM_TEXT[word]
 
     def value(self) -> TensorView | Scalar:
-        """Reads a tensor or a scalar."""
+        """Reads a tensor or a scalar at the cursor."""
         c = self.cursor
         c.skip()
         is_tensor = TENSOR.match(c.text, c.pos) or BARE_TENSOR.match(c.text, c.pos)
@@ -332,7 +339,7 @@ class ValueParser:
 
 
 def _number(text: str) -> float | complex:
-    """Returns the number that a text such as `0.5`, or `1,-2.5` for a complex number, denotes.
+    """Returns the number that a text denotes, such as `0.5`, or `1,-2.5` for a complex number.
 
     Raises:
         ValueError: the text is no number.
@@ -368,10 +375,10 @@ Attribute = Callable[["Parser"], object]
 
 
 class Parser(ValueParser):
-    """Reads values and ops into one fusion.
+    """Parses the text of values and ops, and creates them in one fusion.
 
     `ops` are the op classes that may appear, by default all tensor ops. `attributes` maps
-    additional attribute types to the functions that read them.
+    additional types of attributes to the functions that read them.
     """
 
     def __init__(
@@ -383,7 +390,7 @@ class Parser(ValueParser):
         attributes: Mapping[str, Attribute] | None = None,
         bounds: Mapping[str, int | None] | None = None,
     ) -> None:
-        """Begins at the cursor's position. The docstring of `ValueParser` describes `bounds`."""
+        """Begins at the position of `cursor`. The docstring of `ValueParser` describes `bounds`."""
         super().__init__(cursor, fusion, bounds)
         self.templates = templates_of(ops or tensor_op_classes())
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
@@ -398,7 +405,7 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ ops
     def op(self) -> Op:
-        """Reads one op.
+        """Reads one op at the cursor, by the first text template that matches.
 
         Raises:
             ParseError: no template matches. The error is that of the template that matched
@@ -445,14 +452,17 @@ class Parser(ValueParser):
                     self.symbols[name] = outer
 
     def define_index(self, index: Symbol) -> Symbol:
-        """Makes a name denote `index` until the end of the op that is being read."""
+        """Makes the name of `index` denote this symbol until the end of the op that is being read.
+
+        A loop does so with its index, which hides a symbol of the same name.
+        """
         self._indices.append((index.name, self.symbols.get(index.name)))
         self.symbols[index.name] = index
         self._reserve_symbol(index.name)
         return index
 
     def region(self, start: int, head: str) -> tuple[Op, ...]:
-        """Reads the ops of a region of the op at `start`: the lines with deeper indentation.
+        """Reads the nested ops of the op at position `start`: the lines with deeper indentation.
 
         `head` is the line before the ops. Returns () if the text does not have this line.
         """
@@ -518,7 +528,9 @@ class Parser(ValueParser):
         return read(self)
 
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
-        """Reads groups of `length` values, `{a, b} {c, d} }`, and returns all values."""
+        """Reads values in groups of `length`, `{a, b} {c, d} }`, and returns all values in one
+        tuple.
+        """
         c = self.cursor
         found: list[TensorView | Scalar] = []
         while not c.take_if("}"):
@@ -534,7 +546,8 @@ class Parser(ValueParser):
     def declarations(self) -> None:
         """Reads the sections with symbols, equal extents, domains and user lines.
 
-        Afterwards, the cursor is at its old position.
+        These sections follow the ops in the text, but are needed to read the ops. Afterwards, the
+        cursor is at its old position.
         """
         c = self.cursor
         home = c.pos
@@ -549,7 +562,8 @@ class Parser(ValueParser):
         c.pos = home
 
     def relations(self) -> None:
-        """Reads the sections with aliases and origins.
+        """Reads the sections with aliases and origins, which refer to tensors that were read
+        before.
 
         Afterwards, the cursor is at its old position.
         """
@@ -569,7 +583,11 @@ class Parser(ValueParser):
                 read()
 
     def _at_section(self) -> bool:
-        """Returns whether a section starts at the cursor, or the text ends there."""
+        """Returns whether a section of the text starts at the cursor, or the text ends there.
+
+        Raises:
+            ParseError: a section with an unknown title starts at the cursor.
+        """
         c = self.cursor
         if c.done() or _SECTION.match(c.text, c.pos, c.end):
             return True
@@ -578,12 +596,12 @@ class Parser(ValueParser):
         return False
 
     def end(self) -> None:
-        """Raises `ParseError` unless only sections follow the cursor."""
+        """Raises `ParseError` if the cursor is neither at a section nor at the end of the text."""
         if not self._at_section():
             raise self.cursor.fail(f"expected a section ({', '.join(_TITLES)}) or the end")
 
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
-        """Raises `ParseError` if the text lacks the domain of one of the tensors.
+        """Raises `ParseError` if the text has no domain section for one of the tensors.
 
         Without its domain, the memory layout of a tensor would be lost. `section` is the position
         that the error names.
@@ -622,7 +640,10 @@ class Parser(ValueParser):
         self.fusion.extents.write(extent, self.scalar())
 
     def math(self) -> None:
-        """Reads inputs, outputs and ops: `Inputs: ... Outputs: ... %kernel_math { ... }`."""
+        """Reads inputs, outputs and ops of a fusion:
+
+        `Inputs: ... Outputs: ... %kernel_math { ... }`.
+        """
         c = self.cursor
         c.take("Inputs:")
         while not c.at("Outputs:"):
@@ -651,7 +672,9 @@ class Parser(ValueParser):
                 )
 
     def reserve_symbols(self) -> None:
-        """Marks the numbers of all symbols that were read as used."""
+        """Marks the numbers of all symbols that were read as used, so that new symbols get other
+        numbers.
+        """
         for name in self.symbols:
             self._reserve_symbol(name)
 
@@ -662,7 +685,7 @@ class Parser(ValueParser):
 
 
 def parse_scalar(text: str) -> Scalar:
-    """Reads one scalar.
+    """Returns the scalar whose text is `text`.
 
     Raises:
         ParseError: the text is no scalar.
@@ -675,7 +698,9 @@ def parse_scalar(text: str) -> Scalar:
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Reads the text of `fusion_text`, or the text of `print_math` if all domains are plain.
+    """Returns the fusion whose text `fusion_text` printed.
+
+    The text of `print_math` is also accepted if all tensors have only their logical axes.
 
     Raises:
         ParseError: the text is no fusion. The error has the line and column.
@@ -688,8 +713,9 @@ def parse_fusion_at(
 ) -> Fusion:
     """Reads the fusion from the cursor's position up to the cursor's end.
 
-    `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is a position,
-    the text must have the domains of all tensors; errors name this position.
+    `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is not None, the
+    text must have the domains of all tensors. `in_full` is then the position that an error about
+    this names.
     """
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
@@ -739,10 +765,11 @@ DECLARING = (attention_ops, lookup, nodes)
 
 @record
 class Template:
-    """One printed form of an op: words to match and fields to read, in order.
+    """One way in which an op is printed: words to match and fields to read, in order.
 
-    - `words` has (whether it is a field, the word or the name of the field).
+    - `words` has pairs: whether the entry is a field, and the word or the name of the field.
     - `attributes` has the attributes that this printed form implies.
+    - `kinds` and `types` have the kind and the declared type of each field.
     - `is_older` marks a form that is read but no longer printed.
     """
 
@@ -763,9 +790,10 @@ _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 
 def key_of(text: str, start: int) -> str:
-    """Returns the first word of the op's text at `start`, or the name of the function after `=`.
+    """Returns the name by which the templates of an op are found in the text at `start`.
 
-    Returns "" if there is neither.
+    The name is the first word, or the name of the function after `=`. Returns "" if there is
+    neither.
     """
     word = _STATEMENT.match(text, start)
     if word:
@@ -777,7 +805,7 @@ def key_of(text: str, start: int) -> str:
 
 @lru_cache(maxsize=16)
 def templates_of(ops: tuple[type[Op], ...]) -> Mapping[str, list[Template]]:
-    """Returns the templates of op classes by their `key_of`.
+    """Returns the text templates of op classes, by the key that `key_of` finds in their text.
 
     Ops that are printed as operators have the key "".
     """
@@ -835,7 +863,7 @@ def template_of(op: Op) -> str:
 
 
 def tensor_op_classes() -> tuple[type[Op], ...]:
-    """Returns the declared tensor ops in declaration order, without base classes."""
+    """Returns the classes of all declared tensor ops in declaration order, without base classes."""
     return tuple(
         c
         for c in Op.REGISTRY.values()
@@ -877,17 +905,18 @@ _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*
 
 
 def definition_bounds(text: str) -> dict[str, int | None]:
-    """Returns the lower bounds of the symbols in the text of a user's definition.
+    """Returns the lower bounds of the symbols in the text of a user's definition, by name.
 
-    An extent is at least 0, and scalar inputs are unbounded.
+    An extent is at least 0. Scalar inputs are unbounded (None).
     """
     return _bounds(text, _scalar_inputs(text), extent=0)
 
 
 def concretized_bounds(text: str) -> dict[str, int | None]:
-    """Returns the lower bounds of the symbols in the text of a concretized program.
+    """Returns the lower bounds of the symbols in the text of a program for one class of inputs.
 
-    Every extent is at least 1, even if it is a scalar input. Other scalar inputs are unbounded.
+    Every extent is at least 1, even if it is a scalar input. Other scalar inputs are unbounded
+    (None).
     """
     extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
     unbounded = [name for name in _scalar_inputs(text) if name not in extents]

@@ -1,4 +1,5 @@
-"""The full text of programs: domains, the sections after the ops, and the users' lines.
+"""Prints programs in full: the domains of tensors, the sections after the ops, and the users'
+lines.
 
 `fuser.ir.op` prints single ops, and `fuser.ir.fusion` prints the ops of a fusion.
 """
@@ -20,7 +21,7 @@ from fuser.ir.scalar.constructors import Scalar
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:
-    """Returns the text of one tensor's domain.
+    """Returns the text of one tensor's domain, one line per kind of fact.
 
     The text has root, logical and allocation axes, contiguity, transforms and loop axes.
     """
@@ -52,7 +53,10 @@ def scheduled_text(
     ops: Iterable[Op],
     transformed: Iterable[TensorView] = (),
 ) -> str:
-    """Returns nvFuser's text of a scheduled fusion, with the domains of `transformed`."""
+    """Returns the text of a scheduled fusion in nvFuser's format.
+
+    After the ops, the text has the domains of the tensors in `transformed`.
+    """
     lines = ["Inputs:", *(f"  {value_text(v)}" for v in inputs)]
     lines += ["Outputs:", *(f"  {value_text(v)}" for v in outputs)]
     lines += ["", "%kernel {", *map(op_text, ops)]
@@ -62,13 +66,16 @@ def scheduled_text(
 
 
 def fusion_text(fusion: Fusion) -> str:
-    """Returns the text of a fusion that `parse_fusion` can read: the math, then sections."""
+    """Returns the full text of a fusion, which `parse_fusion` can read.
+
+    The text of `print_math` comes first, then the sections of `sections_text`.
+    """
     math = fusion_math(fusion, used_only=False).rstrip("\n")
     return f"{math}\n{sections_text(fusion, fusion.tensors(), fusion.exprs)}"
 
 
 def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
-    """Returns the sections with the facts that the math text of a program lacks.
+    """Returns the sections of a program's text with the facts that the text of its ops lacks.
 
     These are aliases, equal extents, dtypes of symbols whose names do not imply the dtype, the
     domain of every tensor, and the origins of shardings.
@@ -95,7 +102,7 @@ def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[O
 def line_key(op: Op) -> str:
     """Returns the key of an op in the section of user lines, such as `T3 add`.
 
-    A key is the op's first result and its name.
+    The key is the name of the op's first result, and the name of the op.
     """
     outputs = op.outputs
     return f"T{outputs[0].number} {op.name}" if outputs else op.name
@@ -123,7 +130,7 @@ def lines_text(ops: Iterable[Op]) -> str:
 def with_lines(ops: Iterable[Op], rows: Mapping[str, str]) -> tuple[Op, ...]:
     """Returns the ops with the user's lines in `rows`, which maps keys of ops to lines.
 
-    Ops of regions are included.
+    Keys are those of `line_key`. Ops of regions also get their lines.
     """
 
     def place(op: Op, key: str, number: int) -> Op:
@@ -138,9 +145,10 @@ def _nth(key: str, number: int) -> str:
 
 
 def _by_key(ops: Iterable[Op], change: Callable[[Op, str, int], Op]) -> tuple[Op, ...]:
-    """Applies `change` to each op, its key, and the number of ops with this key so far.
+    """Returns the ops after applying `change` to each op, ops of regions included.
 
-    An op is counted before the ops of its regions.
+    `change` takes the op, its key (`line_key`), and how many ops had this key so far. An op is
+    counted before the ops of its regions.
     """
     counts: Counter[str] = Counter()
 
@@ -175,7 +183,10 @@ def default_dtype(name: str) -> DataType:
 def program_symbols(
     fusion: Fusion, tensors: Iterable[TensorView], ops: Iterable[Op]
 ) -> tuple[sc.Symbol, ...]:
-    """Returns all symbols of inputs, domains, ops and equal extents, in order of appearance."""
+    """Returns all symbols that occur in a program, in order of appearance.
+
+    They occur in inputs, axes and splits of `tensors`, operands of `ops`, and equal extents.
+    """
     found: dict[sc.Symbol, None] = {}
 
     def add(value: object) -> None:
