@@ -89,8 +89,10 @@ def _flag(save_repro_inputs: bool | None) -> bool:
 
 
 def _defined_by(text: str | None) -> FusionDefinition:
-    """Returns the definition that the text of a `repr` describes. If `text` is None, returns an
-    empty definition."""
+    """Returns the definition that a Python text describes, as `repr` of a definition returns it.
+
+    If `text` is None, returns an empty definition. `pickle` calls this function.
+    """
     fd = FusionDefinition()
     if text is not None:
         names: dict[str, Any] = {"FusionDefinition": FusionDefinition, "DataType": DataType}
@@ -101,8 +103,7 @@ def _defined_by(text: str | None) -> FusionDefinition:
 
 
 def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
-    """Returns the error for a call of `execute` with several positional inputs, or with inputs as
-    keyword arguments.
+    """Returns the error for inputs of `execute` that are not passed as one list.
 
     `given` is the number of positional inputs, and `named` has the unknown keyword arguments.
     """
@@ -126,9 +127,9 @@ class FusionDefinition:
     """A tensor program, which is first defined in a `with` block and then run.
 
     - `fd.ops` has the ops, and `fd.sched` the schedule primitives.
-    - `fd.fusion` is the fusion as defined. Running never changes it.
-    - The first `execute` creates `fd.fec`, the cache of compiled programs, which then owns the
-      fusion.
+    - `fd.fusion` is the fusion (the graph of ops) as defined. Running never changes the fusion.
+    - The first `execute` creates `fd.fec`, the cache of compiled programs. The fusion cannot be
+      changed after that.
 
     Example:
 
@@ -147,9 +148,9 @@ class FusionDefinition:
         """Creates an empty definition. A `with` block then defines the program.
 
         Args:
-            double_numbers: Selects the dtype of an op on an integer or Bool tensor and a Python
-                float. True: Double, as in nvFuser. False: Float, as in torch. None takes the value
-                of `FUSER_ENABLE=double_numbers`.
+            double_numbers: Decides the dtype of an op on an integer or Bool tensor and a Python
+                float. If True, the result is Double, as in nvFuser. If False, the result is Float,
+                as in torch. By default, `FUSER_ENABLE=double_numbers` decides.
         """
         self._double_numbers = double_numbers
         self._fusion: Fusion | None = None
@@ -194,7 +195,7 @@ class FusionDefinition:
 
     @property
     def fusion(self) -> Fusion:
-        """The fusion as the user defined it.
+        """The fusion (the graph of ops) as the user defined it.
 
         Raises:
             EmptyDefinitionError: no `with` block has begun.
@@ -213,10 +214,10 @@ class FusionDefinition:
         )
 
     def __reduce__(self) -> tuple[Callable[[str | None], FusionDefinition], tuple[str | None]]:
-        """Returns a function and the definition's text, from which `pickle` and `copy` create an
-        equal definition.
+        """Returns a function and its argument, from which `pickle` and `copy` create an equal
+        definition.
 
-        The copy has not run yet.
+        The argument is the Python text of this definition. The copy has not run yet.
         """
         if self.__dict__.get("_fusion_guard") is not None:
             raise DefinitionError(
@@ -230,8 +231,9 @@ class FusionDefinition:
     def define_tensor(self, *args: Any, **kwargs: Any) -> TensorView:
         """Adds a tensor input to the program and returns the tensor.
 
-        There are three ways to pass the arguments, which `fuser.ops.define.define_tensor`
-        describes. `execute` takes the inputs in the order in which they are defined.
+        The arguments are shape, contiguity, dtype and others; `fuser.ops.define.define_tensor`
+        describes three ways to pass them. `execute` takes the inputs in the order in which they are
+        defined.
 
         Example: `x = fd.define_tensor([-1, 768], contiguity=True, dtype=DataType.BFloat16)`
         """
@@ -241,8 +243,7 @@ class FusionDefinition:
 
     @checked
     def define_scalar(self, value: Any = None, dtype: DtypeLike | None = None) -> Scalar:
-        """Creates a scalar and returns it. The scalar is a constant if `value` is passed, else an
-        input of the program.
+        """Creates a scalar and returns the scalar: a constant if `value` is passed, else an input.
 
         If `dtype` is None, an input has the dtype Double.
         """
@@ -265,12 +266,11 @@ class FusionDefinition:
 
     @checked
     def from_pytorch(self, tensor: torch.Tensor, static_sizes: bool = False) -> TensorView:
-        """Adds a tensor input with the dtype, memory order and contiguity of `tensor`, and returns
-        the new input.
+        """Adds a tensor input with the dtype, memory order and contiguity of a torch tensor.
 
-        The sizes of the new input are symbolic unless `static_sizes` is True. If torch has a GPU, a
-        CPU tensor without axes becomes a CPU scalar (`is_cpu`). In each call, the host reads the
-        value of a CPU scalar.
+        Returns the new input. The sizes of the new input are symbolic unless `static_sizes` is
+        True. If torch has a GPU, a CPU tensor without axes becomes a CPU scalar (`is_cpu`). In each
+        call, the host reads the value of a CPU scalar.
 
         Raises:
             InputError: the tensor is neither on a CPU nor on a CUDA device.
@@ -316,8 +316,10 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ execution
     def __call__(self, *inputs: object, **options: Any) -> list[torch.Tensor]:
-        """Runs the program on `inputs`: `fd(x, y)` is the same as `fd.execute([x, y])`, with the
-        same options."""
+        """Runs the program on `inputs`: `fd(x, y)` is the same as `fd.execute([x, y])`.
+
+        `options` are further arguments of `execute`.
+        """
         return self.execute(inputs, **options)
 
     def execute(
@@ -372,10 +374,10 @@ class FusionDefinition:
         *given: Any,
         save_repro_inputs: bool | None,
     ) -> list[torch.Tensor]:
-        """Runs the first call of `execute`, or a call with `save_repro_inputs`. An error is raised
-        on all ranks of the program.
+        """Runs the first call of `execute`, or a call with `save_repro_inputs`.
 
-        `given` are the device and the options of the call.
+        If a rank raises an error, all ranks that run the program raise an error. `given` are the
+        device and the options of the call.
         """
 
         def prepare() -> Prepared[list[torch.Tensor]]:
@@ -390,7 +392,7 @@ class FusionDefinition:
 
     # ------------------------------------------------------------ scripts
     def repro_script_for(self, inputs: Iterable[object] | None = None) -> str:
-        """Returns a script that defines this program and runs it on inputs like these.
+        """Returns a Python script that defines this program and runs it on inputs like `inputs`.
 
         The script's inputs have the same shapes, strides, dtypes and devices, and random values. If
         `inputs` is None, the script only defines the program.
@@ -411,8 +413,10 @@ class FusionDefinition:
         return self.repro_script_for(self.fake_inputs)
 
     def _report(self, error: Exception, inputs: object) -> None:
-        """Adds a script that reproduces an error to the error's notes. The caller has found that
-        the error may be a fault of this project."""
+        """Adds a note to an error: a script that reproduces the error.
+
+        The caller has found that the error may be a fault of this project, not of the user.
+        """
         try:
             given = inputs if isinstance(inputs, list | tuple) else None
             report(error, self.repro_script_for(given))
@@ -503,15 +507,19 @@ class FusionDefinition:
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
     def _devices(self) -> tuple[int, ...]:
-        """Returns the ranks that run the program. These ranks agree on a call before anything else
-        is checked."""
+        """Returns the ranks that run the program.
+
+        These ranks compare their calls before anything else is checked.
+        """
         if hasattr(self, "fec"):
             return self.fec.devices
         return requested_devices(self._fusion) if self._fusion is not None else ()
 
     def _executor_cache(self) -> FusionExecutorCache:
-        """Returns the executor cache. The first call of this method creates the cache and moves the
-        fusion into it."""
+        """Returns the cache of compiled programs of this definition.
+
+        The first call of this method creates the cache and moves the fusion into the cache.
+        """
         if hasattr(self, "ke"):
             raise OtherEntranceError(
                 "KernelExecutor already exists! Use manual_execute() to execute the fusion."
@@ -527,8 +535,8 @@ class FusionDefinition:
         return self.fec
 
     def cuda_graphs(self) -> list[str]:
-        """Returns lines that say how many CUDA graphs repeat the runs of this program, or why no
-        graph does.
+        """Returns lines of text: how many CUDA graphs repeat the runs of this program, or why none
+        does.
 
         There is one line for each signature of inputs and each stream on which such inputs ran.
         `FUSER_DISABLE=cuda_graphs`, or this option of a call, turns CUDA graphs off.
@@ -536,8 +544,8 @@ class FusionDefinition:
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
 
     def memory(self) -> Memory:
-        """Returns how many bytes this definition holds between runs, and how many bytes it shares
-        with other definitions.
+        """Returns how many bytes this definition holds between runs, and how many of them are
+        shared.
 
         The intermediates of all programs on a stream share one buffer, which is as large as the
         largest program needs. Outputs belong to the caller. See `hostir.runtime.plan.Memory`.
@@ -545,22 +553,22 @@ class FusionDefinition:
         return self.fec.memory() if hasattr(self, "fec") else Memory()
 
     def compiled_runner(self) -> list[str]:
-        """Returns lines that say how many calls the compiled runner has repeated, or why it repeats
+        """Returns lines of text: how many calls the compiled runner has repeated, or why it repeats
         none.
 
-        There is one line for each signature of inputs. The count begins when the runner was last
-        enabled for that signature. A line without a count says after how many more calls the runner
-        is tried again. `FUSER_DISABLE=compiled_runner`, or this option of a call, runs everything
-        in Python.
+        The compiled runner is a C function that repeats the recorded launches of a call. There is
+        one line for each signature of inputs. The count begins when the runner was last enabled for
+        that signature. A line without a count says after how many more calls the runner is tried
+        again. `FUSER_DISABLE=compiled_runner`, or this option of a call, runs everything in Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns a report on which matmuls and communications overlap for inputs like these, with
-        the predicted times that led to the choice.
+        """Returns a report on which matmuls and communications overlap for inputs like these.
 
-        The report is on the program that ran last (see `docs/explanation/cost-model.md`).
-        `FUSER_DISABLE=auto_overlap`, or this option of a call, turns overlap off.
+        The report has the predicted times that led to the choice, for the program that ran last
+        (see `docs/explanation/cost-model.md`). `FUSER_DISABLE=auto_overlap`, or this option of a
+        call, turns overlap off.
 
         Raises:
             FuserError: the program has not run yet.
@@ -570,12 +578,11 @@ class FusionDefinition:
     def manual_execute(
         self, inputs: Iterable[object], heuristic_params: object = None
     ) -> list[torch.Tensor]:
-        """Runs the fusion as one kernel, with the schedule that the user has given to the fusion's
-        tensors.
+        """Runs the fusion as one kernel, with the schedule that the user gave the fusion's tensors.
 
-        The schedule is read at the first call. The fusion is not segmented, and must have no
-        meshes. `heuristic_params` is the result of `sched.schedule`. These parameters do not change
-        the schedule. If their `lparams` or `cparams` contradict the schedule, that is an error.
+        The schedule is read at the first call. The fusion is not divided into segments, and must
+        have no meshes. `heuristic_params` is the result of `sched.schedule`. These parameters do
+        not change the schedule, but their `lparams` and `cparams` must agree with the schedule.
 
         Raises:
             DefinitionError: the parameters contradict the schedule.
@@ -608,14 +615,14 @@ class FusionDefinition:
         device: int | str | torch.device | None = None,
         **execute_kwargs: Any,
     ) -> list[torch.Tensor]:
-        """Runs `execute` and compares the outputs with references. Returns the outputs.
+        """Runs `execute`, compares the outputs with references, and returns the outputs.
 
         If `reference_outputs` is None, the references are torch's results in the same dtypes. The
         tolerances depend on the dtype and the size of reductions (`fuser.frontend.validation`).
         `execute_kwargs` are further arguments of `execute`.
 
         Raises:
-            ValidationError: an output differs; the message names the first such output. This error
+            ValidationError: an output differs. The message names the first such output. This error
                 is also an AssertionError.
         """
         run = partial(self.execute, device=device, **execute_kwargs)
@@ -625,8 +632,10 @@ class FusionDefinition:
     def manual_validate(
         self, inputs: Sequence[object], reference_outputs: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """Runs `manual_execute`, compares the outputs with references as `validate` does, and
-        returns the outputs."""
+        """Runs `manual_execute`, compares the outputs with references, and returns the outputs.
+
+        The references are those of `validate`.
+        """
         fusion = self.fusion
         return validation.validate_run(fusion, self.manual_execute, inputs, reference_outputs)
 
@@ -634,7 +643,7 @@ class FusionDefinition:
 def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
     """Runs a definition on DTensors and returns DTensors.
 
-    This is the method `FusionDefinition.execute_with_dtensors` as a function.
+    The function does the same as the method `FusionDefinition.execute_with_dtensors`.
     """
     given: FusionDefinition = require("execute_with_dtensors", "fd", fd, FusionDefinition)
     return given.execute_with_dtensors(in_dtensors)

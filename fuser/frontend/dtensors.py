@@ -1,5 +1,4 @@
-"""Runs a definition on torch's DTensors: unwraps the inputs to shards, and wraps the results in
-DTensors.
+"""Runs a definition on torch's DTensors: takes the shards out of them, and wraps the results.
 
 Dimension i of a torch mesh is dimension i of the fusion's mesh (mesh_x is the last dimension). If
 several mesh dimensions shard one axis, the first of them shards it outermost, as in torch.
@@ -52,11 +51,12 @@ _TOLD: WeakSet[FusionExecutorCache] = WeakSet()
 def prepare_dtensors(
     cache: FusionExecutorCache, in_dtensors: Iterable[object]
 ) -> Prepared[list[DTensor]]:
-    """Returns this rank's run signature for the shards of DTensors, the scalar inputs to compare,
-    and the function that runs the program.
+    """Prepares a run on DTensors: checks the inputs and finds the program, but launches nothing.
 
-    All ranks compare their signatures and scalar inputs before they run. This function launches
-    nothing. Raises the errors of `FusionDefinition.execute_with_dtensors`.
+    Returns this rank's run signature, the scalar inputs, and the function that runs the program.
+    The run signature describes the program and its sizes. All ranks compare their run signatures
+    and scalar inputs before they run. Raises the errors of
+    `FusionDefinition.execute_with_dtensors`.
     """
     defined = cache.fusion()
     given = flatten(in_dtensors, declared=defined.inputs)
@@ -115,11 +115,12 @@ def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] 
 
 
 def _check_ranks() -> None:
-    """Checks that torch.distributed and the Communicator give this process the same rank and the
-    same number of ranks.
+    """Checks that this process has the same rank in torch.distributed as in the Communicator.
+
+    The numbers of ranks must also be equal.
 
     Raises:
-        DTensorError: they differ, or there is no default process group.
+        DTensorError: the ranks or their numbers differ, or there is no default process group.
     """
     import torch.distributed as dist
 
@@ -138,8 +139,10 @@ def _check_ranks() -> None:
 
 
 def _check_placed(position: int, tv: TensorView, value: Any) -> None:
-    """Checks that a DTensor has the mesh, the sharding and the sizes that the fusion declares for
-    its input `tv`.
+    """Checks that a DTensor has the mesh, sharding and sizes that the fusion declares for its
+    input.
+
+    `tv` is the declared input, and `position` its index for messages.
 
     Raises:
         DTensorError: the DTensor differs from the declaration, or this rank is not in its mesh.
@@ -198,8 +201,8 @@ def _shards(
     """Returns this rank's shards of the inputs, in the memory orders that the fusion declares.
 
     Torch chooses the memory order of a shard: usually row-major, whatever the strides of the
-    DTensor. So a shard in another memory order is not the user's mistake. The shard is copied, and
-    one warning per definition names the copied inputs.
+    DTensor. A shard in another memory order is therefore not the user's mistake. The shard is
+    copied, and one warning per definition names the copied inputs.
 
     Raises:
         DTensorError: an input that is updated in place, and so cannot be copied, has another memory
@@ -235,7 +238,7 @@ def _shards(
 
 
 def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
-    """Whether a shard must be copied into the declared memory order.
+    """Returns whether a shard must be copied into the declared memory order.
 
     Returns False if the number of dimensions differs, or if an expanded axis has several elements
     in memory, because other checks report these errors.
@@ -248,8 +251,10 @@ def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
 
 
 def _shard(value: Argument) -> Argument:
-    """Returns this rank's shard of a DTensor, after waiting for pending communication. Returns any
-    other value unchanged."""
+    """Returns this rank's shard of a DTensor, after waiting for pending communication.
+
+    Any other value is returned unchanged.
+    """
     if not _is_dtensor(value):
         return value
     local: Any = value.to_local()
@@ -269,7 +274,8 @@ def _mesh_of(tv: TensorView) -> DeviceMesh:
 def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
     """Returns, for each dimension of a tensor's mesh, the axis that this dimension shards, or None.
 
-    `cuts_of_axes` has, for each axis, the parallel types that shard it, outermost first.
+    `cuts_of_axes` has, for each axis, the parallel types that shard it, outermost first. `what`
+    names the tensor in messages.
 
     Raises:
         UnsupportedError: a DTensor cannot have such shards, because they are not contiguous blocks.
@@ -296,7 +302,8 @@ def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
 def _maker(
     mesh: DeviceMesh, meshes: Sequence[Any], names: tuple[str, ...] | None, devices: Sequence[int]
 ) -> Any:
-    """Returns a function that, for a device type, returns the torch mesh of an output on `mesh`.
+    """Returns a function that takes a device type and returns the torch mesh of an output on
+    `mesh`.
 
     If an input is on the same mesh, the output uses the input's torch mesh. `meshes` are the
     inputs' torch meshes, `names` their dimension names, and `devices` the ranks that run the

@@ -85,8 +85,11 @@ MAX_BOUND = 64
 
 
 class FusionExecutorCache(Watching, Inspection):
-    """The compiled programs of one fusion, one program for each input class (`InputClass`). Running
-    never changes the fusion."""
+    """The compiled programs of one fusion, one program for each input class.
+
+    An input class has the facts about inputs that change the program, such as dtypes and memory
+    layouts. Running never changes the fusion.
+    """
 
     @partial(checked, name="FusionExecutorCache")
     def __init__(
@@ -150,8 +153,9 @@ class FusionExecutorCache(Watching, Inspection):
 
     @cached_property
     def _text(self) -> str:
-        """The structure of the fusion as text. The text is part of the key under which the fusion's
-        programs are cached."""
+        """The fusion as text, which is part of the key under which the fusion's programs are
+        cached.
+        """
         return fusion_text(self._fusion)
 
     @cached_property
@@ -179,11 +183,11 @@ class FusionExecutorCache(Watching, Inspection):
         return Classifier(self._fusion)
 
     def cuda_graphs(self) -> list[str]:
-        """Returns lines of text on CUDA graphs; see `FusionDefinition.cuda_graphs`."""
+        """Returns lines of text on CUDA graphs, as `FusionDefinition.cuda_graphs` describes."""
         return self._status_lines(CallCacheEntry.graphs)
 
     def memory(self) -> Memory:
-        """Returns the memory that is allocated between runs; see `FusionDefinition.memory`."""
+        """Returns the memory that is held between runs, as `FusionDefinition.memory` describes."""
         calls = list(self._by_signature.values())
         evaluators = {call.bound.evaluator for call in calls}
         plans = [plan for call in calls for plan in call.known.plans.values()]
@@ -200,7 +204,7 @@ class FusionExecutorCache(Watching, Inspection):
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> list[torch.Tensor]:
-        """Runs the program on `inputs`; see `FusionDefinition.execute`."""
+        """Runs the program on `inputs`, as `FusionDefinition.execute` describes."""
         if (PROFILERS or self._is_profiled) and profiler_here(is_on=self._is_profiled):
             given = inputs, device, _enable_options, _disable_options
             instance = Communicator.instance()
@@ -254,8 +258,8 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def _consider(self, call: CallCacheEntry, given: Sequence[Argument]) -> None:
-        """Lets the compiled runner repeat calls of the entry `call`, if the runner supports such
-        calls.
+        """Lets the compiled runner (a C function) repeat calls like `call`, if the runner supports
+        them.
 
         The call has just run with the inputs `given`.
         """
@@ -270,8 +274,10 @@ class FusionExecutorCache(Watching, Inspection):
             call.steady = self._steady = found
 
     def _is_like(self, call: CallCacheEntry, inputs: Sequence[Argument]) -> bool:
-        """Whether the inputs still belong to the entry `call`. Another thread may have changed them
-        during the run."""
+        """Returns whether the inputs still belong to the entry `call`.
+
+        Another thread may have changed the inputs during the run.
+        """
         if call.glance is not no_fast_path:
             return call.glance(inputs) is not None
         try:
@@ -283,11 +289,11 @@ class FusionExecutorCache(Watching, Inspection):
     def _others_turn(
         self, declined: Steady, inputs: Iterable[object], *others: object
     ) -> list[torch.Tensor] | None:
-        """Runs the inputs by the compiled runner of another call, because the runner `declined`
-        rejected the inputs. Returns None if no runner accepts them.
+        """Runs the inputs by the compiled runner of another call, after the runner `declined`
+        rejected them.
 
-        The other call is found by the shape of the first input. A runner that has rejected inputs
-        too often is dropped.
+        Returns None if no runner accepts the inputs. The other call is found by the shape of the
+        first input. A runner that has rejected inputs too often is dropped.
         """
         call = self._latest
         is_over = declined.declined > MAX_DECLINED or declined.is_dropped
@@ -307,18 +313,19 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def compiled_runner(self) -> list[str]:
-        """Returns lines of text on the compiled runner; see `FusionDefinition.compiled_runner`."""
+        """Returns lines of text on the compiled runner, as `FusionDefinition.compiled_runner`
+        describes.
+        """
         return self._status_lines(CallCacheEntry.repeated)
 
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
     ) -> tuple[CallCacheEntry | None, tuple[int, ...] | None]:
-        """Returns the entry of an earlier call, other than the latest, and the alignments of the
-        inputs.
+        """Finds the entry of an earlier call, other than the latest, that has inputs like these.
 
-        The earlier call is found by the shape of the first input. If that call's quick check
-        rejects the inputs, the alignments are None. If there is no such call, entry and alignments
-        are None.
+        The earlier call is found by the shape of the first input. Returns the entry, and the
+        alignments of the inputs in memory. The alignments are None if the entry's quick check
+        rejects the inputs. Both are None if there is no such call.
         """
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
@@ -344,11 +351,11 @@ class FusionExecutorCache(Watching, Inspection):
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[list[torch.Tensor]]:
-        """Returns this rank's run signature for `inputs`, the scalar inputs to compare, and the
-        function that runs the program.
+        """Prepares a run: checks the inputs and finds the program, but launches nothing.
 
-        All ranks compare their signatures and scalar inputs before they run. This method launches
-        nothing.
+        Returns this rank's run signature, the scalar inputs, and the function that runs the
+        program. The run signature describes the program and its sizes. All ranks compare their run
+        signatures and scalar inputs before they run.
         """
         if PROFILERS or self._is_profiled:
             profiler = profiler_here(is_on=self._is_profiled)
@@ -373,10 +380,10 @@ class FusionExecutorCache(Watching, Inspection):
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None
     ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of a run to which all ranks must still agree, with seeds, and a
-        function that wraps the run.
+        """Returns the inputs of the program with seeds, and a function that wraps the run.
 
-        The wrapped run advances torch's random generator when it begins, not before.
+        The run has not begun, because all ranks must still agree to it. The wrapped run advances
+        torch's random generator when it begins.
         """
         inputs = self._read(inputs)
         if self._draws is None:
@@ -386,8 +393,10 @@ class FusionExecutorCache(Watching, Inspection):
         return self._draws.look(inputs, device)
 
     def _read(self, inputs: Iterable[object]) -> Iterable[object]:
-        """Returns the inputs of the program: the values of CPU scalars as numbers, and the sizes
-        that are computed from floats."""
+        """Returns the inputs of the program, computed from the inputs that the caller passed.
+
+        CPU scalars are replaced by their values. Sizes that are computed from floats are appended.
+        """
         inputs = inputs if self._scalars is None else self._scalars.read(inputs)
         return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
@@ -408,10 +417,10 @@ class FusionExecutorCache(Watching, Inspection):
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]:
-        """Returns the cache entry of the call, its inputs as a flat list, and the inputs'
-        alignments.
+        """Finds or creates the cache entry of a call.
 
-        If there is no entry yet, one is created, and the alignments are None.
+        Returns the entry, the inputs as a flat list, and the inputs' alignments in memory. For a
+        new entry, the alignments are None.
         """
         given: Sequence[Argument] = flatten(inputs, declared=self._fusion.inputs)
         if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
@@ -445,8 +454,9 @@ class FusionExecutorCache(Watching, Inspection):
         communicator: Communicator,
         settings: Settings,
     ) -> CallCacheEntry:
-        """Creates the cache entry for a new signature of inputs, after finding or building its
-        program."""
+        """Creates the cache entry for inputs with a new signature, after finding or building their
+        program.
+        """
         resolved = self._autograd.resolved(inputs)
         with uncollected, progress.shown(communicator.rank()):
             bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
@@ -540,7 +550,9 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> BoundProgram:
-        """Finds or builds the program for an input class, and binds it to this rank."""
+        """Finds or builds the program for an input class, and creates the evaluator that runs it on
+        this rank.
+        """
         program, overlaps = self._program(input_class, communicator, device, settings)
         evaluator = ProgramEvaluator(
             program.container,
@@ -560,10 +572,10 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> tuple[Program, Overlaps | NoOverlap]:
-        """Finds or builds the program for an input class. Also returns the object that decides
-        which matmuls and communications overlap.
+        """Finds or builds the program for an input class.
 
-        The job may have fewer ranks than the meshes name, because nothing runs.
+        Also returns the object that decides which matmuls and communications overlap. The job may
+        have fewer ranks than the meshes name, because nothing runs.
         """
         # Before the cache's lock is taken, because it may open connections.
         backend = self._params.backend or (
@@ -602,8 +614,10 @@ class FusionExecutorCache(Watching, Inspection):
         texts: list[Dump],
         overlaps: Overlaps | NoOverlap,
     ) -> Program:
-        """Lowers this definition for an input class and a backend. The requested dumps are appended
-        to `texts`."""
+        """Lowers this definition to a host program, for an input class and a communication backend.
+
+        The requested dumps are appended to `texts`.
+        """
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
         where = next((op.where for op in self._fusion.exprs if op.where), "")
@@ -644,10 +658,10 @@ class FusionExecutorCache(Watching, Inspection):
 
     # ------------------------------------------------------------ looking inside
     def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
-        """Returns the program of the most recent run. If there was no run, lowers a program for
-        inputs like these.
+        """Returns the host program of the most recent run.
 
-        The job may have fewer ranks than the meshes name.
+        Before the first run, returns the host program for inputs like these. The job may then have
+        fewer ranks than the meshes name.
         """
         if self._recent.get(Communicator.instance()) is not None:
             return self.host_program()
@@ -659,8 +673,7 @@ class FusionExecutorCache(Watching, Inspection):
         return self._program(found, here, where, self._settings)[0].container
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns the report on overlapping matmuls and communications; see
-        `FusionDefinition.overlap_report`."""
+        """Returns the report on overlap that `FusionDefinition.overlap_report` describes."""
         given = self._completed(inputs)
         sizes = self._binder.bind(given, device_of(given, None))
         latest = self._last()
@@ -669,7 +682,9 @@ class FusionExecutorCache(Watching, Inspection):
 
 
 def _with_notes(report: str, program: HostIrContainer) -> str:
-    """Returns a report on overlap, with notes on annotations of inputs that would save work."""
+    """Returns a report on overlap, with notes on changes of input shardings that would save
+    work.
+    """
     return "\n".join((report, *(f"note: {note}" for note in sliced_inputs(program))))
 
 
@@ -691,11 +706,10 @@ def overlaps_of(
     settings: Settings,
     params: LowerParams,
 ) -> Overlaps | NoOverlap:
-    """Returns the object that decides which matmuls and communications overlap, for all programs
-    with the key `key`.
+    """Returns the object that decides which matmuls and communications of a program overlap.
 
-    Streams of CPU ranks do not run concurrently. On CPU ranks, overlap therefore needs the option
-    `machine` or `steps`.
+    All programs with the key `key` share this object. Streams of CPU ranks do not run concurrently.
+    On CPU ranks, overlap therefore needs the option `machine` or `steps`.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):
@@ -749,7 +763,9 @@ def _why_not(
     fusion: Fusion, devices: tuple[int, ...], settings: Settings, params: LowerParams
 ) -> str:
     """Returns the reason why overlap is not considered for this definition and these options.
-    Returns "" if it is considered."""
+
+    Returns "" if overlap is considered.
+    """
     if settings.disabled("auto_overlap"):
         return "auto_overlap is disabled"
     if params.standalone:
@@ -784,8 +800,9 @@ class _Constant:
 
 @dataclass
 class _Alike:
-    """The numbers of all programs that differ only in numbers, and whether a warning has been
-    given."""
+    """The numbers in programs that are equal but for these numbers, and whether a warning was
+    issued.
+    """
 
     seen: dict[tuple[Number, ...], tuple[_Constant, ...]] = field(default_factory=dict)
     is_told: bool = False
@@ -795,8 +812,11 @@ _ALIKE: Recent[Hashable, _Alike] = Recent(256)
 
 
 def note_constants(fusion: Fusion) -> None:
-    """Records the numbers in a program that is being built. If several programs differ only in such
-    numbers, warns once."""
+    """Records the numbers in a program that is being compiled.
+
+    If several compiled programs differ only in such numbers, the function warns once, because one
+    program with a scalar input could replace them.
+    """
     constants: list[_Constant] = []
     texts = [_without_numbers(op, constants) for op in fusion.exprs]
     if not constants:
@@ -815,8 +835,10 @@ def note_constants(fusion: Fusion) -> None:
 
 
 def _without_numbers(op: TensorOp, constants: list[_Constant]) -> str:
-    """Returns the text of an op in which symbols replace the numbers. The numbers are appended to
-    `constants`."""
+    """Returns the text of an op in which symbols replace the numbers.
+
+    The numbers are appended to `constants`.
+    """
 
     def mark(v: object) -> object:
         if not isinstance(v, Const):

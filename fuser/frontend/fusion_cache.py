@@ -1,9 +1,9 @@
-"""LRUCache and LruFusionCache: equal definitions share one executor cache.
+"""LRUCache and LruFusionCache: equal definitions share one cache of compiled programs.
 
 Definitions are equal if their fusions have the same structure (`Fusion.__eq__`): ops, layouts,
 shardings and updates, but not names. Without these caches, equal definitions share only their
-programs (`program_cache`). With these caches, they also share the programs bound to a rank and the
-recorded plans.
+programs (`program_cache`). With these caches, they also share everything that belongs to a rank,
+such as the recorded plans of calls.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ class _Entry:
 
 
 class LRUCache:
-    """A cache of at most `max_fusions` executor caches. When the cache is full, the least recently
-    used executor cache is dropped."""
+    """A cache of at most `max_fusions` executor caches, by fusion.
+
+    An executor cache has the compiled programs of one fusion. When this cache is full, the least
+    recently used executor cache is dropped.
+    """
 
     @checked
     def __init__(self, max_fusions: int) -> None:
@@ -47,8 +50,10 @@ class LRUCache:
 
     @checked
     def cache_compile(self, fusion: Fusion) -> FusionExecutorCache:
-        """Returns the executor cache of an equal fusion. If there is none, returns a new executor
-        cache, which then owns `fusion`."""
+        """Returns the executor cache (the compiled programs) of an equal fusion.
+
+        If there is none, returns a new executor cache, which then owns `fusion`.
+        """
         key = form_of(fusion).key
         with self._lock:
             self._lookups += 1
@@ -68,8 +73,10 @@ class LRUCache:
         return len(self._entries)
 
     def stats(self) -> str:
-        """Returns the numbers of fusions, look-ups and hits as text, then the hits of each fusion,
-        most recently used first."""
+        """Returns statistics of the cache as text: the numbers of fusions, look-ups and hits.
+
+        The hits of each fusion follow, the most recently used fusion first.
+        """
         with self._lock:
             lines = [f"Max Fusions Allowed: {self._limit}"]
             if not self._entries:
@@ -90,8 +97,9 @@ class LRUCache:
 
 
 class LruFusionCache:
-    """A decorator for functions that return a definition. Equal definitions then share one executor
-    cache.
+    """A decorator for functions that return a definition.
+
+    Equal definitions share compiled programs.
 
         @LruFusionCache(max_fusions=64)
         def layer(n):
@@ -106,8 +114,11 @@ class LruFusionCache:
         self._cache = LRUCache(max_fusions)
 
     def __call__(self, define: Callable[P, FusionDefinition]) -> Callable[P, FusionDefinition]:
-        """Returns the decorated function. Its results are definitions that share the executor cache
-        of an earlier equal definition."""
+        """Decorates the function `define`, whose results are definitions.
+
+        A definition that the decorated function returns uses the executor cache of an earlier equal
+        definition.
+        """
         cache = self._cache
 
         def defined(*args: P.args, **kwargs: P.kwargs) -> FusionDefinition:

@@ -59,7 +59,7 @@ _lock = make_lock()
 
 
 class Draws:
-    """The random ops of a definition that have no seed.
+    """The random ops of a definition that have no seed, and the inputs that give them one.
 
     `fusion` is a copy of the definition whose last two inputs are the seed and the offset of these
     ops.
@@ -84,13 +84,15 @@ class Draws:
 
     @staticmethod
     def of(fusion: Fusion) -> Draws | None:
-        """Returns a `Draws` for the definition's random ops without a seed. Returns None if there
-        are no such ops."""
+        """Returns a `Draws` for the definition's random ops without a seed, or None without such
+        ops.
+        """
         return Draws(fusion) if any(map(_draws, fusion.exprs)) else None
 
     def complete(self, inputs: Iterable[object], key: Sequence[int] = (0, 0)) -> list[Argument]:
-        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then `key` (seed,
-        offset).
+        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then seed and offset.
+
+        `key` is (seed, offset).
 
         Raises:
             InputError: the number of inputs is wrong.
@@ -100,8 +102,10 @@ class Draws:
         return [*given, *key]
 
     def take(self, inputs: Iterable[object], device: Device) -> list[Argument]:
-        """Returns the inputs of a run that begins now, with seed and offset. Advances torch's
-        generator."""
+        """Returns the inputs of a run that begins now, with seed and offset.
+
+        Seed and offset are taken from torch's generator, which is advanced.
+        """
         given = self.complete(inputs)
         given[-2:] = self._take(device_of(given, device))
         return given
@@ -109,13 +113,13 @@ class Draws:
     def look(
         self, inputs: Iterable[object], device: Device
     ) -> tuple[list[Argument], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of a run to which all ranks must still agree, and a function that
-        wraps the run.
+        """Returns the inputs of a run that has not begun, with seed and offset, and a function for
+        the run.
 
-        The generator is advanced only when the wrapped run begins. If the ranks do not agree,
-        nothing runs, and the generators of all ranks stay equal. Other threads may draw at the same
-        time. Therefore, seed and offset are read from a copy of torch's generator, which is never
-        set back.
+        All ranks must still agree to the run. The function wraps the run: torch's generator is
+        advanced only when the wrapped run begins. If the ranks do not agree, nothing runs, and the
+        generators of all ranks stay equal. Other threads may draw at the same time. Therefore, seed
+        and offset are read from a copy of torch's generator, which is never set back.
         """
         given = self.complete(inputs)
         where = device_of(given, device)
@@ -152,7 +156,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class _Seed:
-    """A seed among the numbers that ranks compare.
+    """The seed of random ops, among the numbers that ranks compare before a run.
 
     On the CPU, the seed is a number that the generator drew. Messages therefore also show the seed
     that the user set.
@@ -177,7 +181,8 @@ def claimed(
 ) -> tuple[object, ...]:
     """Returns the inputs at `positions`, which ranks compare in each call.
 
-    Ranks compare the `repr` of each number. Messages show the `str`.
+    Ranks compare the `repr` of each number, and messages show its `str`. If the program draws
+    random numbers (`draws`), the last two inputs are seed and offset.
     """
     numbers = tuple(given[i] for i in positions)
     if draws is None or not positions:
@@ -204,6 +209,8 @@ def _draws(op: object) -> bool:
 class FloatSizes:
     """The sizes of a definition that are computed from floats.
 
+    The host computes them once per call.
+
     `fusion` is a copy of the definition in which each of these sizes is an additional Int input, at
     the end of the inputs.
     """
@@ -229,8 +236,9 @@ class FloatSizes:
 
     @staticmethod
     def of(fusion: Fusion) -> FloatSizes | None:
-        """Returns a `FloatSizes` for the definition's sizes that are computed from floats. Returns
-        None if there are no such sizes."""
+        """Returns a `FloatSizes` for the definition's sizes that are computed from floats, or None
+        if none is.
+        """
         used = [v for op in fusion.used_exprs() for v in op.outputs]
         scalars = structural_scalars(fusion, used)
         found = dict.fromkeys(y for x in scalars for y in _made_of_floats(x))
@@ -299,8 +307,10 @@ def _is_cast(x: Scalar) -> TypeGuard[Apply]:
 
 
 def _made_of_floats(x: Scalar) -> Iterator[Scalar]:
-    """Yields the integer scalars within `x` that an op computes from floats. If such scalars are
-    nested, yields the outermost."""
+    """Yields the integer scalars within `x` that an op computes from floats.
+
+    If such scalars are nested, only the outermost is yielded.
+    """
     if isinstance(x, Symbol | Const) or not _has_floats(x):
         return  # an extent that is an integer, or computed from integers only
     if isinstance(x, Apply) and any(not is_int(y) and _has_floats(y) for y in x.args):
@@ -322,8 +332,7 @@ def _parts(x: Scalar) -> Iterator[Scalar]:
 
 
 def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
-    """Returns the first op whose result has a shape that contains the size. Returns None if there
-    is no such op."""
+    """Returns the first op whose result has a shape that contains the size `size`, or None."""
     for op in fusion.used_exprs():
         scalars = (x for v in op.outputs for x in shape_scalars(v))
         if any(y is size for x in scalars for y in _parts(x)):
@@ -347,13 +356,11 @@ _HOST = torch.device("cpu")
 
 @record
 class _Result:
-    """One result of the program.
+    """One result of the program, and its use after the run.
 
     - `is_shown`: whether callers get the result.
-    - `into`: the number of the input that the result updates, if that input is a CPU scalar; else
-      None.
-    - `given`: the number of the input that callers get instead of the result, if that input is a
-      CPU scalar; else None.
+    - `into`: the position of the CPU scalar input that the result updates, or None.
+    - `given`: the position of the CPU scalar input that callers get instead of the result, or None.
     """
 
     is_shown: bool
@@ -364,7 +371,8 @@ class _Result:
 class HostScalars:
     """The CPU scalars of a definition: input tensors without axes in host memory.
 
-    `fusion` is a copy of the definition in which the CPU scalars are scalar inputs (numbers).
+    `fusion` is a copy of the definition in which the CPU scalars are scalar inputs (numbers). Each
+    call reads their values.
     """
 
     def __init__(self, defined: Fusion) -> None:
@@ -387,16 +395,14 @@ class HostScalars:
 
     @staticmethod
     def of(fusion: Fusion) -> HostScalars | None:
-        """Returns a `HostScalars` for the definition's CPU scalars. Returns None if there are
-        none."""
+        """Returns a `HostScalars` for the definition's CPU scalars, or None if it has none."""
         return HostScalars(fusion) if any(map(_is_scalar, fusion.inputs)) else None
 
     def _taken_results(self) -> list[_Result]:
-        """Removes the updates of CPU scalars from `fusion`, and returns the use of each result of
-        the program.
+        """Removes the updates of CPU scalars from `fusion`, and returns how each result is used.
 
-        In `fusion`, CPU scalars are not tensor inputs. So a value that updates a CPU scalar is an
-        ordinary result of the program, and is copied after the run.
+        In `fusion`, CPU scalars are not tensor inputs. A value that updates a CPU scalar is
+        therefore an ordinary result of the program, and is copied after the run.
         """
         scalars = {v: i for i, v in enumerate(self._declared) if _is_scalar(v)}
         number_of = {v.number: i for v, i in scalars.items()}
@@ -422,8 +428,8 @@ class HostScalars:
     def finished(
         self, given: Sequence[object], outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Returns the outputs for the caller, given the inputs of the call and the outputs of the
-        program.
+        """Returns the outputs for the caller, from the inputs of the call and the program's
+        outputs.
 
         An output that is a CPU scalar is the caller's own tensor. Updates of CPU scalars are copied
         into the caller's tensors first. The copy waits for the program.
@@ -438,13 +444,15 @@ class HostScalars:
         ]
 
     def flat(self, inputs: Iterable[object]) -> list[object]:
-        """Returns the inputs of a call as a flat list, because an iterator could be read only
-        once."""
+        """Returns the inputs of a call as a flat list.
+
+        The list can be read several times, unlike an iterator that the caller may pass.
+        """
         return [*flatten(inputs, declared=self._declared)]
 
     def read(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of `fusion`: the caller's inputs with CPU scalars replaced by their
-        current values.
+        """Returns the inputs of `fusion`: the caller's inputs, with the values of CPU scalars as
+        numbers.
 
         Raises:
             InputError: the number of inputs is wrong, or an input is not the CPU scalar that the
@@ -480,16 +488,16 @@ def _is_lazy(x: torch.Tensor) -> bool:
 
 
 class Autograd:
-    """Converts the inputs of one fusion to plain tensors. Warns once if a gradient is lost by
-    that."""
+    """Converts the inputs of one fusion to plain tensors. Warns once if this loses a gradient."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         self._is_warned = False
 
     def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs with lazy negative and conjugate views computed, because kernels read
-        the memory of a tensor.
+        """Returns the inputs with lazy negative and conjugate views computed.
+
+        Kernels read the memory of a tensor, which does not contain the negation or conjugation.
 
         Raises:
             InputError: the program updates such a view in place.
@@ -512,7 +520,9 @@ class Autograd:
         ]
 
     def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs with dual tensors replaced by their primal values. Warns once.
+        """Returns the inputs with forward-mode dual tensors replaced by their primal values.
+
+        Warns once.
 
         With dual tensors, torch would propagate tangents through the ops that it computes, and
         kernels would lose the tangents.

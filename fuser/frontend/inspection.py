@@ -1,9 +1,8 @@
-"""Shows the compiled kernels and the scheduled IR of a definition, and runs a program with
-measurements.
+"""Shows the compiled kernels and the scheduled IR of a definition, and measures runs.
 
 The kernels shown are those for one class of inputs. `ProgramEvaluator.requests` follows the program
-without data, and finds the tensors with which each kernel is launched. These tensors determine the
-kernel's variant.
+without data, and finds the tensors with which each kernel is launched. These tensors determine
+which compiled variant of the kernel is used.
 """
 
 from __future__ import annotations
@@ -43,8 +42,10 @@ Used = tuple[int, FusedKernelExecutor, Variant]
 
 
 def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
-    """Returns the kernels that a program launches for inputs like these, in launch order. A kernel
-    that is launched several times is listed once."""
+    """Returns the kernels that a program launches for inputs like these, in launch order.
+
+    A kernel that is launched several times is listed once.
+    """
     device = device_of(inputs, None)
     found: dict[tuple[int, int], Used] = {}
     for request in bound.evaluator.requests(inputs):
@@ -56,8 +57,10 @@ def kernels_of(bound: BoundProgram, inputs: Sequence[Argument]) -> list[Used]:
 
 
 def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: bool) -> str:
-    """Returns the text of all kernels for inputs like these. If `with_runtime` is True, the text
-    begins with the device functions that the kernels call."""
+    """Returns the CUDA text of all kernels that a program launches for inputs like these.
+
+    If `with_runtime` is True, the text begins with the device functions that the kernels call.
+    """
     texts = [variant.kernel.source.text for _, _, variant in kernels_of(bound, inputs)]
     return "\n".join([preamble(RT_FILES), *texts] if with_runtime else texts)
 
@@ -65,11 +68,11 @@ def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: 
 def scheduled_ir(
     bound: BoundProgram, inputs: Sequence[Argument], *, tensor_transforms: bool
 ) -> str:
-    """Returns the scheduled IR of each segment, in run order. `tensor_transforms` adds the domains
-    of the tensors.
+    """Returns the scheduled IR of each segment of a program, in run order.
 
     The IR of a kernel is the scheduled fusion on local shards. The IR of a library call or a
-    communication is the list of the segment's ops.
+    communication is the list of the segment's ops. `tensor_transforms` adds the domains of the
+    tensors.
     """
     used, device = kernels_of(bound, inputs), device_of(inputs, None)
     texts: list[str] = []
@@ -90,8 +93,8 @@ def scheduled_ir(
 def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
     """Returns uninitialized inputs with the given signature and alignments.
 
-    `places` has, for each tensor, the offset of its address from a multiple of the vector size, in
-    bytes.
+    With them, a program can be inspected after the caller's inputs are gone. `places` has, for each
+    tensor, the offset of its address from a multiple of the vector size, in bytes.
     """
     made: list[Argument] = []
     offsets = iter(places or [0] * len(signature))
@@ -109,8 +112,10 @@ def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
 
 
 def launches_of(program: Program) -> dict[str, int]:
-    """Counts the launches of one run by kind: segments, kernels, library_calls, aliases,
-    collectives."""
+    """Returns the numbers of launches in one run of a program, by kind.
+
+    The kinds are segments, kernels, library_calls, aliases and collectives.
+    """
     kinds = [s.kind for s in program.segmented.segments]
     return {
         "segments": len(kinds),
@@ -122,8 +127,9 @@ def launches_of(program: Program) -> dict[str, int]:
 
 
 class Inspection:
-    """The methods of an executor cache that return facts about its programs, without running
-    them."""
+    """Base class of an executor cache: methods that return facts about its programs, without
+    running them.
+    """
 
     _by_signature: Recent[CallKey, CallCacheEntry]
     _recent: Recent[Communicator, BoundProgram]
@@ -169,8 +175,9 @@ class Inspection:
         return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
 
     def get_most_recent_scheduled_ir(self, tensor_transforms: bool = False) -> str:
-        """Returns the result of `get_scheduled_ir` for the inputs of the last call, and allocates
-        tensors of the same sizes for that.
+        """Returns the scheduled IR of each segment, for the inputs of the last call.
+
+        The method allocates tensors of the same sizes. See `get_scheduled_ir`.
 
         Raises:
             NotCompiledError: no program has run.
@@ -184,8 +191,10 @@ class Inspection:
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
     def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
-        """Returns the cache entry of an earlier call with inputs like these, or None. A call
-        without options is preferred."""
+        """Returns the cache entry of an earlier call with inputs like these, or None.
+
+        A call without options is preferred.
+        """
         signature, here = signature_of(self._completed(inputs), self._free), Communicator.instance()
         call = self._by_signature.recall((here, self._settings, None, signature))
         like = (c for k, c in self._by_signature.items() if (k[0], k[-1]) == (here, signature))
@@ -200,7 +209,7 @@ class Inspection:
         return call.bound, self._autograd.resolved(self._completed(inputs))
 
     def program_like(self, inputs: Sequence[Argument]) -> Program:
-        """Returns the program for inputs like these.
+        """Returns the program that earlier calls compiled for inputs like these.
 
         Raises:
             NotCompiledError: no program for such inputs has run.
@@ -216,10 +225,9 @@ class Inspection:
         return self._last().program.container
 
     def statistics(self) -> dict[str, int]:
-        """Counts the launches of one run by kind: segments, kernels, library_calls, aliases,
-        collectives.
+        """Returns the numbers of launches in one run of the program that ran last, by kind.
 
-        The counts are those of the program that ran last.
+        The kinds are segments, kernels, library_calls, aliases and collectives.
 
         Raises:
             NotCompiledError: no program has run.
@@ -227,12 +235,12 @@ class Inspection:
         return launches_of(self._last().program)
 
     def get_output_shardings(self, inputs: Sequence[Argument] | None = None) -> list[Sharding]:
-        """Returns the sharding of every visible output, for inputs like these. If `inputs` is None,
-        returns those of the most recent run.
+        """Returns the sharding of every visible output for inputs like these.
 
-        An output without a mesh has a sharding over an empty mesh. If no tensor of the program has
-        a mesh, the list is empty. The shardings are those that users and propagation have chosen,
-        without the stream axes that automatic overlap adds.
+        If `inputs` is None, the shardings are those of the most recent run. An output without a
+        mesh has a sharding over an empty mesh. If no tensor of the program has a mesh, the list is
+        empty. The shardings are those that users and propagation have chosen, without the stream
+        axes that automatic overlap adds.
 
         Raises:
             NotCompiledError: no such program has run.
@@ -257,7 +265,7 @@ _PROFILED = "// profiled"
 
 
 class Watching:
-    """The methods of an executor cache that run a program with measurements."""
+    """Base class of an executor cache: methods that run a program with measurements."""
 
     _draws: Draws | None
     _numbers: list[int]
@@ -277,11 +285,12 @@ class Watching:
         _enable_options: Sequence[str] = options.NONE,
         _disable_options: Sequence[str] = options.NONE,
     ) -> Prepared[Trace]:
-        """Returns this rank's run signature for a trace, the scalar inputs to compare, and the
-        function that runs the program and returns the trace.
+        """Prepares a traced run: checks the inputs and finds the program, but launches nothing.
 
-        All ranks compare their signatures and scalar inputs before they run. This method launches
-        nothing. `asked` are the settings of the trace.
+        Returns this rank's run signature, the scalar inputs, and the function that runs the program
+        and returns the trace. The run signature describes the program and its sizes. All ranks
+        compare their run signatures and scalar inputs before they run. `asked` are the settings of
+        the trace.
         """
         from hostir.profiling.tracer import take_trace
 
@@ -296,11 +305,11 @@ class Watching:
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> Prepared[list[torch.Tensor]]:
-        """Returns this rank's run signature for a profiled run, the scalar inputs to compare, and
-        the function that runs the program.
+        """Prepares a profiled run: checks the inputs and finds the program, but launches nothing.
 
-        All ranks compare their signatures and scalar inputs before they run. After the run,
-        `profiler` has the profile.
+        Returns this rank's run signature, the scalar inputs, and the function that runs the
+        program. The run signature describes the program and its sizes. All ranks compare their run
+        signatures and scalar inputs before they run. After the run, `profiler` has the profile.
 
         Raises:
             OtherEntranceError: `profiler` is for `manual_execute`.
@@ -329,12 +338,12 @@ class Watching:
         device: int | str | torch.device | None,
         *options: Sequence[str],
     ) -> tuple[CallCacheEntry, Prepared[T]]:
-        """Returns the call's cache entry, and the run signature, numbers and function of a measured
-        run.
+        """Prepares a measured run.
+
+        Returns the call's cache entry, and the results of `prepare_trace`.
 
         The function `take` measures the run, with the settings `asked`. The run signature contains
-        `line`. If another rank runs without measurements, or with another line, the signatures
-        differ. This is an error on all ranks.
+        `line`, so that it is an error on all ranks if another rank runs without these measurements.
         """
         inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(Communicator.instance(), inputs, device, *options)

@@ -31,11 +31,10 @@ from hostir.runtime.inputs import ExactNumbers, InputBinder
 
 
 class KernelExecutor:
-    """One kernel for a fusion, with the schedule that the fusion's tensors have when `compile` is
-    called.
+    """One kernel for a fusion, with the schedule that the user gave the fusion's tensors.
 
-    nvFuser distinguishes kernels by the four numbers. In this class they have no effect, except
-    that profiles show `fusion_id`.
+    `compile` copies the schedule. nvFuser distinguishes kernels by the four numbers of the
+    constructor. In this class they have no effect, except that profiles show `fusion_id`.
     """
 
     @checked
@@ -102,8 +101,9 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None = None,
         compile_params: CompileParams | None = None,
     ) -> list[torch.Tensor]:
-        """Runs the kernel on the inputs `args`, and returns the outputs in new memory, in the
-        fusion's order.
+        """Runs the kernel on the inputs `args`, and returns the outputs in the fusion's order.
+
+        The outputs are new tensors.
 
         Raises:
             NotCompiledError: `compile` has not been called.
@@ -135,8 +135,10 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None,
         compile_params: CompileParams | None,
     ) -> None:
-        """Compiles the kernel for inputs like these, and checks the parameters against the compiled
-        kernel and its launch."""
+        """Compiles the kernel for inputs like these, and checks the launch and compile parameters.
+
+        Parameters that contradict the compiled kernel or its launch are an error.
+        """
         assert self._executor is not None
         (compile_params or CompileParams()).check()
         outputs, sizes = self._outputs(inputs)
@@ -150,7 +152,10 @@ class KernelExecutor:
         (compile_params or CompileParams()).check_kernel(index_type, device_of(inputs, None))
 
     def _outputs(self, inputs: Sequence[Argument]) -> tuple[list[torch.Tensor], dict[Symbol, int]]:
-        """Allocates the outputs. Returns them, and the values of the integer symbols."""
+        """Allocates the outputs for inputs like these.
+
+        Returns the outputs, and the values of the integer symbols.
+        """
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
         if self._exact:
@@ -170,7 +175,7 @@ class KernelExecutor:
 
 
 def _check_takes(fusion: Fusion) -> None:
-    """Checks that a fusion can be computed by one kernel with a manual schedule.
+    """Checks that a fusion can be computed by one kernel with the user's schedule.
 
     Raises:
         UnsupportedError: the fusion has a feature that a single kernel cannot have.

@@ -99,8 +99,10 @@ class FusionProfile:
     source: str = ""
 
     def __str__(self) -> str:
-        """Returns the table that `FUSER_PROF=print` prints. If `verbose` is True, the table has
-        more columns."""
+        """Returns the table that `FUSER_PROF=print` prints.
+
+        If `verbose` is True, the table has more columns.
+        """
         head = (
             f"fusion {self.fusion_id}: {self.segments} segments, {self.cuda_evt_time_ms:.3f} ms, "
             f"host {self.host_time_ms:.3f} ms, compiled in {self.compile_time_ms:.3f} ms, kernels "
@@ -152,7 +154,7 @@ _COLUMNS: tuple[tuple[str, Callable[[KernelProfile], str], bool], ...] = (
 
 # ------------------------------------------------------------------ profiles of measured runs
 def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> FusionProfile:
-    """Returns the profile of a measured run (`taken`) of a program."""
+    """Returns the profile of a program's run. `taken` has the measurements of the run."""
     segments = program.segmented.segments
     # Number of a tensor -> the segment that writes it.
     fills = {
@@ -175,8 +177,10 @@ def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> Fus
 
 
 def profile_of_kernel(taken: Profiled, fusion_id: int) -> FusionProfile:
-    """Returns the profile of a measured run (`taken`) of a kernel that the user scheduled. The
-    profile has one segment."""
+    """Returns the profile of the run of a kernel that the user scheduled.
+
+    `taken` has the measurements of the run. The profile has one segment.
+    """
     return _profile(taken, [_row(work, taken, 0, "user") for work in taken.work], fusion_id, 1)
 
 
@@ -233,16 +237,20 @@ def _row(work: ProfiledOp, taken: Profiled, segment: int, scheduler: str) -> Ker
 
 
 def _name(work: ProfiledOp) -> str:
-    """Returns the name of a kernel's function. For other work, returns the name of the op and the
-    names of its activities on the device."""
+    """Returns the name of a kernel's function.
+
+    For other ops, returns the name of the op and the names of its activities on the device.
+    """
     if work.launch is not None:
         return work.launch.variant.kernel.source.name
     return " ".join([work.op.name, *(f"[{name}]" for name in work.activities)])
 
 
 def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str, str, int | None]:
-    """Returns grid, block, shared memory and registers of a launch. Without a launch, returns ""
-    three times and None."""
+    """Returns grid, block, shared memory and registers of a kernel launch.
+
+    Without a launch, returns "" three times and None.
+    """
     if launch is None:
         return "", "", "", None
     found = launch.launch
@@ -253,8 +261,9 @@ def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str,
 
 
 def _cluster(launch: KernelLaunch | None) -> str:
-    """Returns the shape of a cluster of CUDA blocks as text. Returns "" for a launch without
-    clusters."""
+    """Returns the shape of a cluster of CUDA blocks as text, or "" for a launch without
+    clusters.
+    """
     blocks = 1 if launch is None else launch.kernel.source.cluster
     return _dims((1, blocks, 1)) if blocks > 1 else ""
 
@@ -264,8 +273,10 @@ def _dims(dims: Sequence[int]) -> str:
 
 
 def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, float | None]:
-    """Returns the bandwidth in GB/s, and the bandwidth in percent of the device's peak. The
-    percentage is None if the peak is not known."""
+    """Returns the bandwidth of a run in GB/s, and in percent of the device's peak.
+
+    The percentage is None if the peak is not known.
+    """
     gbs = nbytes / seconds * 1e-9 if seconds > 0 else 0.0
     peak = peak_bandwidth_gbs(taken.device)
     return gbs, None if peak is None else 100 * gbs / peak
@@ -273,13 +284,17 @@ def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, flo
 
 # ------------------------------------------------------------------ active profilers
 class Profiler:
-    """Receives the profiles of runs, and stores the last profile of the thread."""
+    """Receives the profiles of runs, and stores the last profile of the thread.
+
+    `PythonProfiler` creates one for its `with` block.
+    """
 
     def __init__(self, *, is_by_hand: bool | None = None) -> None:
         """Creates a profiler for one kind of run.
 
-        `is_by_hand` is True for runs of `manual_execute` and False for runs of `execute`. If it is
-        None, both kinds are accepted, and each profile is printed if `FUSER_PROF=print` is set.
+        `is_by_hand` is True for runs of `manual_execute` and False for runs of `execute`. If
+        `is_by_hand` is None, both kinds are accepted, and each profile is printed if
+        `FUSER_PROF=print` is set.
         """
         self._is_by_hand = is_by_hand
 
@@ -296,7 +311,7 @@ class Profiler:
         return not any(mode.endswith("nocupti") for mode in options.profiler_modes())
 
     def take(self, profile: FusionProfile) -> None:
-        """Stores the profile of a finished run, and prints it if that was requested."""
+        """Stores the profile of a finished run, and prints the profile if that was requested."""
         _LAST.set(profile)
         if self._is_by_hand is None and _prints():
             print(profile)
@@ -310,10 +325,10 @@ _OF_THE_PROCESS = Profiler()
 
 
 def profiler_here(*, is_on: bool) -> Profiler | None:
-    """Returns the profiler of this thread. If there is none, returns the process's own profiler if
-    `is_on` is True, else None.
+    """Returns the profiler of this thread, which the innermost `PythonProfiler` block created.
 
-    `is_on` says that `FUSER_PROF` is set.
+    Without such a block, returns the process's own profiler if `is_on` is True, else None. `is_on`
+    says that `FUSER_PROF` is set.
     """
     return _HERE.get() or (_OF_THE_PROCESS if is_on else None)
 
@@ -323,12 +338,11 @@ def _prints() -> bool:
 
 
 class PythonProfiler:
-    """Profiles the runs of this thread within a `with` block. `profile` is the profile of the last
-    run.
+    """Profiles the runs of this thread within a `with` block. `profile` is that of the last run.
 
     - `auto_scheduled=False` profiles `manual_execute` instead of `execute`.
     - On several ranks, all ranks must profile the same runs. Each rank gets the profile of its own
-      work. If only some ranks profile a run, that is an error.
+      ops. If only some ranks profile a run, that is an error.
     - The ops of the recorded plan are issued one by one, twice, and never as a CUDA graph. The
       profile therefore contains no capture and no warm-up.
     - With `FUSER_PROF=print`, the profile is printed at the end of the block.

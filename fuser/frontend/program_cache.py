@@ -1,4 +1,4 @@
-"""The compiled programs of this process, and the cache entries of calls.
+"""The cache of this process's compiled programs, and the cache entries of calls.
 
 A program is the result of lowering one fusion for a backend, an input class and options. The key of
 a program contains these and the fusion's full text. All definitions and ranks with the same key
@@ -47,8 +47,8 @@ MAX_PROGRAMS = 256
 
 @dataclass
 class Program:
-    """The result of one lowering: the host program, and the kernels that all its ranks and
-    definitions share.
+    """A compiled program: the host program, and the kernels that all its ranks and definitions
+    share.
 
     - `communications`: text of the communications, which ranks compare before they run.
     - `label`: the name of the program in dumps.
@@ -71,8 +71,9 @@ class Program:
 
     @cached_property
     def first_line(self) -> str:
-        """The user's source line of the first communication. It is "" if the program does not
-        communicate."""
+        """The user's source line of the first communication, or "" if the program does not
+        communicate.
+        """
         return first_line(self.container)
 
     @property
@@ -98,18 +99,21 @@ class Program:
         return cut_axes(self.segmented.fusion)
 
     def check_divisible(self, sizes: Mapping[Symbol, int]) -> None:
-        """Checks that each (global) size of a sharded axis is a multiple of the number of devices
-        that shard the axis.
+        """Checks that the devices that shard an axis divide its size, for all sharded axes.
+
+        `sizes` has the global values of symbols.
 
         Raises:
-            ShardingError: a size is not such a multiple.
+            ShardingError: a size is not a multiple of the number of devices.
         """
         if self._cut_axes:
             check_cuts(self._cut_axes, refined_sizes(sizes))
 
     def kernel(self, group: KernelGroup) -> FusedKernelExecutor | StepKernels:
-        """Returns the executor of a kernel group. The executor is created at the first use of the
-        group."""
+        """Returns the executor of a kernel group.
+
+        The first use of the group creates the executor.
+        """
         found = self._kernels.get(group.number)
         if found is None:
             made = make_kernel_executor(
@@ -133,8 +137,10 @@ class Program:
 
 
 class ProgramCache:
-    """Finds or builds programs. A lock ensures that only one program is built at a time, and no
-    program twice."""
+    """The cache of this process's compiled programs.
+
+    A lock ensures that only one program is built at a time, and no program twice.
+    """
 
     def __init__(self, limit: int = MAX_PROGRAMS) -> None:
         self._programs: Recent[Hashable, Program] = Recent(limit)
@@ -148,11 +154,11 @@ class ProgramCache:
         build: Callable[[], Program],
         steps: Callable[[], Hashable] = lambda: None,
     ) -> Program:
-        """Returns the program for a key and the chosen overlapped steps. If there is none, calls
-        `build`.
+        """Returns the program for a key, and calls `build` if there is none.
 
-        `steps` returns the overlapped steps that are currently chosen. The choice may change while
-        a program is built. `build` runs under the cache's lock, and therefore must not communicate.
+        `steps` returns which matmuls and communications are currently chosen to overlap. The choice
+        is part of the key, and may change while a program is built. `build` runs under the cache's
+        lock, and therefore must not communicate.
         """
         found = self._programs.recall((key, steps()))
         if found is not None:
@@ -166,8 +172,11 @@ class ProgramCache:
             return found
 
     def overlaps(self, key: Hashable, make: Callable[[], Overlaps]) -> Overlaps:
-        """Returns the object that decides which steps overlap in the programs with this key. If
-        there is none, calls `make`."""
+        """Returns the object that decides which matmuls and communications overlap in programs with
+        this key.
+
+        If there is none, `make` creates the object.
+        """
         with self._lock:
             found = self._overlaps.recall(key)
             if found is None:
@@ -203,7 +212,7 @@ def status_lines(
     usual: Settings,
     passed: int,
 ) -> list[str]:
-    """Returns the lines of all calls, each followed by a description of the call's inputs and
+    """Returns the lines of text on all calls, each with a description of the call's inputs and
     options.
 
     `lines` returns the lines of one call. `usual` are the options of a call without its own
@@ -234,8 +243,12 @@ class BoundProgram:
 
 
 def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
-    """Returns the reason why the compiled runner can never repeat calls of this kind. Returns "" if
-    it can."""
+    """Returns the reason why the compiled runner can never repeat calls of this kind, or "" if it
+    can.
+
+    The compiled runner is a C function that repeats a call. The parameters say whether the call
+    draws random numbers, has lazy views as inputs, or runs on several ranks.
+    """
     reasons = {
         "it draws random numbers, which change from call to call": draws,
         "lazy views are computed": is_lazy,
@@ -245,14 +258,15 @@ def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
 
 
 def no_fast_path(inputs: Iterable[Any]) -> None:
-    """Rejects all inputs. This function is the quick check of a call entry that has no quick check
-    yet."""
+    """Rejects all inputs, because the call entry has no quick check of inputs yet."""
     del inputs
 
 
 @dataclass(eq=False)
 class CallCacheEntry:
-    """The cache entry of all calls whose inputs have one signature."""
+    """The cache entry of all calls whose inputs have one signature (shapes, strides, dtypes,
+    devices).
+    """
 
     communicator: Communicator
     bound: BoundProgram
@@ -278,20 +292,24 @@ class CallCacheEntry:
     patience: int = RUNS_BEFORE
 
     def graphs(self) -> list[str]:
-        """Returns lines that say how many CUDA graphs repeat such calls on each stream, or why
-        there are none."""
+        """Returns lines of text: how many CUDA graphs repeat such calls on each stream, or why none
+        does.
+        """
         return self.bound.evaluator.cuda_graphs(self.known)
 
     def repeated(self) -> list[str]:
-        """Returns one line that says how many such calls the compiled runner has repeated, or why
-        the runner repeats none."""
+        """Returns one line of text: how many such calls the compiled runner has repeated, or why
+        none.
+        """
         if self.steady is None:
             return [f"not repeated: {self.never or self._what_is_awaited()}"]
         return [f"repeated: {self.steady.runs} call(s)"]
 
     def _what_is_awaited(self) -> str:
-        """Returns the reason why the compiled runner does not repeat such calls yet, and after how
-        many calls it is tried again."""
+        """Returns the reason why the compiled runner does not repeat such calls yet.
+
+        The text also says after how many calls the runner is tried again.
+        """
         why = self.why_not
         if why == compiled_runner.COMPILING:
             why = compiled_runner.waits_for()
@@ -301,7 +319,8 @@ class CallCacheEntry:
         """Drops the compiled runner of such calls, because the runner no longer accepts them.
 
         A runner that was used often is soon replaced by a new one. Two events can make a runner
-        invalid: an error, which frees the arena, or a larger program, which moves the arena.
+        invalid: an error, which frees the buffer of intermediates, or a larger program, which moves
+        it.
         """
         why = "the calls were of other kinds, one has failed, or a larger program moved its memory"
         self.steady, self.why_not = None, why
@@ -331,10 +350,10 @@ class CallCacheEntry:
             self.glance = runner.Glance(tensors, VECTOR_BYTES - 1, places, self.glance)
 
     def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
-        """Returns the same as `FusionExecutorCache.prepare`, for inputs that the quick check has
+        """Prepares a run like `FusionExecutorCache.prepare`, for inputs that the quick check has
         accepted.
 
-        `places` are the alignments that the quick check returned.
+        `places` are the alignments of the inputs in memory, which the quick check returned.
         """
         self.runs_left -= 1
         if not self.runs_left:
