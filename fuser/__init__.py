@@ -1,7 +1,8 @@
 """A compiler for tensor programs on a device mesh. This package has all public names.
 
-Modules are imported when a name of theirs is first used. `import fuser` alone is fast and needs
-neither CUDA nor MPI. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are public modules.
+A module is imported when one of its names is first used. `import fuser` alone is therefore fast and
+needs neither CUDA nor MPI. `fuser.ops`, `fuser.schedule` and `fuser.multidevice` are public
+modules.
 """
 
 from __future__ import annotations

@@ -32,8 +32,10 @@ def _words(error: BaseException) -> str:
 
 
 def _try(find: Callable[[], str], without: str) -> str:
-    """Returns the result of `find`. After an error, returns why it failed, and what does not work
-    `without` it."""
+    """Returns the text that `find` returns. After an error, returns a text that says why it failed.
+
+    `without` says what does not work in this case.
+    """
     try:
         return find()
     # Any fault of an installation is worth reporting on this page.
@@ -179,7 +181,7 @@ _SECTIONS: dict[str, Callable[[], Lines]] = {
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Returns the page as data: section -> item -> text."""
+    """Returns the contents of the page by section and item: section -> item -> text."""
     found: dict[str, dict[str, str]] = {}
     for title, section in _SECTIONS.items():
         found[title] = {}
@@ -191,7 +193,7 @@ def report() -> dict[str, dict[str, str]]:
 
 
 def text(found: dict[str, dict[str, str]]) -> str:
-    """Returns the page as text."""
+    """Returns the page as text, from the result of `report`."""
     width = max(len(what) for rows in found.values() for what in rows)
     lines: list[str] = []
     for title, rows in found.items():
@@ -210,7 +212,7 @@ def _is_first_of_host() -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the page; returns the exit code."""
+    """Runs the command: prints the page, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fuser", description=__doc__)
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     asked = parser.parse_args(arguments)

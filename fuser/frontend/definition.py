@@ -291,8 +291,11 @@ class FusionDefinition:
     def add_output(
         self, output: TensorView | Scalar, alias_input: TensorView | None = None
     ) -> None:
-        """Adds an output of the program. If `alias_input` is passed, the output updates that input
-        in place instead (see `Fusion.add_output`).
+        """Adds an output of the program.
+
+        With `alias_input`, the output updates that input in place.
+
+        A tensor that only updates an input is not returned (see `Fusion.add_output`).
 
         The program always reads the value that an updated input had at the start of the call. If
         that input is itself an output, the call returns the caller's own tensor, which then has the

@@ -73,10 +73,10 @@ OPERATORS = {"floorDiv": "//", "floorMod": "%"}
 
 
 def number_text(value: float | complex) -> str:
-    """Returns a number as Python text that evaluates to the number: `2.50000`, `float("inf")`,
-    `1.00000+2.00000j`.
+    """Returns a number as Python text: `2.50000`, `float("inf")`, `1.00000+2.00000j`.
 
-    The text has six significant digits, as in nvFuser, or more if the value needs them.
+    The text evaluates to the same number. It has six significant digits, as in nvFuser, or more if
+    the value needs them.
     """
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -103,8 +103,10 @@ def translate_fusion(fusion: Fusion) -> str:
 
 
 class _Writer:
-    """Writes one fusion as Python statements, and records the names of the tensors and scalars
-    already written."""
+    """Writes one fusion as Python statements.
+
+    The object records the names of the tensors and scalars that are already written.
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -123,7 +125,7 @@ class _Writer:
 
     # ------------------------------------------------------------ the program
     def program(self) -> list[str]:
-        """Returns the lines of the function body."""
+        """Returns the lines of the printed function's body."""
         if self._fusion.double_numbers:
             self._add("fd.fusion.double_numbers = True")
         for value in self._fusion.inputs:
@@ -160,8 +162,10 @@ class _Writer:
         self._made(_statement_of(op), op.outputs)
 
     def _made(self, call: PythonCall, results: Sequence[TensorView]) -> None:
-        """Writes the statement that creates the tensors `results`. Then writes the declarations of
-        equal extents that follow those tensors."""
+        """Writes the statement `call`, which creates the tensors `results`.
+
+        Then writes the declarations of equal extents that follow those tensors.
+        """
         text = self._call(call)
         for out in results:
             self._name(out)
@@ -171,8 +175,7 @@ class _Writer:
             self._declare(out)
 
     def _factored(self, found: Factored) -> None:
-        """Writes a reduction as one statement, and then the `rfactor` calls that split this
-        reduction."""
+        """Writes a split reduction: the whole reduction, and the `rfactor` calls that split it."""
         call = _statement_of(found.ops[0])
         dims = {"dims": found.dims} if "dims" in call.kwargs else {}
         self._made(replace(call, kwargs={**call.kwargs, **dims}), [found.out])
@@ -187,15 +190,18 @@ class _Writer:
             self._declare(step.made)
 
     def _declare(self, after: TensorView | None) -> None:
-        """Writes the equalities of extents that were declared directly after the tensor `after`,
-        and that no op implies."""
+        """Writes the equalities of extents that the user declared directly after the tensor
+        `after`.
+        """
         for said in self._declared.pop(after, ()):
             a, b = self.text(said.a), self.text(said.b)
             self._add(f"fd.fusion.declare_extents({a}, {b})")
 
     def _outputs(self) -> None:
-        """Writes the outputs in their order. If a tensor updates an input and is an output too, the
-        update is written first."""
+        """Writes the `add_output` statements in the order of the outputs.
+
+        If a tensor updates an input and is an output too, the update is written first.
+        """
         updated: set[TensorView] = set()
         for out in self._fusion.outputs:
             name = self.text(out)
@@ -220,8 +226,10 @@ class _Writer:
         return f"fd.{call.name}({', '.join(arguments)})"
 
     def text(self, value: object) -> str:
-        """Returns a value as Python text, after writing the statements that create the scalars in
-        the value."""
+        """Returns a value as Python text.
+
+        Before that, writes statements that create scalars in the value.
+        """
         match value:
             case TensorView():
                 name = self._tensors.get(value)
@@ -250,8 +258,10 @@ class _Writer:
 
     # ------------------------------------------------------------ scalars
     def _scalar(self, x: Scalar) -> str:
-        """Returns the variable name or the literal of a scalar, after writing the statements that
-        create the scalar."""
+        """Returns the variable name or the literal of a scalar.
+
+        Before that, writes the statements that create the scalar.
+        """
         for y in postorder(x, lambda s: s in self._scalars or _is_literal(s)):
             self._write_scalar(y)
         return self._scalars[x] if x in self._scalars else self.text(_number(x))
@@ -296,7 +306,9 @@ class _Writer:
         return f"fd.ops.{name}({', '.join(args)})"
 
     def _sum(self, x: Poly) -> None:
-        """Writes a polynomial as products of its factors, and the sum of these products."""
+        """Writes the statements of a polynomial: products of its factors, then the sum of these
+        products.
+        """
         total: Scalar | None = None
         for atoms, coefficient in x.terms:
             is_taken = total is not None and coefficient < 0
@@ -323,10 +335,9 @@ class _Writer:
     def _step(
         self, name: str, make: Callable[[Scalar, Scalar], Scalar], a: Scalar, b: Scalar
     ) -> Scalar:
-        """Writes the statement of one op on two scalars, unless that result is already written.
-        Returns the result.
+        """Writes the statement of an op on two scalars, unless its result is already written.
 
-        `name` is the op in `fd.ops`; `make` creates its result.
+        Returns the result. `name` is the op in `fd.ops`; `make` creates its result.
         """
         made = make(a, b)
         if made not in self._scalars:
@@ -352,8 +363,10 @@ def _number(x: Scalar) -> object:
 
 # ------------------------------------------------------------------ inputs
 def _definition_of(tv: TensorView) -> PythonCall:
-    """Returns the `define_tensor` call for an input. Facts that the call cannot express are written
-    by `ScheduleText`."""
+    """Returns the `define_tensor` call for an input.
+
+    `ScheduleText` writes the facts that the call cannot express.
+    """
     axes, domain = tv.domain.logical, tv.domain
     order = stride_order_of(tv)
     flags: Sequence[bool | None] = domain.contiguity
@@ -384,7 +397,7 @@ __all__ = ["HEADER", "translate_fusion"]
 
 @record
 class PythonCall:
-    """A call `fd.name(*args, **kwargs)`.
+    """A call `fd.name(*args, **kwargs)` in the printed program.
 
     Arguments are tensors, scalars, dtypes, Python values and lists of these. The call returns
     `unused` more results than the op has. The additional results are assigned to `_`.
@@ -398,8 +411,10 @@ class PythonCall:
 
 @record
 class ScalarArgument:
-    """A scalar argument of a call that does not accept a Python number, so a constant needs a
-    `define_scalar` statement."""
+    """A scalar argument of a printed call that does not accept a Python number.
+
+    A constant as such an argument therefore needs a `define_scalar` statement.
+    """
 
     scalar: Scalar
 
@@ -412,8 +427,10 @@ COMPILED = (nodes.Reshard,)
 
 
 def _row(*kinds: type[TensorOp]) -> Callable[[Statement], Statement]:
-    """Returns a decorator that registers a function in `STATEMENTS` for the node classes
-    `kinds`."""
+    """Returns a decorator that registers a function in `STATEMENTS` for the op classes `kinds`.
+
+    The function returns the printed call for an op of these classes.
+    """
 
     def register(statement: Statement) -> Statement:
         STATEMENTS.update(dict.fromkeys(kinds, statement))
@@ -427,22 +444,26 @@ def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
 
 
 def _filled(value: Scalar | None) -> object:
-    """Returns the Python number of a finite constant, because the op converts a number to its own
-    dtype. Returns any other scalar unchanged."""
+    """Returns the Python number of a finite constant. Returns any other scalar unchanged.
+
+    The op converts a number to its own dtype, so the constant's dtype need not be printed.
+    """
     if isinstance(value, Const) and cmath.isfinite(value.value):
         return value.value
     return value
 
 
 def _given(**optional: tuple[object, object]) -> dict[str, object]:
-    """Returns the keyword arguments whose value is not the default. Each is passed as (value,
-    default)."""
+    """Returns the keyword arguments of a printed call whose value is not the default.
+
+    Each argument is passed as (value, default).
+    """
     return {name: value for name, (value, default) in optional.items() if value != default}
 
 
 def stride_order_of(tv: TensorView) -> list[int] | None:
-    """Returns the position of each logical axis in the order of strides, where 0 is the axis with
-    the smallest stride.
+    """Returns the position of each logical axis when axes are sorted by stride, the smallest stride
+    first.
 
     Returns None if the memory order is the order of the logical axes.
     """
@@ -453,8 +474,10 @@ def stride_order_of(tv: TensorView) -> list[int] | None:
 
 
 def is_stride_order(op: nodes.LoadStoreOp) -> bool:
-    """Whether `fd.ops.stride_order` creates a copy like `op`: into a dense tensor with a declared
-    memory order."""
+    """Returns whether the call `fd.ops.stride_order` creates the copy `op`.
+
+    This is a copy into a tensor without gaps whose memory order is declared.
+    """
     domain = op.out.domain
     is_whole = op.kind is LoadStoreOpType.set and not domain.root_numbers
     return is_whole and stride_order_of(op.out) is not None and False not in domain.contiguity
@@ -711,8 +734,10 @@ Text = Callable[[object], str]
 
 
 class ScheduleText:
-    """The lines after the outputs of a fusion: meshes, loops, memory types and layouts of all
-    tensors."""
+    """Writes the lines that follow the outputs of a printed fusion.
+
+    These lines set the meshes, loops, memory types and layouts of all tensors.
+    """
 
     def __init__(self, fusion: Fusion, text: Text, add: Callable[[str], None]) -> None:
         self._fusion, self._text, self._add = fusion, text, add
@@ -721,8 +746,10 @@ class ScheduleText:
         self._ends = {*fusion.inputs, *fusion.outputs}
 
     def write(self) -> list[str]:
-        """Writes the lines of all tensors. Returns the names that the program must import from the
-        package."""
+        """Writes the lines of all tensors.
+
+        Returns the names that the printed program must import from the package.
+        """
         tensors = self._fusion.tensors()
         for tv in tensors:
             text, placements = _TensorText(tv, self._text, self._line), _placements_of(tv)
@@ -754,8 +781,10 @@ class ScheduleText:
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
     def _mesh_name(self, mesh: DeviceMesh) -> str:
-        """Returns the variable that holds a mesh. At the first use of the mesh, writes its
-        definition."""
+        """Returns the variable of a mesh.
+
+        At the first use of the mesh, writes the variable's definition.
+        """
         name = self._meshes.get(mesh)
         if name is None:
             name = self._meshes[mesh] = f"mesh{len(self._meshes)}"
@@ -768,8 +797,10 @@ class ScheduleText:
 
 
 def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements with which a single `shard` call restores the tensor's sharding.
-    Returns None if no such call does."""
+    """Returns the placements with which one `shard` call restores the tensor's sharding.
+
+    Returns None if no such call does.
+    """
     placements, domain = placements_of(tv), tv.domain
     named = {*domain.loop_numbers, *domain.logical_numbers, *domain.root_numbers}
     is_cut = placements is not None and any(isinstance(p, Shard) for p in placements)
@@ -789,9 +820,11 @@ def _ranks_text(mesh: DeviceMesh) -> str:
 
 
 def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
-    """Returns the call for a transform of loop axes. Returns None if users have no such call.
+    """Returns the call of a tensor's method for a transform of loop axes, such as `merge(0, 1)`.
 
-    In the list `loop` of axis numbers, replaces the input axes of the transform by its output axes.
+    Returns None if users have no such method. In the list `loop` of axis numbers, the function
+    replaces the input axes of the transform by its output axes. `text` returns the text of a
+    scalar.
     """
     places = [loop.index(n) for n in t.inputs]
     for n in t.inputs:
@@ -810,8 +843,7 @@ def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
 
 
 class _TensorText:
-    """Writes the lines of one tensor: transforms, the order of its loops, parallel types and
-    layout."""
+    """Writes the lines of one tensor: transforms, order of loops, parallel types and layout."""
 
     def __init__(self, tv: TensorView, text: Text, line: Callable[[str], None]) -> None:
         self._tv, self._text, self._line = tv, text, line
@@ -850,14 +882,20 @@ class _TensorText:
         return self._text(self._tv)
 
     def _transforms(self) -> list[Transform]:
-        """Returns the transforms that derive the loop axes from the logical axes."""
+        """Returns the transforms that scheduling applied: those after the logical axes.
+
+        They derive the loop axes from the logical axes.
+        """
         domain = self._domain
         own = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
         return [t for t in domain.transforms if t not in own]
 
     def _reorder(self) -> dict[int, int] | None:
-        """Returns the moves (from position to position) that bring the loop axes into their final
-        order. Returns None if the order is already final."""
+        """Returns the argument of the `reorder` call that brings the loop axes into their final
+        order.
+
+        The argument maps positions to positions. Returns None if the order is already final.
+        """
         wanted = [*self._domain.loop_numbers]
         if self._loop == wanted:
             return None
@@ -871,8 +909,10 @@ class _TensorText:
         yield "get_root_domain()", self._domain.root_numbers
 
     def _keep(self, number: int) -> None:
-        """Writes a variable for an axis that a transform is about to remove from all domains of the
-        tensor."""
+        """Writes a variable for an axis that a transform is about to remove from the tensor.
+
+        Later lines can name the axis only by this variable.
+        """
         if number in self._handles or any(number in view for _, view in self._views()):
             return
         name = f"{self._name}_axis{len(self._handles)}"
@@ -880,7 +920,7 @@ class _TensorText:
         self._handles[number] = name
 
     def _handle(self, number: int) -> str:
-        """Returns the text of an expression for an axis of the finished tensor."""
+        """Returns the Python expression that denotes an axis of the finished tensor."""
         if number in self._loop:
             return f"{self._name}.axis({self._loop.index(number)})"
         if number in self._handles:
@@ -893,8 +933,10 @@ class _TensorText:
         )
 
     def _place(self, number: int) -> tuple[bool, int]:
-        """Returns the sort key of an axis with a parallel type. Loop axes come first, in their
-        order; other axes follow by number."""
+        """Returns the key by which the axes with a parallel type are sorted.
+
+        Loop axes come first, in their order. Other axes follow by number.
+        """
         is_loop = number in self._loop
         return not is_loop, self._loop.index(number) if is_loop else number
 
@@ -916,8 +958,10 @@ class _TensorText:
 
 
 def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns the allocation order and the contiguity that a tensor has directly after its defining
-    statement."""
+    """Returns the memory order and the contiguity that a tensor has after its defining statement.
+
+    If the tensor has another layout, the printed program must set it.
+    """
     domain = tv.domain
     definition = tv.definition()
     order = domain.allocation_numbers
@@ -944,7 +988,7 @@ def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, .
 class RfactorCall:
     """The call `made = of.rfactor(axes)`, and the transforms of `of` before that call.
 
-    `loop` are the loop axes of `of` before the transforms.
+    `loop` has the numbers of the loop axes of `of` before the transforms.
     """
 
     of: TensorView
@@ -956,7 +1000,7 @@ class RfactorCall:
 
 @record
 class Factored:
-    """A reduction that `rfactor` calls split into the ops `ops`.
+    """A reduction that `rfactor` calls have split into the ops `ops`.
 
     The unsplit reduction reads the operand of `ops[0]`, reduces the axes `dims` and has the result
     `out`. `steps` are the `rfactor` calls.
@@ -969,8 +1013,9 @@ class Factored:
 
 
 def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
-    """Returns the reductions of a fusion that `rfactor` calls have split, keyed by the first op of
-    each."""
+    """Returns the reductions of a fusion that `rfactor` calls have split, by the first op of
+    each.
+    """
     found: dict[TensorOp, Factored] = {}
     inside: set[TensorOp] = set()
     for k, op in enumerate(fusion.exprs):
@@ -982,7 +1027,7 @@ def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
 
 
 def _factored(ops: Sequence[TensorOp]) -> Factored:
-    """Returns the split reduction that begins with the first of these ops."""
+    """Returns the split reduction that begins with the op `ops[0]`. Later ops may belong to it."""
     first = ops[0].out_tensor
     roots = {n: k for k, n in enumerate(first.domain.root_numbers)}
     # For each axis that the next op reads, the unsplit axis of the first op's operand, or None.
@@ -1003,11 +1048,10 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
 
 
 def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
-    """Returns the origin of each axis that `out` does not reduce. `origins` are the origins of the
-    axes that the op of `out` reads.
+    """Returns the origin of each axis of `out` that the op of `out` does not reduce.
 
     An origin is a position among the axes of the whole reduction's operand. The origin of an axis
-    that a split created is None.
+    that a split created is None. `origins` are the origins of the axes that the op reads.
     """
     domain = out.domain
     of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
@@ -1038,8 +1082,11 @@ def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
 
 
 def _reducers(family: Sequence[TensorView]) -> list[int | None]:
-    """Returns, for each logical axis of the first tensor, the index of the tensor in `family` that
-    reduces the axis, or None."""
+    """Returns, for each logical axis of the first tensor in `family`, which tensor reduces the
+    axis.
+
+    The result has the index of the tensor in `family`, or None.
+    """
     left = list(range(len(family[0].domain.logical)))
     found: list[int | None] = [None] * len(left)
     for k, tv in enumerate(family):
@@ -1109,8 +1156,10 @@ def _input_text(value: torch.Tensor | bool | int | float | complex) -> str:
 
 
 def fake_inputs(inputs: Sequence[object]) -> list[object]:
-    """Returns the inputs with tensors replaced by fake tensors without data, because a script needs
-    only shapes, strides, dtypes and devices."""
+    """Returns the inputs with tensors replaced by fake tensors, which have no data.
+
+    A script that reproduces an error needs only shapes, strides, dtypes and devices.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
@@ -1118,13 +1167,15 @@ def fake_inputs(inputs: Sequence[object]) -> list[object]:
 
 
 def is_internal(error: BaseException) -> bool:
-    """Whether an error may be a fault of this project: a failed internal check, or an invalid
-    program or kernel."""
+    """Returns whether an error may be a fault of this project, not of the user.
+
+    Such an error is a failed internal check, or an invalid program or kernel.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError | NoCompilerError):
         return False
     return isinstance(error, _INTERNAL) or not isinstance(error, FuserError)
 
 
 def report(error: BaseException, script: str) -> None:
-    """Adds a note to an error: the script that reproduces the error."""
+    """Adds a note to an error, with the script that reproduces the error."""
     error.add_note(f"If this is a fault of fuser, this script reproduces it:\n```\n{script}```")

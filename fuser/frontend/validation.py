@@ -2,7 +2,7 @@
 
 The tolerances are nvFuser's. They were measured for sums of 4 to 2097152 numbers of magnitude 1. In
 addition, one unit in the last place of the result's dtype is allowed. Two sums that differ by less
-than that unit can round to neighbouring values.
+can round to neighbouring values.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ _RELATIVE = 0.01
 
 
 def tolerance(dtype: DataType, size: int) -> Tolerance:
-    """Returns (atol, rtol) for a result of `dtype` that is a sum of `size` numbers. Integers and
-    booleans have tolerance 0."""
+    """Returns the tolerances (atol, rtol) for a result of `dtype` that is a sum of `size` numbers.
+
+    For integers and booleans, both are 0.
+    """
     if category(dtype) in ("int", "bool"):
         return 0.0, 0.0
     is_full = dtype in (
@@ -72,7 +74,7 @@ def tolerance(dtype: DataType, size: int) -> Tolerance:
 
 
 def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, Tolerance]:
-    """Returns (atol, rtol) for every output of a fusion with the inputs `args`."""
+    """Returns the tolerances (atol, rtol) for every output of a fusion with the inputs `args`."""
     values = bind_inputs(fusion, args)
     sizes: dict[TensorView, int] = {}
     for op in fusion.used_exprs():
@@ -90,7 +92,7 @@ def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, To
 
 @checked
 def get_val_tolerances(fusion: Fusion, args: Sequence[object]) -> list[Tolerance]:
-    """Returns (atol, rtol) for each output, except outputs that update an input."""
+    """Returns the tolerances (atol, rtol) for each output, except outputs that update an input."""
     found = _tolerances(fusion, flatten(args))
     return [found[out] for out in fusion.outputs if fusion.alias_of(out) is None]
 
@@ -123,11 +125,12 @@ def compare(
     wanted: Sequence[torch.Tensor],
     args: Sequence[Argument],
 ) -> None:
-    """Compares the visible outputs of a call with the references `wanted`. `args` are the inputs of
-    the call.
+    """Compares the visible outputs of a call with the references `wanted`.
+
+    `args` are the inputs of the call, with the values that they had before the call.
 
     Raises:
-        ValidationError: an output differs from its reference; the message names the first such
+        ValidationError: an output differs from its reference. The message names the first such
             output.
     """
     shown = [out for out in fusion.outputs if not fusion.is_hidden(out)]
@@ -156,8 +159,7 @@ def compare(
 
 
 def _legal_changes(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Returns the amount by which each element of each output may change because kernels omit
-    roundings.
+    """Returns how much each element of each output may change because kernels omit roundings.
 
     A kernel may omit the rounding of a product that is then added (fused multiply-add), and the
     rounding of a half-precision intermediate. The program is computed in float64 several times.
@@ -216,10 +218,10 @@ def _difference(
     rtol: float,
     legal: torch.Tensor | None = None,
 ) -> str:
-    """Returns a text that describes how an output differs from its reference. Returns "" if both
-    agree within the tolerances.
+    """Returns a text on how an output differs from its reference, or "" if it does not.
 
-    `legal` is an additional allowed difference for each element.
+    `atol` and `rtol` are the tolerances. `legal` is an additional allowed difference for each
+    element.
     """
     if not (out.is_floating_point() or out.is_complex()):
         if torch.equal(out, wanted.to(out.dtype)):
@@ -244,11 +246,12 @@ def _difference(
 def validate_with_auto_inferred_outputs(
     fusion: Fusion, fusion_outputs: Sequence[torch.Tensor], args: Sequence[object]
 ) -> None:
-    """Compares the outputs of a call with torch's results for the inputs `args`, which must have
-    their values from before the call.
+    """Compares the outputs of a call with torch's results for the inputs `args`.
+
+    The inputs must have the values that they had before the call.
 
     Raises:
-        ValidationError: an output differs; the message names the first such output.
+        ValidationError: an output differs. The message names the first such output.
         UnsupportedError: torch cannot compute the references (see `references`).
     """
     given = flatten(args)
@@ -256,8 +259,10 @@ def validate_with_auto_inferred_outputs(
 
 
 def as_before(fusion: Fusion, args: Sequence[Argument]) -> list[Argument]:
-    """Returns the arguments of a call, with tensors that the call updates in place replaced by
-    copies."""
+    """Returns the arguments of a call, with copies of the tensors that the call updates in place.
+
+    The copies keep the values from before the call.
+    """
     updated = {i for i, v in enumerate(fusion.inputs) if any(a.into is v for a in fusion.aliases)}
     return [
         v.clone() if i in updated and isinstance(v, torch.Tensor) else v for i, v in enumerate(args)

@@ -29,10 +29,10 @@ def active_fusion() -> Fusion:
 
 
 class FusionGuard:
-    """Makes a fusion the active fusion until the guard is closed or its `with` block ends.
+    """Makes a fusion the active fusion, to which ops are added, until the guard is closed.
 
-    A guard also works without `with`, as in nvFuser: the fusion is active from construction until
-    `close()`, or until the guard is garbage-collected.
+    A guard is closed at the end of its `with` block. Without `with`, as in nvFuser, the fusion is
+    active from construction until `close()`, or until the guard is garbage-collected.
     """
 
     _token: Token[Fusion | None] | None = None
@@ -41,7 +41,7 @@ class FusionGuard:
         self._token = ACTIVE_FUSION.set(require("FusionGuard", "fusion", fusion, Fusion))
 
     def close(self) -> None:
-        """Restores the fusion that was active before the guard. A second call does nothing."""
+        """Restores the fusion that was active before this guard. A second call does nothing."""
         if self._token is not None:
             ACTIVE_FUSION.reset(self._token)
             self._token = None

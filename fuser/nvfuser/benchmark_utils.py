@@ -21,19 +21,17 @@ __all__ = ["CuptiProfiler", "CuptiTimer", "FusionProfileTimer", "Timer"]
 
 
 class Timer:
-    """A clock that returns the host's time in seconds, after waiting until the current GPU is
-    idle."""
+    """A clock for host times. Each call waits until the current GPU is idle."""
 
     def __call__(self) -> float:
-        """Returns the host's time in seconds."""
+        """Returns the host's time in seconds, after waiting for the GPU."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
 
 
 class CuptiProfiler:
-    """Records the work of the GPU between `start` and `stop`, through torch.profiler, which uses
-    CUPTI.
+    """Records the work of the GPU between `start` and `stop`, through torch.profiler and CUPTI.
 
     Raises:
         UnsupportedError: torch has no GPU.
@@ -63,8 +61,10 @@ class CuptiProfiler:
         self._profile = made
 
     def stop(self) -> list[Activity]:
-        """Ends the recording, and returns the kernels, copies and fills since `start`, in the order
-        in which they began."""
+        """Ends the recording, and returns the kernels, copies and fills since `start`.
+
+        They are in the order in which they began.
+        """
         made, self._profile = self._profile, None
         if made is None:
             raise ExecutionError("CuptiProfiler.stop: it has not been started")
@@ -77,8 +77,11 @@ class CuptiProfiler:
 
 
 class CuptiTimer:
-    """A clock that advances by the run time of the GPU's kernels, copies and fills between two
-    calls."""
+    """A clock that measures the run time of the GPU between two calls.
+
+    Each second call advances the clock by the time of the kernels, copies and fills since the call
+    before.
+    """
 
     def __init__(self) -> None:
         self._profiler = CuptiProfiler()
@@ -86,8 +89,10 @@ class CuptiTimer:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Starts or ends a recording, in turns, and returns the total seconds of GPU work in all
-        recordings so far."""
+        """Starts a recording, or ends the recording that the call before started.
+
+        Returns the total seconds of GPU work in all recordings so far.
+        """
         if self._is_on:
             self._now += sum(a.end - a.begin for a in self._profiler.stop())
         else:
@@ -97,9 +102,10 @@ class CuptiTimer:
 
 
 class FusionProfileTimer:
-    """A clock that advances by the `host_time_ms` of the profiled run between two calls.
+    """A clock that measures the host's time of the profiled run between two calls.
 
-    Runs are profiled if `FUSER_PROF` is set, or within a `PythonProfiler`.
+    Each second call advances the clock by the run's `host_time_ms`. Runs are profiled if
+    `FUSER_PROF` is set, or within a `PythonProfiler`.
 
     Raises:
         NotCompiledError: no run was profiled between the two calls.
@@ -110,8 +116,10 @@ class FusionProfileTimer:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Begins or ends the measurement of a run, in turns, and returns the host's seconds of all
-        measured runs so far."""
+        """Begins the measurement of a run, or ends the measurement that the call before began.
+
+        Returns the host's seconds of all measured runs so far.
+        """
         if self._is_on:
             self._now += get_fusion_profile().host_time_ms * 1e-3
         else:

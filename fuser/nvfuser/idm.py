@@ -1,5 +1,4 @@
-"""`IdModel`, under nvFuser's names: the relation that says which axes of a fusion correspond to one
-another.
+"""`IdModel`, as in nvFuser: computes which axes of a fusion correspond to one another.
 
     model = idm.IdModel(fd.fusion)
     graph = model.maybe_build_graph(IdMappingMode.exact)
@@ -88,8 +87,7 @@ class IdModel:
 
 
 class ValGraph:
-    """The sets of mapped axes of a fusion in one mode. `IdModel.maybe_build_graph` creates
-    instances."""
+    """The sets of mapped axes of a fusion in one mode. `IdModel.maybe_build_graph` creates it."""
 
     def __init__(self, fusion: Fusion, mode: IdMappingMode) -> None:
         self._fusion, self.mode = fusion, mode
@@ -119,12 +117,14 @@ class ValGraph:
         self._graph.join(val0, val1)
 
     def are_mapped(self, a: Axis, b: Axis) -> bool:
-        """Whether two axes of the graph are mapped."""
+        """Returns whether two axes of the graph are mapped."""
         return self._graph.mapped(a, b)
 
     def sets(self) -> list[tuple[str, ...]]:
-        """Returns, for each set of mapped axes, the names of its axes in the order of their
-        numbers."""
+        """Returns the sets of mapped axes.
+
+        Each set has the names of its axes, in the order of their numbers.
+        """
         return [tuple(self._names[n] for n in numbers) for numbers in self._graph.classes()]
 
     def require(self, call: str, axis: Axis) -> None:
@@ -171,8 +171,10 @@ Pairs = Iterator[tuple[int, int]]
 
 
 def _trivial(domain: TensorDomain) -> Pairs:
-    """Yields pairs of axis numbers: an axis before and an axis after a split or merge whose third
-    axis has extent 1."""
+    """Yields pairs of axes that a split or merge with an axis of extent 1 leaves equal.
+
+    A pair has the axis numbers before and after the split or merge.
+    """
     for t in domain.transforms:
         match t:
             case SplitTransform():
@@ -190,8 +192,11 @@ def _is_one(domain: TensorDomain, number: int) -> bool:
 
 
 def _forwarded(domain: TensorDomain) -> Pairs:
-    """Yields pairs of axis numbers: the merge of a broadcast axis with a concrete axis, and that
-    concrete axis."""
+    """Yields pairs of axes: the merge of a broadcast axis with a concrete axis, and that concrete
+    axis.
+
+    Axes are given by their numbers.
+    """
     for t in domain.transforms:
         if isinstance(t, MergeTransform):
             outer, inner = domain.axes[t.outer], domain.axes[t.inner]

@@ -1,8 +1,8 @@
-"""Aliases of modules: an import of the alias returns the real module.
+"""Aliases of modules, such as `fuser.multidevice`: an import of the alias returns the real module.
 
-For example, `multidevice` builds on the single-device compiler in `fuser`, but users expect to
-import it as `fuser.multidevice`. Submodules of an alias are the same module objects under both
-names. Otherwise, classes would exist twice, and two `Communicator` classes would be two singletons.
+`multidevice` builds on the single-device compiler in `fuser`, but users expect to import
+`fuser.multidevice`. Submodules of an alias are the same module objects under both names. Otherwise,
+classes would exist twice, and two `Communicator` classes would be two singletons.
 
     import fuser.idm, fuser.nvfuser.idm
     assert fuser.idm is fuser.nvfuser.idm
@@ -29,10 +29,10 @@ ALIASES: Mapping[str, str] = {
 
 
 def real_name(name: str) -> str | None:
-    """Returns the real name of an alias, or of a submodule of an alias. Returns None for all other
-    names.
+    """Returns the real name of a module alias, or of a submodule of an alias.
 
-    Example: the real name of `fuser.multidevice.job` is `multidevice.job`.
+    Returns None for all other names. Example: the real name of `fuser.multidevice.job` is
+    `multidevice.job`.
     """
     for alias, real in ALIASES.items():
         if name == alias or name.startswith(f"{alias}."):
@@ -41,7 +41,9 @@ def real_name(name: str) -> str | None:
 
 
 class _AliasLoader(Loader):
-    """Replaces the module that an alias import creates by the real module."""
+    """Module loader for Python's import system: replaces the new module of an alias by the real
+    module.
+    """
 
     def exec_module(self, module: ModuleType) -> None:
         """Imports the real module, and registers it in `sys.modules` under the alias."""
@@ -51,7 +53,7 @@ class _AliasLoader(Loader):
 
 
 class _AliasFinder(MetaPathFinder):
-    """Finds alias modules for Python's import system."""
+    """Module finder for Python's import system: finds the modules that are aliases."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

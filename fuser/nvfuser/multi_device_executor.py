@@ -147,12 +147,17 @@ class MultiDeviceExecutor:
         return self._cache.execute(args)
 
     def host_program(self) -> HostIrContainer:
-        """Returns the program of the most recent run. Before the first run, returns a program for
-        sample sizes."""
+        """Returns the host program of the most recent run.
+
+        Before the first run, returns a host program for sample sizes.
+        """
         return self._cache.program_for(self._samples())
 
     def _samples(self) -> list[Argument]:
-        """Returns sample inputs, whose sizes are multiples of all mesh dimensions."""
+        """Returns sample inputs, from which a host program can be compiled before the first run.
+
+        Their sizes are multiples of all mesh dimensions.
+        """
         fusion = self._cache.fusion()
         parts = {n for tv in fusion.tensors() if tv.mesh is not None for n in tv.mesh.shape}
         size = 8

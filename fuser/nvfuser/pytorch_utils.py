@@ -1,5 +1,4 @@
-"""Helpers for torch, under nvFuser's names: conversion of dtypes, device properties, and a retry of
-tests."""
+"""Helpers for torch, with nvFuser's names: dtypes, device properties, and a retry of tests."""
 
 from __future__ import annotations
 
@@ -87,8 +86,9 @@ _ATTRIBUTES = {
 
 
 def get_device_properties() -> dict[str, Any]:
-    """Returns properties of the current GPU from the driver, by nvFuser's names. The bandwidth is
-    in 1e9 bytes per second.
+    """Returns properties of the current GPU from the driver, by nvFuser's names.
+
+    The bandwidth is in 1e9 bytes per second.
 
     Raises:
         InputError: torch has no GPU.

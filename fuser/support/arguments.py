@@ -41,8 +41,13 @@ _SHOWN = 100
 
 
 class Mismatch(Exception):
-    """Raised if a value is not of the expected kind. `at` is the value's position in the argument:
-    "" or `[2]`."""
+    """The error that a value is not of the expected kind.
+
+    Callers turn it into an error for the user.
+
+    `at` is the position of the value in the argument, such as `[2]`, or "" for the whole argument.
+    `kind` is the type of the error for the user.
+    """
 
     def __init__(self, text: str, at: str = "", kind: type[FuserError] = ArgumentError) -> None:
         super().__init__(text)
@@ -56,7 +61,7 @@ class Kind:
     """A kind of argument, such as integers or lists of tensors.
 
     - `words`: the name of the kind in messages.
-    - `take`: converts a value to this kind, or raises `Mismatch`.
+    - `take`: the function that converts a value to this kind, or raises `Mismatch`.
     - `exact`: the types of values that need no conversion.
     """
 
@@ -67,8 +72,10 @@ class Kind:
 
 # ------------------------------------------------------------------ showing values
 def show(value: object, depth: int = 0) -> str:
-    """Returns a short text of a value for a message, without memory addresses. Never raises an
-    error."""
+    """Returns a short text of a value for a message. The text has no memory addresses.
+
+    The function never raises an error. `depth` is the depth of nesting so far.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}.."
     if depth > 3:
@@ -100,7 +107,9 @@ def show(value: object, depth: int = 0) -> str:
 
 
 def wrong(words: str, value: object) -> Mismatch:
-    """Returns the `Mismatch` for a value that is not of the kind that `words` describe."""
+    """Returns the error that `value` is not of the kind that `words` describe, such as "an
+    integer".
+    """
     # For users of torch, "a tensor" has data.
     is_data = words.startswith("a tensor") and hasattr(value, "__array__")
     hint = ": it has data; pass it to execute, and create a definition's tensors by define_tensor"
@@ -110,8 +119,10 @@ def wrong(words: str, value: object) -> Mismatch:
 
 # ------------------------------------------------------------------ numbers
 def python_number(value: object) -> bool | int | float | complex | None:
-    """Converts a number of any library to a Python number. Returns None if the value is not a
-    number."""
+    """Converts a number of any library, such as numpy, to a Python number.
+
+    Returns None if the value is not a number.
+    """
     if type(value) in (bool, int, float, complex):
         return cast("bool | int | float | complex", value)
     try:
@@ -130,8 +141,10 @@ def python_number(value: object) -> bool | int | float | complex | None:
 
 
 def _is_scalar(value: object) -> bool:
-    """Returns whether a value is a scalar of a program. Such a scalar is not converted to a Python
-    number, because it has its own dtype."""
+    """Returns whether a value is a symbolic scalar of a program.
+
+    Such a scalar is not converted to a Python number, because it has its own dtype.
+    """
     return hasattr(value, "is_symbolic")
 
 
@@ -215,8 +228,10 @@ Kinds = Mapping[Any, Kind]
 
 
 def kind_of(annotation: object, kinds: Kinds | None = None) -> Kind:
-    """Returns the kind of argument that an annotation describes. `kinds` replaces the kinds of some
-    annotations."""
+    """Returns the kind of argument that a type annotation describes.
+
+    `kinds` replaces the kinds of some annotations.
+    """
     if kinds is not None and annotation in kinds:
         return kinds[annotation]
     if annotation in _KINDS:
@@ -247,8 +262,10 @@ def _instance(cls: type) -> Kind:
 
 
 def _is_covered(part: object, parts: Sequence[object]) -> bool:
-    """Whether another type among `parts` accepts all numbers of the type `part`, as float accepts
-    int."""
+    """Returns whether another type among `parts` accepts all numbers of the type `part`.
+
+    For example, float accepts all integers.
+    """
     wider = {bool: (float, complex), int: (float, complex), float: (complex,)}
     return any(w in parts for w in wider.get(part, ())) if isinstance(part, type) else False
 
@@ -274,8 +291,9 @@ def _either(parts: Sequence[object], kinds: Kinds | None) -> Kind:
 
 
 def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[object]:
-    """Returns the items of a list, an array or an iterator. `words` describe the expected value in
-    the message.
+    """Returns the items of a list, an array or an iterator.
+
+    `words` describe the expected value in the message.
 
     Raises:
         Mismatch: the value is not iterable, or has more than `longest` items.
@@ -356,8 +374,10 @@ def _plural(words: str) -> str:
 
 # ------------------------------------------------------------------ checks of a call
 class Entrance:
-    """The parameters of one function with their kinds. The first call of the function creates this
-    object."""
+    """The parameters of one public function, with the kind of each parameter.
+
+    The first call of the function creates this object, because reading annotations is slow.
+    """
 
     def __init__(self, function: Callable[..., object], name: str, kinds: Kinds | None) -> None:
         self._name = name
@@ -416,15 +436,20 @@ class Entrance:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """Returns the parameters of a call as text: `(arg, dim=None, keepdim=False, *, dims=None)`."""
+    """Returns the parameters of a function as text:
+
+    `(arg, dim=None, keepdim=False, *, dims=None)`.
+    """
     given = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     spelled = [p.replace(default=_Text(str(p.default))) if _is_named(p) else p for p in given]
     return str(inspect.Signature([p for p in spelled if p.name != "self"]))
 
 
 class _Text(str):
-    """A default value that is printed as a user writes it: `DataType.Null`, not `<DataType.Null:
-    23>`."""
+    """A default value in the text of a function's parameters, as a user writes it: `DataType.Null`.
+
+    Python would print `<DataType.Null: 23>`.
+    """
 
     __repr__ = str.__str__
 
@@ -434,8 +459,10 @@ def _is_named(parameter: inspect.Parameter) -> bool:
 
 
 def _owner(value: object) -> str:
-    """Returns ` of T0[..]` for a method of a tensor, scalar or mesh. Returns "" for a method of any
-    other object."""
+    """Returns ` of T0[..]` for the message of a method of a tensor, scalar or mesh `value`.
+
+    Returns "" for a method of any other object.
+    """
     has_name = hasattr(value, "is_symbolic") or type(value).__name__.endswith("DeviceMesh")
     return f" of {show(value)}" if has_name else ""
 
@@ -446,8 +473,10 @@ def _refusal(call: str, text: str, kind: type[FuserError]) -> FuserError:
 
 
 def require(call: str, name: str, value: Any, annotation: object) -> Any:
-    """Returns one argument of a call, converted to the kind of the annotation. `call` and `name`
-    are for the message.
+    """Returns the argument `name` of a call, converted to the kind that a type annotation
+    describes.
+
+    `call` and `name` are for the message.
 
     Raises:
         FuserError: the argument cannot be converted.
@@ -504,8 +533,10 @@ def checked(
 
 
 def name_call(error: FuserError, call: str) -> None:
-    """Adds the name of the call and the user's source line to an error's message, unless the
-    message has them."""
+    """Adds the name of the call and the user's source line to an error's message.
+
+    Nothing is added that the message already has.
+    """
     if len(error.args) != 1:
         return
     text, line = str(error.args[0]), user_line()

@@ -1,4 +1,4 @@
-"""Properties of devices that the heuristics of the schedulers use."""
+"""Properties of devices, from which schedulers choose the parameters of kernels."""
 
 from __future__ import annotations
 
@@ -87,11 +87,10 @@ DESCRIPTIONS: Mapping[str, DeviceInfo] = {"h200": H200}
 
 
 def target_of(kind: str, described: str | None = None) -> DeviceInfo:
-    """Returns the description of the device whose schedules are used on a kind of device: "cpu" or
-    "cuda".
+    """Returns the properties for which kernels on a kind of device ("cpu" or "cuda") are scheduled.
 
     `described` is the argument of the option `schedules_for`, if that is set. If torch finds no
-    GPU, the description for "cuda" is that of an H200.
+    GPU, the properties for "cuda" are those of an H200.
     """
     if described:
         return DESCRIPTIONS[described]
@@ -164,6 +163,8 @@ def peak_bandwidth_gbs(device: torch.device) -> float | None:
 
 
 def bandwidth_gbs(clock_khz: int, bus_bits: int) -> float:
-    """Returns the peak bandwidth in 1e9 bytes per second of a memory with two transfers per
-    clock."""
+    """Returns the peak bandwidth of a memory in 1e9 bytes per second.
+
+    The memory makes two transfers of `bus_bits` bits per clock.
+    """
     return 2 * clock_khz * bus_bits / 8 * 1e-6

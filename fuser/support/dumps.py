@@ -53,13 +53,12 @@ Write = Callable[[Dump], None]
 
 
 def next_fusion() -> str:
-    """Returns the name that the next fusion of this process has in dumps: `fusion 0`, `fusion 1`,
-    ..."""
+    """Returns the name of the next fusion of this process in dumps: `fusion 0`, `fusion 1`, ..."""
     return f"fusion {next(_fusions)}"
 
 
 def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
-    """Returns the first line of a dump. The line names the rank unless `is_only_rank` is True."""
+    """Returns the first line of a dump. The line names the rank, unless `is_only_rank` is True."""
     note = f", {dump.note}" if dump.note else ""
     who = "" if is_only_rank else f", rank {rank}"
     meaning = EFFECTS["DUMP"][dump.name].partition(";")[0]
@@ -67,8 +66,10 @@ def heading(dump: Dump, *, rank: int, is_only_rank: bool) -> str:
 
 
 def write(dump: Dump, *, rank: int = 0) -> None:
-    """Prints a dump, or writes it as the next file of `FUSER_DUMP_DIR`. Does nothing if `rank` may
-    not write dumps."""
+    """Prints a dump, or writes the dump as the next file of `FUSER_DUMP_DIR`.
+
+    Does nothing if `rank` is not one of the ranks that write dumps.
+    """
     ranks = options.dump_ranks()
     if ranks is not None and rank not in ranks:
         return
@@ -97,10 +98,11 @@ def _new_file(folder: Path, dump: Dump, rank: int) -> Path:
 
 
 def lines(name: str, of: str, *, rank: int) -> Callable[[str], None] | None:
-    """Returns a function that writes one line of a dump immediately. Returns None if the dump is
-    not requested.
+    """Returns a function that writes one line of a dump immediately, for dumps that grow during a
+    run.
 
-    The heading is written once. With `FUSER_DUMP_DIR`, all lines of a dump are in one file.
+    Returns None if the dump is not requested. The heading is written once. With `FUSER_DUMP_DIR`,
+    all lines of a dump are in one file.
     """
     ranks = options.dump_ranks()
     if not options.dump_enabled(name) or (ranks is not None and rank not in ranks):
@@ -132,8 +134,7 @@ def _append(file: Path | None, line: str) -> None:
 
 
 def not_writable(where: Path) -> str:
-    """Returns the reason why no file can be written at a path. Returns "" if a file can be
-    written."""
+    """Returns the reason why no file can be written at a path, or "" if a file can be written."""
     folder = where.absolute().parent
     try:
         if where.is_dir():
@@ -146,7 +147,7 @@ def not_writable(where: Path) -> str:
 
 
 def not_replaceable(where: Path) -> str:
-    """Returns the reason why the file at a path cannot be replaced. Returns "" if it can.
+    """Returns the reason why the file at a path cannot be replaced, or "" if it can.
 
     Only regular files are replaced.
     """

@@ -16,7 +16,7 @@ _OWN_PACKAGES = frozenset({"fuser", "hostir", "multidevice", "contextlib"})
 
 
 class FuserError(RuntimeError):
-    """Base of all errors that `fuser`, `multidevice` and `hostir` raise on purpose.
+    """Base class of all errors that `fuser`, `multidevice` and `hostir` raise on purpose.
 
     `ranks` are the ranks that caused the error. The tuple is empty if the ranks have not compared
     their runs.
@@ -40,8 +40,7 @@ class EmptyDefinitionError(DefinitionError, NotImplementedError):
 
 
 class OtherEntranceError(DefinitionError, AssertionError):
-    """Raised if a definition has run by `execute` and is now run by `manual_execute`, or in the
-    other order.
+    """Raised if a definition is run by both `execute` and `manual_execute`.
 
     Also raised if a profiler is used for the other kind of run.
     """
@@ -65,8 +64,10 @@ class NoOperandError(FuserError, IndexError):
 
 
 class UnsupportedNameError(UnsupportedError, AttributeError):
-    """Raised for a name of nvFuser that this project does not have. The message names a
-    replacement."""
+    """Raised for a name of nvFuser that this project does not have.
+
+    The message names a replacement.
+    """
 
 
 class UnknownOpError(UnsupportedNameError):
@@ -97,8 +98,10 @@ class InputError(FuserError, ValueError):
 
 
 class DivisionByZeroError(InputError, ZeroDivisionError):
-    """Raised if an integer is divided by 0 among the scalars of a run. The message names the scalar
-    and its symbols."""
+    """Raised if an integer is divided by 0 among the scalars of a run.
+
+    The message names the scalar and its symbols.
+    """
 
 
 class ShardingError(FuserError, ValueError):
@@ -123,8 +126,10 @@ class OptionError(FuserError, ValueError):
 
 
 class CompileError(FuserError):
-    """Raised if the kernel compiler rejects a generated kernel. The message has the compiler's
-    log."""
+    """Raised if the kernel compiler rejects a generated kernel.
+
+    The message has the compiler's log.
+    """
 
 
 class NoCompilerError(CompileError):
@@ -137,8 +142,10 @@ class KernelError(FuserError):
 
 
 class ExecutionError(FuserError):
-    """Raised if an op of a host program fails while it runs. The message names the op and the
-    cause."""
+    """Raised if an op of a host program fails while it runs.
+
+    The message names the op and the cause.
+    """
 
 
 class CommunicationError(FuserError):
@@ -165,8 +172,10 @@ class PeerError(CommunicationError):
 
 
 class ProgramMismatchError(CommunicationError):
-    """Raised if the ranks are about to run different programs. The message shows the first
-    difference."""
+    """Raised if the ranks are about to run different programs.
+
+    The message shows the first difference.
+    """
 
 
 def is_users(frame: FrameType) -> bool:
@@ -175,8 +184,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def is_users_comparison() -> bool:
-    """Returns whether user code called the method that calls this function, such as `__eq__` or
-    `__bool__`.
+    """Returns whether user code called the method that calls this function, such as `__eq__`.
 
     The compiler and the containers of the standard library also call such methods, but they compare
     objects, not values.
@@ -186,8 +194,9 @@ def is_users_comparison() -> bool:
 
 
 def user_line() -> str:
-    """Returns the source line of the innermost stack frame outside our packages, as
-    `file.py:12`."""
+    """Returns the user's source line, as `file.py:12`: that of the innermost frame outside our
+    packages.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if is_users(frame):
@@ -197,8 +206,10 @@ def user_line() -> str:
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
-    """Issues a warning at the user's source line, which Python shows. Warning filters apply to the
-    user's module."""
+    """Issues a warning at the user's source line, which Python shows.
+
+    Warning filters apply to the user's module.
+    """
     level, frame = 2, sys._getframe(1)
     while frame is not None and not is_users(frame):
         level, frame = level + 1, frame.f_back
@@ -206,10 +217,10 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
 
 
 def last_user_line(trace: TracebackType | None) -> str:
-    """Returns the source line of the innermost frame of a traceback outside our packages, as
-    `file.py:12`.
+    """Returns the user's source line in a traceback, as `file.py:12`.
 
-    If all frames are in our packages, returns the line of the innermost frame.
+    The line is that of the innermost frame outside our packages. If all frames are in our packages,
+    it is the line of the innermost frame.
     """
     found = ""
     is_found = False
@@ -223,6 +234,9 @@ def last_user_line(trace: TracebackType | None) -> str:
 
 
 def user_code(where: str) -> str:
-    """Returns the end of an error message, with the user's source line `where`. Returns "" if the
-    line is unknown."""
+    """Returns the end of an error message, ` (user code at file.py:12)`, for the source line
+    `where`.
+
+    Returns "" if the line is unknown.
+    """
     return f" (user code at {where})" if where else ""

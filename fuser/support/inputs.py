@@ -23,11 +23,11 @@ def flatten(
     first: int = 0,
     declared: Sequence[Any] = (),
 ) -> list[torch.Tensor | bool | int | float]:
-    """Returns the tensors and numbers among `inputs` as one flat list. Nested lists and tuples are
-    replaced by their items.
+    """Returns the tensors and numbers among `inputs` as one flat list.
 
-    `depth` is the depth of nesting so far. Error messages number the inputs from `first` and name
-    them after `declared`, the inputs of the definition.
+    Nested lists and tuples are replaced by their items. `depth` is the depth of nesting so far.
+    Error messages number the inputs from `first` and name them after `declared`, the inputs of the
+    definition.
 
     Raises:
         InputError: a value is neither a tensor nor a number.
@@ -65,7 +65,10 @@ def flatten(
 
 
 def _number_input(value: object, position: int, declared: Sequence[Any]) -> bool | int | float:
-    """Converts a number of any library to a Python number. `position` is the index of the input.
+    """Converts an input that is a number of any library to a Python number.
+
+    `position` is the index of the input, and `declared` has the inputs of the definition, for
+    messages.
 
     Raises:
         InputError: the value is not a number.
@@ -105,8 +108,9 @@ def torch_device(device: object) -> torch.device:
 
 
 def check_count(given: int, declared: Sequence[Any]) -> None:
-    """Checks that the number of inputs is that of the definition (`declared`). The error names the
-    first missing input.
+    """Checks that a call passes as many inputs as the definition declares.
+
+    The error names the first missing input.
 
     Raises:
         InputError: the numbers differ.
@@ -127,12 +131,12 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
 
 
 def _line(values: Sequence[Any]) -> str:
-    """Returns the user's source line of the first of these values, if that is a tensor; else ""."""
+    """Returns the user's source line of the first of these values, or "" if it is not a tensor."""
     return user_code(values[0].user_line()) if hasattr((*values, None)[0], "user_line") else ""
 
 
 def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:
-    """Returns the device on which a program runs.
+    """Returns the device on which a program runs for these inputs.
 
     If `device` is not None, this device is returned. Otherwise, returns the device of the first
     CUDA tensor. Without a CUDA tensor, returns the device of the first tensor, or the CPU.

@@ -7,8 +7,10 @@ from fuser.support.record import record
 
 @record
 class KernelParam:
-    """One parameter of a kernel. For a pointer, `ctype` is the element type (for example `const
-    __bfloat`)."""
+    """One parameter of a kernel.
+
+    For a pointer, `ctype` is the element type, such as `const __bfloat`.
+    """
 
     name: str
     ctype: str

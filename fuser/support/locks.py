@@ -16,16 +16,20 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def make_lock() -> threading.Lock:
-    """Returns a lock that is free in a forked child process, which does not have the thread that
-    held the lock."""
+    """Returns a lock that is free in a forked child process.
+
+    The child process does not have the thread that may have held the lock.
+    """
     lock = threading.Lock()
     _locks.add(lock)
     return lock
 
 
 def make_reentrant_lock() -> threading.RLock:
-    """Returns a lock that the thread which holds the lock may acquire again. The lock is free in a
-    forked child process."""
+    """Returns a lock that its holder may acquire again.
+
+    The lock is free in a forked child process.
+    """
     lock = threading.RLock()
     _locks.add(lock)
     return lock

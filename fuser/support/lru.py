@@ -12,8 +12,7 @@ V = TypeVar("V")
 
 
 class Recent(dict[K, V], Generic[K, V]):
-    """A dictionary with at most `limit` entries. When it is full, the least recently used half is
-    dropped.
+    """A dictionary with at most `limit` entries. When full, it drops the least recently used half.
 
     Entries are in two generations. `get` is the plain method of a dictionary and looks only into
     the younger generation, so a hit costs nothing extra. `recall` also looks into the older
@@ -30,8 +29,10 @@ class Recent(dict[K, V], Generic[K, V]):
         self._lock = make_lock()
 
     def recall(self, key: K) -> V | None:
-        """Returns the value of a key in either generation, and moves the entry to the younger one.
-        Returns None if there is no such entry."""
+        """Returns the value of a key in either generation, or None if there is no such entry.
+
+        The entry is moved to the younger generation.
+        """
         found = self.get(key)
         if found is None and key in self._old:
             with self._lock:

@@ -206,7 +206,8 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 class Variable:
     """One environment variable: its name, default and meaning.
 
-    If `name` is not set, `alias` is read. If `choices` is not empty, the value must be one of them.
+    If the variable `name` is not set, `alias` is read, for example nvFuser's name. If `choices` is
+    not empty, the value must be one of them.
     """
 
     name: str
@@ -266,7 +267,7 @@ def check_environment() -> None:
     """Checks that every `FUSER_` variable that is set is known, and that its value is well-formed.
 
     Raises:
-        OptionError: a variable, name or value is unknown; the message has the nearest known one.
+        OptionError: a variable, name or value is unknown. The message has the nearest known one.
     """
     for name in sorted(os.environ):
         if name.startswith("FUSER_") and name not in VARIABLES:
@@ -324,12 +325,17 @@ def cache_dir() -> Path:
 
 
 def master_addr() -> str | None:
-    """Returns the host name of the job's store. Returns None if the user has not chosen one."""
+    """Returns the host of the store by which ranks of a job without MPI find each other.
+
+    Returns None if the user has not chosen a host.
+    """
     return VARIABLES["FUSER_MASTER_ADDR"].text()
 
 
 def master_port() -> int | None:
-    """Returns the port of the job's store. Returns None if the user has not chosen one.
+    """Returns the port of the store by which ranks of a job without MPI find each other.
+
+    Returns None if the user has not chosen a port.
 
     Raises:
         OptionError: the value is not a port number.
@@ -362,8 +368,10 @@ def dump_enabled(name: str) -> bool:
 
 
 def dump_args(name: str) -> tuple[str, ...]:
-    """Returns the arguments of a dump, as in `host_ir(short)`. The tuple is empty if the dump is
-    not requested."""
+    """Returns the arguments of a dump, such as ("short",) for `host_ir(short)`.
+
+    The tuple is empty if the dump is not requested.
+    """
     return _lookup("DUMP", name) or ()
 
 
@@ -419,10 +427,10 @@ def dump_dir() -> Path | None:
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The features that are turned on and off for one call, by the environment and by the options
-    of the call.
+    """The features that are turned on and off for one call.
 
-    Equal settings are the same object, so settings are compared and hashed by identity.
+    They result from the environment and from the options of the call. Equal settings are the same
+    object, so settings are compared and hashed by identity.
     """
 
     enable: Mapping[str, tuple[str, ...]]
@@ -437,8 +445,10 @@ class Settings:
         return _known("DISABLE", name) in self.disable
 
     def argument(self, name: str) -> str | None:
-        """Returns the argument of an enabled feature, as `h200` in `schedules_for(h200)`. Returns
-        None if the feature is off."""
+        """Returns the argument of an enabled feature, such as `h200` for `schedules_for(h200)`.
+
+        Returns None if the feature is off.
+        """
         return next(iter(self.enable.get(_known("ENABLE", name), ())), None)
 
     def __str__(self) -> str:
@@ -450,8 +460,9 @@ class Settings:
 
 
 def settings(enable: Iterable[str] = (), disable: Iterable[str] = ()) -> Settings:
-    """Returns the settings that result from `FUSER_ENABLE`, `FUSER_DISABLE` and the options of one
-    call.
+    """Returns the features that are turned on and off for one call.
+
+    They result from `FUSER_ENABLE`, `FUSER_DISABLE` and the options of the call.
 
     Raises:
         OptionError: a name is unknown, its arguments are wrong, or it cannot be an option of a
@@ -506,8 +517,9 @@ NONE: tuple[str, ...] = ()
 
 
 def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
-    """Checks the names of the options of one call (`kind` is "enable" or "disable"), and returns
-    the options as a tuple.
+    """Checks the names of the options of one call, and returns the options as a tuple.
+
+    `kind` is "enable" or "disable".
 
     Raises:
         OptionError: the options are not a list of names, or a name is unknown.
@@ -527,7 +539,10 @@ def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
 
 
 def known_names(kind: str) -> frozenset[str]:
-    """Returns every name that `FUSER_<kind>` accepts."""
+    """Returns every name that the environment variable `FUSER_<kind>` accepts.
+
+    Names of nvFuser that have no effect are included.
+    """
     return frozenset(EFFECTS[kind]) | frozenset(NO_EFFECT[kind])
 
 
@@ -550,7 +565,11 @@ def _options(kind: str) -> Mapping[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=64)
 def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
-    """Parses `name,name(a,b),...`, and returns a map from each name to its arguments."""
+    """Parses the value of a variable, `name,name(a,b),...`. Returns the arguments of each name.
+
+    Raises:
+        OptionError: a name is unknown, or the syntax is wrong.
+    """
     known = known_names(kind)
     found: dict[str, tuple[str, ...]] = {}
     rest = text
@@ -580,8 +599,9 @@ def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def _check_arguments(kind: str, name: str, args: tuple[str, ...]) -> None:
-    """Checks the arguments of a name against the table `ARGUMENTS`. A dump name without effect may
-    have any arguments.
+    """Checks the arguments of an option's name against the table `ARGUMENTS`.
+
+    The name of a dump without effect may have any arguments.
 
     Raises:
         OptionError: the arguments are not in the table.

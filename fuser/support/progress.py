@@ -28,7 +28,7 @@ _ERASE = "\r\x1b[K"
 
 
 class ProgressLine:
-    """The progress line of one compilation. A separate thread draws the line on `stream`.
+    """The progress line of one compilation, which a separate thread draws on `stream`.
 
     `began` is the time at which the compilation began, as returned by `monotonic`.
     """
@@ -42,8 +42,10 @@ class ProgressLine:
         self._thread.start()
 
     def stage(self, name: str, number: int, count: int) -> None:
-        """Sets the displayed stage: item `number` of `count` items. If both are 0, only the name is
-        displayed."""
+        """Sets the stage that the line shows: item `number` of `count` items.
+
+        If both are 0, only the name is shown.
+        """
         self._stage = f"{name} {number} of {count}" if count else name
 
     def end(self) -> None:
@@ -78,8 +80,11 @@ def _columns(stream: TextIO) -> int:
 
 
 class _ThreadProgress(threading.local):
-    """The progress line of this thread's compilation, and the times at which the previous
-    compilation began and ended."""
+    """The state of a thread: the progress line of its compilation, and the times of the previous
+    one.
+
+    These are the times at which the previous compilation began and ended.
+    """
 
     def __init__(self) -> None:
         self.line: ProgressLine | None = None
@@ -92,7 +97,7 @@ _NOTHING = nullcontext()
 
 
 def shown(rank: int) -> AbstractContextManager[None]:
-    """Returns a context that shows the progress of a compilation on the terminal of rank 0.
+    """Returns a context within which a compilation shows its progress on the terminal of rank 0.
 
     Within another such context, the returned context does nothing, because the outermost context
     has the line.
@@ -105,8 +110,10 @@ def shown(rank: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def _line_on(stream: TextIO) -> Generator[None]:
-    """A context that draws the progress line of this thread's compilation, and erases the line at
-    its end."""
+    """Returns a context that draws the progress line of this thread's compilation.
+
+    At its end, the context erases the line.
+    """
     now, (began, ended) = monotonic(), _here.before
     line = _here.line = ProgressLine(stream, began if now - ended < TOGETHER_S else now)
     try:
@@ -117,13 +124,13 @@ def _line_on(stream: TextIO) -> Generator[None]:
 
 
 def stage(name: str, number: int = 0, count: int = 0) -> None:
-    """Sets the displayed stage of this thread's compilation, for example `segment`, 120, 300."""
+    """Sets the stage that this thread's progress line shows, for example ("segment", 120, 300)."""
     if _here.line is not None:
         _here.line.stage(name, number, count)
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal on which a line can be erased."""
+    """Returns whether a stream is a terminal on which a line can be erased."""
     try:
         return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     except (AttributeError, ValueError):  # a replaced or closed stream

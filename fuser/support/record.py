@@ -1,8 +1,8 @@
-"""Records: frozen dataclasses that are fast to declare. A process declares about eighty when it
-starts.
+"""Records: frozen dataclasses that are fast to declare.
 
-`dataclass(frozen=True)` generates and compiles six methods for each class. For a record, only
-`__init__` is generated. All records share the other methods, or these read the fields by name.
+A process declares about eighty when it starts. `dataclass(frozen=True)` generates and compiles six
+methods for each class. For a record, only `__init__` is generated. All records share the other
+methods, or these read the fields by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ _Fields = Sequence[dataclasses.Field[Any]]
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def record(cls: type[_T]) -> type[_T]:
-    """Makes a class a record, with the effect of `dataclass(frozen=True)`. Methods that the class
-    defines itself are not replaced."""
+    """Class decorator with the effect of `dataclass(frozen=True)`, but faster.
+
+    Methods that the class defines itself are not replaced.
+    """
     fields = declare_fields(cls)
     compared = _values_of([f.name for f in fields if f.compare])
     hashed = _values_of([f.name for f in fields if (f.compare if f.hash is None else f.hash)])
@@ -38,8 +40,7 @@ def record(cls: type[_T]) -> type[_T]:
 
 
 def replace(one: _T, **changes: Any) -> _T:
-    """Returns a copy of a record with some fields changed. Does the same as `dataclasses.replace`,
-    but faster."""
+    """Returns a copy of a record with some fields changed, as `dataclasses.replace`, but faster."""
     cls = type(one)
     values = {name: getattr(one, name) for name in _FIELDS[cls]}
     if not changes.keys() <= values.keys():
@@ -49,11 +50,10 @@ def replace(one: _T, **changes: Any) -> _T:
 
 
 class remembered(Generic[_T]):
-    """A cached property, as `functools.cached_property`, but without that class's lock in Python
-    3.11.
+    """A cached property of a frozen record, as `functools.cached_property`, but without a lock.
 
-    Use this class for values that depend only on a frozen record. If two threads compute the value
-    at the same time, the values must be equal.
+    In Python 3.11, `cached_property` has a lock per class. If two threads compute the value at the
+    same time, the values must be equal.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:
@@ -78,7 +78,9 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 def declare_fields(cls: type) -> _Fields:
-    """Makes a class a record without equality and hash, and returns its fields."""
+    """Makes a class a record without the methods `__eq__` and `__hash__`, and returns its
+    fields.
+    """
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     fields = dataclasses.fields(cls)
     _FIELDS[cls] = tuple(f.name for f in fields)
@@ -94,8 +96,10 @@ def _add(cls: type, **methods: Callable[..., Any]) -> None:
 
 
 def _init_of(cls: type, fields: _Fields) -> Callable[..., None]:
-    """Returns an `__init__` method that sets the fields, by position or by name. The method calls
-    `__post_init__` if the class has one."""
+    """Returns an `__init__` method that sets the fields, by position or by name.
+
+    The method calls `__post_init__` if the class has one.
+    """
     known: dict[str, Any] = {"_set": object.__setattr__}
     params, named = ["self"], ["*"]
     lines: list[str] = []
@@ -117,7 +121,9 @@ def _init_of(cls: type, fields: _Fields) -> Callable[..., None]:
 
 
 def _values_of(names: Sequence[str]) -> Callable[[Any], Any]:
-    """Returns a function that returns the values of the fields `names` of an object as a tuple."""
+    """Returns a function that takes an object and returns the values of its fields `names` as a
+    tuple.
+    """
     if len(names) > 1:
         return attrgetter(*names)
     return lambda x: tuple(getattr(x, name) for name in names)

@@ -20,9 +20,10 @@ MAX_NAME = 250
 
 
 class Cursor:
-    """A position in a text. Its methods raise `ParseError`, whose message shows the line.
+    """A position in a text that is being parsed, with methods that read the text after it.
 
-    `end` is the position at which parsing ends; None means the end of the text.
+    The methods raise `ParseError`, whose message shows the line. `end` is the position at which
+    parsing ends; None means the end of the text.
     """
 
     def __init__(self, text: str, pos: int = 0, end: int | None = None) -> None:
@@ -34,8 +35,10 @@ class Cursor:
         self._counted = (0, 0)
 
     def fail(self, message: str, pos: int | None = None) -> ParseError:
-        """Returns the error for a position, with the text of the line and a caret. If `pos` is
-        None, the position is the current one."""
+        """Returns the error for a position, whose message shows the line of the text and a caret.
+
+        If `pos` is None, the position is the current one.
+        """
         at = self.pos if pos is None else pos
         start = self.text.rfind("\n", 0, at) + 1
         stop = self.text.find("\n", at)
@@ -63,12 +66,12 @@ class Cursor:
             self.pos = found.end()
 
     def at(self, word: str) -> bool:
-        """Whether the text continues with `word` after spaces and comments."""
+        """Returns whether the text continues with `word`, after spaces and comments."""
         self.skip()
         return self.text.startswith(word, self.pos) and self.pos + len(word) <= self.end
 
     def take_if(self, word: str) -> bool:
-        """Moves past `word` if the text continues with `word`. Returns whether the text does."""
+        """Moves past `word` if the text continues with `word`, and returns whether it does."""
         if not self.at(word):
             return False
         self.pos += len(word)
@@ -84,8 +87,10 @@ class Cursor:
             raise self.fail(f"expected {word!r}")
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Moves past spaces and past a match of `pattern`, and returns the match. Without a match,
-        returns None."""
+        """Moves past spaces and past a match of `pattern`, and returns the match.
+
+        Without a match, returns None.
+        """
         self.skip()
         found = pattern.match(self.text, self.pos, self.end)
         if found:
@@ -93,8 +98,9 @@ class Cursor:
         return found
 
     def expect(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        """Moves past a match of `pattern`, and returns the match. `what` describes the pattern in
-        the message.
+        """Moves past a match of `pattern`, and returns the match.
+
+        `what` describes the pattern in the message.
 
         Raises:
             ParseError: there is no match.
@@ -105,11 +111,11 @@ class Cursor:
         return found
 
     def column(self, pos: int) -> int:
-        """Returns the number of characters between the start of the line and a position."""
+        """Returns the number of characters between the start of the line and the position `pos`."""
         return pos - (self.text.rfind("\n", 0, pos) + 1)
 
     def done(self) -> bool:
-        """Whether the rest of the text has only spaces and comments."""
+        """Returns whether the rest of the text has only spaces and comments."""
         self.skip()
         return self.pos >= self.end
 
@@ -122,8 +128,9 @@ class Cursor:
         return self.number(self.expect(_INT, "an integer"))
 
     def name(self, pattern: re.Pattern[str], what: str) -> str:
-        """Moves past a name that matches `pattern`, and returns the name. `what` describes the name
-        in messages.
+        """Moves past a name that matches `pattern`, and returns the name.
+
+        `what` describes the name in messages.
 
         Raises:
             ParseError: there is no name, or it is too long.
@@ -137,7 +144,7 @@ class Cursor:
         return found[0]
 
     def number(self, found: re.Match[str], group: int | str = 0) -> int:
-        """Returns the integer in a group of a match.
+        """Returns the integer in a group of a regular expression's match.
 
         Raises:
             ParseError: the integer has too many digits.
@@ -151,8 +158,10 @@ class Cursor:
         return int(found[group])
 
     def items(self, close: str, item: Callable[[], T]) -> list[T]:
-        """Reads comma-separated items, each by a call of `item`, until `close`. Moves past `close`,
-        and returns the items."""
+        """Reads comma-separated items until the text `close`, and moves past `close`.
+
+        Each item is read by a call of `item`. Returns the items.
+        """
         items: list[T] = []
         if self.take_if(close):
             return items

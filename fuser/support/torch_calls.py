@@ -20,8 +20,9 @@ EmptyStrided = Callable[[Sequence[int], Sequence[int], "torch.dtype"], "torch.Te
 
 @cache
 def _private(path: str) -> Any:
-    """Returns the object at a dotted path in torch's C++ module. Returns None if there is no such
-    object."""
+    """Returns the object at a dotted path in torch's C++ module, or None if there is no such
+    object.
+    """
     import torch
 
     found: Any = torch._C
@@ -31,9 +32,10 @@ def _private(path: str) -> Any:
 
 
 def empty_on(device: torch.device) -> EmptyStrided:
-    """Returns a function (shape, strides, dtype) -> uninitialised tensor on a device.
+    """Returns a function that creates an uninitialised tensor on a device.
 
-    If `device` is a CUDA device, it must be the current device when the function is called.
+    The function takes (shape, strides, dtype). A CUDA device must be the current device when the
+    function is called.
     """
     import torch
 
@@ -49,10 +51,10 @@ def empty_on(device: torch.device) -> EmptyStrided:
 
 @contextmanager
 def lasting() -> Generator[None]:
-    """A context for the creation of tensors that later calls write into.
+    """Returns a context for the creation of tensors that later calls write into.
 
     The context turns inference mode off. A tensor created in inference mode could not be written
-    outside of it.
+    outside of inference mode.
     """
     import torch
 
@@ -61,14 +63,13 @@ def lasting() -> Generator[None]:
 
 
 def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Returns a function that checks whether its arguments are tensors like `tensors`, in the same
-    order.
+    """Returns a function that checks whether its arguments are tensors like `tensors`, in order.
 
     Tensors are alike if they have the same Python class, dtype, device, sizes, strides, laziness
     (of negation and conjugation) and need of a gradient. The function may return False for tensors
     that are alike, but never returns True for others. Its arguments must be tensors: for other
-    objects, it may raise any error. A nested tensor would end the process. If torch has no such
-    check, returns None.
+    objects, it may raise any error. A nested tensor would end the process. If this version of torch
+    has no such check, returns None.
     """
     make = _private("_dynamo.guards.TensorGuards")
     if make is None or not tensors:
@@ -102,10 +103,10 @@ def class_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def current_device_beside(device: torch.device) -> Callable[[], int] | None:
-    """Returns a function that returns the index of the current CUDA device, which may differ from
-    `device`.
+    """Returns a function that returns the index of the current CUDA device.
 
-    Returns None if `device` is not a CUDA device with an index.
+    The caller compares this index with `device`. Returns None if `device` is not a CUDA device with
+    an index.
     """
     import torch
 
@@ -134,7 +135,7 @@ def raw_stream_on(device: torch.device) -> Callable[[], int]:
 def range_named(name: str) -> AbstractContextManager[object]:
     """Returns a context that torch.profiler shows as a named range on the host.
 
-    CUPTI can assign launches by the driver to this range, but not to one of
+    CUPTI assigns the launches within the context to this range, which it cannot do for a range of
     `torch.profiler.record_function`.
     """
     import torch
@@ -144,8 +145,11 @@ def range_named(name: str) -> AbstractContextManager[object]:
 
 
 def arithmetic_choices() -> Callable[[], tuple[object, ...]]:
-    """Returns a function that returns torch's settings that change the results of library calls, as
-    a tuple."""
+    """Returns a function that returns the current settings of torch that change results, as a
+    tuple.
+
+    An example is autocast. If the settings differ, library calls may have other results.
+    """
     import torch
 
     is_cast, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -181,10 +185,10 @@ def is_backward() -> bool:
 
 
 def capturing_on(device: torch.device) -> Callable[[int], bool] | None:
-    """Returns a function (raw handle of the current stream) -> whether a CUDA graph is being
-    captured on that stream.
+    """Returns a function that returns whether a CUDA graph is being captured on a stream.
 
-    Returns None if the device has no CUDA graphs.
+    The function takes the driver's handle of the current stream. Returns None if the device has no
+    CUDA graphs.
     """
     import torch
 

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 class Version(str):
     """A version text that is compared by its numbers, also with plain strings.
 
-    A suffix is ignored, as in `0.2.36+git81c4b22`.
+    A suffix is ignored, as `+git81c4b22` in `0.2.36+git81c4b22`.
     """
 
     __slots__ = ()
