@@ -48,6 +48,22 @@ def world(comm: Communicator) -> tuple[int, ...]:
     return tuple(range(comm.size()))
 
 
+@pytest.fixture
+def backend(comm: Communicator, device: torch.device) -> NcclBackend | CudaPeerBackend:
+    """The backend of small allreduces that are kernels: NCCL's if each rank has a GPU.
+
+    If ranks share a GPU, NCCL cannot connect them, and the NCCL backend goes through the CPU. Then
+    it is the backend of peer copies.
+    """
+    if torch.cuda.device_count() < comm.local_size():
+        peers = comm.peers_for(device)
+        assert isinstance(peers, CudaPeerBackend)
+        return peers
+    found = comm.backend_for(device)
+    assert isinstance(found, NcclBackend)
+    return found
+
+
 def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns a rank's operand, which every rank can compute from seed and rank."""
     generator = torch.Generator("cuda").manual_seed(1000 * seed + rank)
@@ -73,12 +89,11 @@ def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_everything_beside_nccl(comm: Communicator, device: torch.device) -> None:
-    """Compares with NCCL: all reductions and dtypes, special values, reversed and smaller
-    teams.
-    """
-    backend, me = comm.backend_for(device), comm.rank()
-    assert isinstance(backend, NcclBackend)
+def test_all_reductions_and_dtypes(
+    comm: Communicator, device: torch.device, backend: NcclBackend | CudaPeerBackend
+) -> None:
+    """All reductions and dtypes, special values, reversed and smaller teams."""
+    me = comm.rank()
     world = tuple(range(comm.size()))
     teams = [world, world[::-1]]
     if comm.size() == 4:
@@ -95,18 +110,21 @@ def test_everything_beside_nccl(comm: Communicator, device: torch.device) -> Non
                     backend.allreduce(mine, mine, op=op, team=team).wait()
                     check(mine, expected, f"{op} {dtype} {count} in place")
     for dtype in (torch.float32, torch.bfloat16):
-        collectives_of_special_values(comm, device, dtype)
+        collectives_of_special_values(comm, device, backend, dtype)
     assert backend.kernels.is_used and not backend.kernels.why_not, backend.kernels.why_not
 
 
 def collectives_of_special_values(
-    comm: Communicator, device: torch.device, dtype: torch.dtype
+    comm: Communicator,
+    device: torch.device,
+    backend: NcclBackend | CudaPeerBackend,
+    dtype: torch.dtype,
 ) -> None:
     special = torch.tensor(collectives.SPECIAL, dtype=dtype, device=device)
     inps = [special.roll(3 * r) for r in range(comm.size())]
     for op in ("MIN", "MAX"):
         out = torch.zeros_like(special)
-        backend, team = comm.backend_for(device), tuple(range(comm.size()))
+        team = tuple(range(comm.size()))
         backend.allreduce(out, inps[comm.rank()], op=op, team=team).wait()
         expected = inps[0]
         for x in inps[1:]:
@@ -151,14 +169,17 @@ def test_ranks_get_the_same_bits(
 
 
 def test_bound_calls_have_the_bits_of_unbound_ones(
-    comm: Communicator, device: torch.device, world: tuple[int, ...]
+    comm: Communicator,
+    device: torch.device,
+    world: tuple[int, ...],
+    backend: NcclBackend | CudaPeerBackend,
 ) -> None:
     stream = torch.cuda.current_stream().cuda_stream
-    for backend in (comm.peers_for(device), comm.backend_for(device)):
+    for each in {comm.peers_for(device), backend}:
         for op in REDUCTIONS[torch.float32]:
             inp, out = torch.randn(3000, device=device), torch.zeros(3000, device=device)
-            backend.allreduce(out, inp, op=op, team=world).wait()
-            post = backend.bind(ALLREDUCE, out, inp, team=world, reduce=op)
+            each.allreduce(out, inp, op=op, team=world).wait()
+            post = each.bind(ALLREDUCE, out, inp, team=world, reduce=op)
             assert post is not None
             for _ in range(20):
                 again = torch.zeros_like(out)
@@ -189,10 +210,13 @@ def test_streams_under_random_delays(
 
 
 def test_a_graph_with_branches(
-    comm: Communicator, device: torch.device, world: tuple[int, ...]
+    comm: Communicator,
+    device: torch.device,
+    world: tuple[int, ...],
+    backend: NcclBackend | CudaPeerBackend,
 ) -> None:
     """A graph with an allreduce in each of two branches, one before and one after; replayed."""
-    backend, me, n = comm.backend_for(device), comm.rank(), comm.size()
+    me, n = comm.rank(), comm.size()
     x, side = torch.ones(5000, device=device), torch.cuda.Stream()
     big = torch.ones(200_000, device=device)
     for t in (x, big):
