@@ -59,7 +59,8 @@ class Buffer:
 
     - `loops`, for registers: the loops whose indices address an element, from outer to inner.
     - `size`: the number of elements of a register array, or None for a scalar variable.
-    - `axes`, for shared memory: the number and size of each axis that addresses an element.
+    - `axes`, for shared memory: pairs (axis number in the tensor's domain, axis size). These axes
+      address an element, from outer to inner.
     - `count`, `offset`: a shared buffer's number of elements, and its position in bytes.
     - `ctype`: the C type of an element.
     """
@@ -92,10 +93,10 @@ class Buffer:
         return self.index_at({})
 
     def index_at(self, symbols: dict[Scalar, Scalar]) -> Scalar:
-        """Returns the register index of an element.
+        """Returns the index of a register in the buffer's register array, for given loop indices.
 
-        `symbols` maps loop symbols to the values to use. A loop symbol without an entry is used as
-        it is.
+        `symbols` maps the symbol of a loop to the value to use for the loop's index. A loop without
+        an entry keeps its symbol.
         """
         total: Scalar = sc.ZERO
         for loop in self.loops:
@@ -143,7 +144,9 @@ class Buffer:
         return convert(Select(guard, element, nothing, element.dtype), tv.dtype())
 
     def shared_index(self, ctx: Context, index: Index) -> Scalar:
-        """Returns the position of a logical index in the shared buffer, counted in elements."""
+        """Returns where the element at logical index `index` is in the shared buffer, counted in
+        elements.
+        """
         assert self.axes is not None
         known = ctx.indexer.forward(self.stage.tv, index)
         total: Scalar = sc.ZERO
@@ -152,11 +155,12 @@ class Buffer:
         return ctx.simplify(total)
 
     def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
-        """Returns the index of the register of the current iteration if that register holds
-        `index`.
+        """Returns the register index that the stage writes in the current iteration, if that
+        register holds the element at `index`.
 
-        Returns None if the register holds another element, or if the loops of `reader` do not
-        correspond to the buffer's loops one to one.
+        The reader can then use the register without any index computation. Returns None if the
+        register holds another element, or if the loops of `reader` do not correspond to the
+        buffer's loops one to one.
         """
         for candidate in self._paired(reader):
             written = tuple(
@@ -207,10 +211,11 @@ class Buffer:
         ] or ([{}] if not self.loops else [])
 
     def _traced(self, ctx: Context, index: Index) -> dict[Scalar, Scalar] | None:
-        """Computes the stage's loop indices from a logical index, as loop symbol -> index.
+        """Computes the loop indices at which the stage writes the element at logical index `index`.
 
-        Returns None if the index in a loop outside of the buffer differs from that loop's symbol.
-        Another thread or iteration then holds the element.
+        Returns a dict from loop symbols to indices. Returns None if a loop outside of the buffer
+        would need another index than in the current iteration. Another thread or iteration then
+        holds the element.
         """
         if self.stage.reference is not None:
             return None

@@ -37,9 +37,10 @@ from fuser.support.record import record
 
 
 class NewAssumptionError(Exception):
-    """Raised when lowering adds an assumption that its earlier decisions did not use.
+    """Raised when lowering adds an assumption, such as "this size is a multiple of 4".
 
-    The pipeline then starts lowering again, with the larger set of assumptions.
+    Code that lowering has already built may not use the new assumption. The pipeline therefore
+    starts again, with the larger set of assumptions.
     """
 
 
@@ -82,8 +83,10 @@ class Assumptions:
         raise NewAssumptionError
 
     def quotients(self) -> dict[Scalar, Scalar]:
-        """Returns a replacement for each divisible symbol: the divisor times a symbol for the
-        quotient.
+        """Returns what to substitute for each size that is assumed to be a multiple of a number.
+
+        The substitute is the number times a symbol for the quotient: `i2` becomes `4 * i2_div4`.
+        Divisions by the number then simplify.
         """
         return {s: sc.mul(by, quotient_symbol(s, by)) for s, by in self.divisible.items()}
 
@@ -103,8 +106,10 @@ def quotient_symbol(symbol: Symbol, by: int) -> Symbol:
 class Context:
     """The state of one attempt to lower a kernel.
 
-    - `guards`: conditions for a launch, in order of discovery. `alignments`: bytes per tensor.
-    - `reduction_bytes`: shared memory for reductions over threads.
+    - `guards`: conditions that must hold at a launch, in order of discovery.
+    - `alignments`: for each tensor that is read or written by vectors, the number of bytes of which
+      its address must be a multiple.
+    - `reduction_bytes`: the bytes of shared memory that reductions over threads need.
     - `workspaces`: global scratch memory.
     """
 
@@ -186,8 +191,9 @@ class Context:
         """Returns the splits of `tv` whose factor may not divide the axis, so that the last part is
         incomplete.
 
-        With `of_operand`, returns these splits for the operand of a reduction that was split before
-        (rfactor).
+        The kernel must test the index of each such axis. With `of_operand`, `tv` is a reduction
+        whose axes were split before the reduction (rfactor). The result then has the splits of its
+        operand.
         """
         found = self._partial.get((tv, of_operand))
         if found is None:
@@ -233,8 +239,9 @@ Index = tuple[Scalar, ...]
 
 
 class Indexer:
-    """Computes the indices of the tensors of one nesting, and caches results that depend on one
-    tensor.
+    """Computes, for the stages of one kernel, the index at which each tensor is read or written.
+
+    Results that depend on one tensor only are cached.
     """
 
     def __init__(self, nesting: Nesting) -> None:
@@ -267,8 +274,11 @@ class Indexer:
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
-        """Computes the indices of a broadcast from the stage `reader`, in whose loops the broadcast
-        runs.
+        """Computes the axis indices of a broadcast tensor that is computed in the loops of
+        `reader`.
+
+        The broadcast has no loops with these extents itself, so its index is the index at which
+        `reader` reads it.
         """
         renamed = {
             theirs.symbol: mine.symbol
@@ -552,8 +562,9 @@ def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
 
 
 def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
-    """Returns the condition that the root index `index` of a pad is inside the operand of the pad.
+    """Returns the condition that an element of a padded tensor is an element of the pad's operand.
 
+    `index` is the element's index in the operand's coordinates: it is negative in the left padding.
     Only sides that add elements are tested. On a side that drops elements, every index is inside.
     """
     canonical, simplify = ctx.nesting.fusion.canonical, ctx.simplify

@@ -59,9 +59,10 @@ Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 @record
 class Workspace:
-    """Scratch memory of a launch, with elements of C type `ctype`.
+    """Global scratch memory of a launch, through which CUDA blocks exchange partial results.
 
-    All bytes are zero before the first launch, and each launch leaves all bytes zero.
+    `ctype` is the C type of an element. All bytes are zero before the first launch, and each launch
+    leaves all bytes zero, so that no launch must clear the memory first.
     """
 
     ctype: str
@@ -72,7 +73,9 @@ class Workspace:
 class Fold:
     """The numbers of CUDA blocks along x, y and z of a kernel that is launched along x only.
 
-    See `fuser/lower/passes/launch_grid.py`.
+    A device limits the number of blocks along y and z more than along x. The kernel computes its
+    block coordinates x, y and z from the block number along x. See
+    `fuser/lower/passes/launch_grid.py`.
     """
 
     counts: tuple[Scalar, Scalar, Scalar]
@@ -296,7 +299,11 @@ class If:
 
 @dataclass
 class Unswitch:
-    """A body that `expand_unswitch` emits twice: without the body's predicates, and with them."""
+    """A body that is emitted twice: without bounds checks, and with bounds checks.
+
+    The kernel runs the first version if all elements of the body are inside the tensors.
+    `expand_unswitch` replaces this statement by an `If` with both versions.
+    """
 
     body: Body
 
@@ -407,7 +414,7 @@ class Forget:
     """Makes the compiler compute again all values that it has derived from the register array
     `array`.
 
-    Otherwise the compiler would keep these values in registers.
+    Otherwise the compiler would keep both the array and these values in registers.
     """
 
     array: str

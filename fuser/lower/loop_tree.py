@@ -260,8 +260,12 @@ def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView
 def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
     """Whether the local tensor `tv` gets storage in registers; otherwise its readers compute it.
 
-    The schedule must ask for storage. The tensor's axes inside position `compute_at` must have
-    constant extents, because registers cannot be addressed at run time.
+    Two conditions must hold:
+
+    - The schedule inlines `tv` at a position (`compute_at`) above 0, or makes one of its loops
+      parallel, unrolled or vectorised.
+    - The axes inside that position have constant extents, because registers cannot be addressed at
+      run time.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
@@ -360,8 +364,8 @@ class _Nests:
         self._take_vector(stage)
 
     def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
-        """Returns loops with the extents of the reader's loops, for a broadcast whose own extents
-        are 1.
+        """Returns loops for a broadcast whose own axes have extent 1, with the extents of the
+        reader's loops.
 
         `own` are the loop axes of `stage` that the reader does not share.
         """
@@ -489,8 +493,9 @@ class _Waits:
 
 
 class _Sharing:
-    """Joins equal loops of two stages, unless one stage waits inside the loop for the other's
-    result.
+    """Joins equal loops of two stages into one loop.
+
+    Two loops stay separate if one stage must complete its loop before the other can begin.
     """
 
     def __init__(self, nesting: Nesting, waits: _Waits) -> None:
@@ -638,7 +643,7 @@ def with_stream_index(fusion: Fusion) -> Fusion:
 def stream_index(fusion: Fusion, tv: TensorView) -> Symbol:
     """Returns the symbol for the index of the host's stream loop, an input of the kernel.
 
-    `tv` is the tensor to name in the error.
+    `tv` is the tensor that the error message names.
 
     Raises:
         UnsupportedError: the fusion does not have this input.

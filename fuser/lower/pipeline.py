@@ -63,7 +63,9 @@ HELD_BYTES_TOGETHER = 144
 
 @dataclass
 class State:
-    """A kernel between two passes, each of which changes some of these fields."""
+    """A kernel that is being lowered, as the passes receive it. Each pass changes some of these
+    fields.
+    """
 
     ctx: Context
     body: Body
@@ -331,7 +333,7 @@ def _min_blocks(state: State, threads: int) -> int:
 
 
 def _sums_in_steps(body: Body) -> bool:
-    """Whether some loop accumulates several loads in each iteration."""
+    """Whether the body has a loop that accumulates several loaded values in each iteration."""
     loops = [s for s in walk(body) if isinstance(s, For) and not s.unroll]
     steps = [s.body for s in loops if any(isinstance(i, Accumulate) for i in walk(s.body))]
     unrolled = [u for step in steps for u in walk(step) if isinstance(u, For) and u.unroll]

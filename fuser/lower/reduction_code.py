@@ -141,8 +141,9 @@ def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
 
 
 def _iterated(stage: Stage) -> frozenset[ParallelType]:
-    """Returns the parallel types of a reduction's non-reduced axes, which distinguish its
-    results.
+    """Returns the parallel types of the thread and grid axes that a reduction does not reduce.
+
+    Threads with different coordinates along these axes compute different results.
     """
     return frozenset(
         loop.ptype
@@ -196,11 +197,11 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
 
 
 def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
-    """Sets `same_axes` of `statement`, and returns the number of groups of threads with different
-    values.
+    """Returns into how many groups a CUDA block's threads divide, if threads with equal values form
+    a group.
 
-    Along the thread axes in `same_axes`, all threads of a CUDA block hold the same value, once the
-    block has combined its values.
+    The values are those after the block has combined them. Also sets `same_axes` of `statement`:
+    the thread axes along which all threads hold the same value.
     """
     iterated = _iterated(stage)
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)
@@ -223,9 +224,11 @@ def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) ->
 
 
 def _ticket(ctx: Context, buffer: Buffer, grid_axes: tuple[bool, bool, bool]) -> str:
-    """Returns the C variable with the CUDA block's ticket for reductions over these grid axes.
+    """Returns the name of the C variable with the CUDA block's ticket, for reductions over
+    `grid_axes`.
 
-    The first request for `grid_axes` creates the ticket and its workspace.
+    A ticket is a block's number among the blocks that have begun. The first request for `grid_axes`
+    creates the ticket and the workspace that counts the blocks.
     """
     found = ctx.tickets.get(grid_axes)
     if found is None:

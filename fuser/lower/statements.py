@@ -52,9 +52,10 @@ from fuser.lower.vector_access import (
 
 
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
-    """Returns the body of a kernel and the buffers of its stages.
+    """Returns the statements of a kernel and the buffers of its stages.
 
-    The body is the one before barriers, unswitching and hoisting.
+    Later passes add barriers, expand `Unswitch` statements and move index computations out of
+    loops.
     """
     buffers = allocate(ctx)
     builder = _StatementBuilder(ctx, buffers)

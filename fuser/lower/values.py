@@ -226,9 +226,9 @@ def _variable(name: str) -> str:
 
 
 def _wanted(statements: list[Statement]) -> set[str]:
-    """Returns the names of the lookup indices in `statements`.
+    """Returns the names of the lookup indices that `statements` define.
 
-    The names of definitions from which the indices are computed are included.
+    Variables from which a lookup index is computed are included.
     """
     wanted: set[str] = set()
     for s in reversed(statements):
@@ -324,11 +324,12 @@ class Scope:
 
 @record
 class At:
-    """The place at which an element is computed, for the rules that compute one op.
+    """Describes the element that a rule such as `_pointwise` computes, and the code that reads it.
 
-    - `stage` reads the element, and `scope` gets the statements.
+    - `out` is the tensor, `index` the logical index of the element, and `axes` the index of each
+      axis.
+    - `stage` reads the element, and `scope` receives the statements that compute it.
     - `guard` is the condition under which memory may be read.
-    - `out` is the result of the op, `index` its logical index, and `axes` the index of each axis.
     """
 
     stage: Stage
@@ -348,7 +349,8 @@ Request: TypeAlias = tuple[TensorView, Index, Stage, Scope, Scalar]
 class _TooDeepError(Exception):
     """Raised if the recursion over operands is too deep for Python's stack.
 
-    `request` describes the value to build first. The values that depend on it are built later.
+    `request` describes the value to build first. The values that depend on this value are built
+    later.
     """
 
     def __init__(self, request: Request) -> None:
@@ -525,8 +527,9 @@ def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
 def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
     """Returns the comparison of the value `x` with the index `place` of an element.
 
-    The comparison uses the sum of a 64-bit base and a 32-bit offset. The offset has the terms of
-    the index that a thread's own short loops add, because these terms are small.
+    The index is split into a 64-bit base and a 32-bit offset, because an addition of 32 bits is
+    cheaper. The offset has the terms of the index that a thread's own short loops add. These terms
+    are small.
     """
     step = sc.ZERO
     for factors, count in terms_of(place):

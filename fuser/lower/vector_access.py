@@ -93,7 +93,9 @@ def _size_in(mono: Monomial) -> Symbol | None:
 
 
 def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
-    """Returns the sizes that divide, in `x`, an expression that contains `v`, innermost first."""
+    """Returns the size symbols by which `x` divides an expression that contains `v`, innermost
+    first.
+    """
     found: dict[Symbol, None] = {}
 
     def visit(y: Scalar) -> None:

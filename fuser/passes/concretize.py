@@ -57,7 +57,10 @@ ExtentMap = Callable[[Scalar], Scalar]
 
 @record
 class ConcretizationKey:
-    """The decisions of `concretize`, each tuple in program order:
+    """The decisions of `concretize`: inputs with equal keys share one concretized copy of the
+    fusion.
+
+    Each tuple is in program order.
 
     - `plans`: one plan per reshape with `?` axes.
     - `ones`: for each `?` axis of a slice, pad or expand, whether its size is 1.
@@ -76,10 +79,11 @@ class ConcretizationKey:
 
 
 def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
-    """Returns a concretized copy of `fusion` for these sizes, and the key of the decisions.
+    """Returns a copy of `fusion` in which everything that depends on sizes is decided, and a key.
 
-    `sizes` has the values of extent symbols and of integer scalar inputs. For extents that are
-    known to be equal, the value of one representative symbol suffices.
+    The key contains the decisions. Sizes with an equal key can use the same copy. `sizes` has the
+    values of extent symbols and of integer scalar inputs. For extents that are known to be equal,
+    the value of one representative symbol suffices.
 
     Raises:
         InputError: a reshape changes the number of elements; the index of a gather is longer than
@@ -142,7 +146,12 @@ class KeyOfSizes:
         self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
     def __call__(self, sizes: Mapping[Symbol, int]) -> Hashable:
-        """Checks the sizes and returns their key. Raises the same errors as `concretize`."""
+        """Checks the sizes, and returns the key of the decisions that `concretize` makes for these
+        sizes.
+
+        Raises:
+            InputError, ShardingError: in the same cases as `concretize`.
+        """
         values: Mapping[Symbol, Number] = sizes
         if not self._related <= sizes.keys():
             values = _all_values(self._fusion, sizes)
@@ -274,9 +283,10 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields scalars of which one is negative exactly if a slice exceeds an axis.
+    """Yields the distances of a slice's bounds from the ends of its axes; none may be negative.
 
-    Scalars that are provably not negative are omitted.
+    A negative distance means that the slice exceeds an axis. Distances that are provably not
+    negative are omitted.
     """
     for axis, start, stop in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
         found = (start, sc.sub(axis.size, stop))
@@ -418,9 +428,10 @@ def _refined(symbol: Symbol) -> Symbol:
 
 
 def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
-    """Returns `sizes` extended by the symbols that replace extents in a concretized fusion.
+    """Returns `sizes`, and the same sizes under the symbols that a concretized fusion uses.
 
-    These symbols have the lower bound 1.
+    `concretize` replaces the symbol of an extent by a symbol with the lower bound 1. The values of
+    extents that are 0 are not repeated.
     """
     return {**sizes, **{_refined(s): n for s, n in sizes.items() if n > 0}}
 
@@ -585,7 +596,7 @@ def _fill_values(op: TensorOp) -> list[Scalar]:
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
     """Returns the ops that replace a `LinearOp` that sums over no elements.
 
-    They expand its bias to the shape of the result.
+    The result is then the bias, which these ops expand to the shape of the result.
     """
     flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()

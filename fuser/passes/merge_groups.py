@@ -219,9 +219,10 @@ class Merger:
 
     # ------------------------------------------------------------ who may merge
     def _partner(self, place: int, kind: str | None) -> int | None:
-        """Returns the key of a group to merge with the group `place`, or None.
+        """Returns the key of the first later group that may be merged with the group `place`, or
+        None.
 
-        It is the first later group that shares a tensor with the group and that may be merged.
+        Only groups that share a tensor with the group `place` are considered.
         """
         group = self._groups[place]
         if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:
@@ -518,7 +519,11 @@ def worth_storing(
 
 @dataclass
 class _Decision:
-    """The state of one call of `worth_storing`: the kernels that compute each op so far."""
+    """One decision about the results to store in memory, for a program that is divided into
+    kernels.
+
+    `computed_in` has the kernels that compute each op, and changes while results are chosen.
+    """
 
     fusion: Fusion
     exprs: Sequence[TensorOp]
@@ -553,7 +558,7 @@ class _Decision:
         return [op.out_tensor for op in repeated if op.out_tensor in chosen]
 
     def _readers(self, op: TensorOp) -> int:
-        """Returns the kernels that use an op's result, as a bit set (bit i: kernel i)."""
+        """Returns the kernels that use the results of `op`, as a bit set (bit i: kernel i)."""
         return self._users(op.outputs, {})
 
     def _spread(self, op: TensorOp) -> bool:
@@ -617,7 +622,7 @@ class _Decision:
         return found
 
     def _cone(self, op: TensorOp) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Returns the ops that compute a result from other stored tensors, and these tensors.
+        """Returns the ops that compute the result of `op` from stored tensors, and these tensors.
 
         The search stops at more than `MANY_OPS` ops, because so many ops are never recomputed.
         """

@@ -204,9 +204,11 @@ def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
 
 
 def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
-    """Records that an axis that a reshape does not change has the size declared in its shape.
+    """Records that two sizes are equal: of an operand's axis that a reshape keeps, and of its
+    result.
 
-    `pairs` has the axis and the declared size. Pairs with different values are ignored.
+    `pairs` has each such axis and the size that the reshape declares for the result. Pairs with
+    different values are ignored.
     """
     for axis, size in pairs:
         if _size(axis.size, values) == _size(size, values):
@@ -311,7 +313,9 @@ def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) 
 
 
 def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
-    """Returns `axis` with the kind and sizes of `source`, except that a reduction stays one."""
+    """Returns `axis` with the kind and sizes of `source`; a reduction axis remains a reduction
+    axis.
+    """
     if axis.is_reduction():
         return replace(axis, extent=source.size)
     return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
@@ -327,8 +331,8 @@ def _expanded(
 ) -> IterDomain:
     """Returns an operand's axis expanded to `size`.
 
-    `out` is the result's axis. If `out` is `?`, the sizes in `values` decide whether it is
-    expanded.
+    `out` is the axis of the expand's result. If the kind of `out` is `?`, the sizes in `values`
+    decide whether the axis is expanded.
     """
     if out.is_broadcast:
         return replace(axis, expanded=out.expanded)

@@ -59,9 +59,10 @@ SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 @record
 class Segment:
-    """One step of the compiled program: its ops in order, the tensors it reads and writes.
+    """One unit of work of a compiled program, such as a kernel: ops, tensors it reads and writes.
 
-    `kind` says what executes the ops. For a kernel, `scheduler` is the name of the scheduler.
+    `kind` says what executes the ops: a generated kernel, a library call, a view (alias) or a
+    communication. For a kernel, `scheduler` is the name of the scheduler.
     """
 
     number: int
@@ -352,7 +353,11 @@ class _Segmenter:
         return ops, {v: None for v in inputs if self.fusion.definition(v) not in ops}
 
     def _levels(self) -> dict[TensorOp, int]:
-        """Returns each op's level: the most non-kernel ops on a path from an input to the op."""
+        """Returns the level of each op: how many library ops, views and communications come before
+        it.
+
+        If several paths lead from an input to the op, the path with the most of these ops counts.
+        """
         levels: dict[TensorOp, int] = {}
         for e in self.exprs:
             found = [self.fusion.definition(v) for v in e.inputs if isinstance(v, TensorView)]
@@ -474,7 +479,10 @@ class _Segmenter:
         return self.answers[key]
 
     def _ask(self, group: SegmentGroup, totals: tuple[TensorView, ...]) -> SegmentGroup | None:
-        """Computes the result of `_accepted` for a group that is not in the cache."""
+        """Asks the schedulers whether one of them accepts a group; see `_accepted`.
+
+        With `totals`, the kernel of the group computes partial sums in place of these tensors.
+        """
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
         fusion = extract(self.fusion, self._in_order(group), group.inputs, group.outputs)

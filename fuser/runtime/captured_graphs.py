@@ -90,7 +90,10 @@ class _ThreadUser(threading.local):
 
 
 class Users:
-    """The threads of this process that run programs."""
+    """The threads of this process that run programs.
+
+    A capture of a CUDA graph must know them, because another thread could end the capture.
+    """
 
     def __init__(self) -> None:
         # Threads are stored, not their ids, because the id of an ended thread is reused.

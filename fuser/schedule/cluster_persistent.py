@@ -43,7 +43,8 @@ MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Returns the number of the class of rows whose kernels are chosen alike.
+    """Returns a number from 0 to 2: rows with the same number get the same choice of kernel
+    (`suits`).
 
     - 0: rows for which clusters never pay, because they are short or few.
     - 1: rows of at most `LONG_ROW` elements.

@@ -60,8 +60,10 @@ class InlineLimits:
 def inline_most(
     selected_tensors: Collection[TensorView] = (), *, fusion: Fusion | None = None
 ) -> None:
-    """Inlines the selected tensors as deeply as is legal; without a selection, all tensors of the
-    fusion.
+    """Inlines tensors as deeply as is legal: each tensor is computed inside the loops of its
+    consumers.
+
+    Only the selected tensors are changed; without a selection, all tensors of the fusion.
     """
     from fuser.ir.fusion_guard import active_fusion
 
@@ -183,8 +185,8 @@ def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
 def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
     """Returns the tensors from which a reduction is computed, directly or indirectly.
 
-    Also returns the ops from which a path leads to an op that needs the reduction's result, as keys
-    that map to True. Paths through the reduction do not count.
+    Also returns a dict with value True for these ops: the ops that need the reduction's result, and
+    the ops from which a path leads to such an op without the reduction.
     """
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):

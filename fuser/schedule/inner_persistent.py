@@ -95,11 +95,11 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def waiting_rejection(fusion: Fusion) -> str | None:
-    """Returns the reason why the fusion does not consist of reductions over the same axes and their
-    users.
+    """Returns the reason why the fusion has no reductions whose results are used along the reduced
+    axes.
 
-    The users are ops along the reduced axes that depend on a reduction's result. Returns None if
-    the fusion consists of these.
+    Such a fusion, like a softmax, has reductions over the same axes. Other ops along these axes
+    depend on a reduction's result, so they wait for it. Returns None if the fusion has this form.
     """
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
@@ -251,7 +251,8 @@ def _apply_threads(
     kept: list[TensorView],
     needed: Mapping[TensorView, int],
 ) -> None:
-    """Schedules a fusion for the GPU, after `separate_levels` has duplicated ops that levels share.
+    """Schedules a fusion for the GPU. Each level of reductions has its own copies of the ops it
+    needs.
 
     `kept` are the tensors that registers hold over a whole row. `needed` maps each tensor to its
     level: how many reductions must be complete before the ops that use the tensor.
@@ -545,7 +546,7 @@ class InnerPersistentParams:
     def is_alike(self, other: InnerPersistentParams) -> bool:
         """Whether a kernel with `other` is usable in place of this one, though perhaps slower.
 
-        It is not usable if most of its threads would be idle.
+        A kernel is not usable if most of its threads would be idle.
         """
         forms = [(p.vector, bool(p.kept), p.shifted, p.cluster) for p in (self, other)]
         if forms[0] != forms[1]:

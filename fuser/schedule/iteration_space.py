@@ -241,8 +241,9 @@ def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
 
 
 def has_self_mapping(graph: AxisGraph, tensors: Iterable[TensorView]) -> TensorView | None:
-    """Returns a tensor of which two axes are related, as in `x + x.t()`, or None if there is
-    none.
+    """Returns the first tensor with two axes that must be iterated by the same loop, or None.
+
+    In `x + x.t()`, both axes of `x` are such axes.
     """
     for tv in tensors:
         classes = [graph.find(a) for a in tv.domain.logical if not a.is_broadcast]

@@ -121,7 +121,7 @@ class OuterPersistentParams:
     def is_alike(self, other: OuterPersistentParams) -> bool:
         """Whether a kernel with `other` is usable in place of this one, though perhaps slower.
 
-        It is not usable if most of its threads would be idle.
+        A kernel is not usable if most of its threads would be idle.
         """
         forms = [(p.vector, bool(p.kept), bool(p.threads_x)) for p in (self, other)]
         sizes = self.threads_y * self.kept, other.threads_y * other.kept

@@ -211,9 +211,9 @@ class _Tiled:
     def _shape(self, tv: TensorView, *, is_staged: bool) -> tuple[list[int], list[int]]:
         """Gives a tensor the loops [BIDx, UR, TIDx, V].
 
-        Returns two lists of axis numbers of the tile, each for vectors and for elements of a
-        vector. The first list is along the direct tensors' innermost axis, the second along the
-        staged tensors' axis.
+        Returns the numbers of the tile's axes: first those along the direct tensors' innermost
+        axis, then those along the staged tensors' innermost axis. Each list has the axis over
+        vectors, and if vectors have several elements, the axis over the elements of a vector.
         """
         params = self.params
         outer, other, inner = self._groups(tv)

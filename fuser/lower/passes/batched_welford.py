@@ -69,7 +69,8 @@ def _rewrite(body: Body, uneven: set[str]) -> None:
 
 
 def _uneven(body: Body, conds: tuple[Scalar, ...]) -> set[str]:
-    """Returns the accumulator arrays whose elements may hold different numbers of values.
+    """Returns the names of the accumulator arrays whose elements may hold different numbers of
+    values.
 
     `conds` are the conditions around `body`. An array is uneven if a condition of its update
     depends on the index of the accumulator.
@@ -165,7 +166,7 @@ class _Batch:
 
     @property
     def turn(self) -> Scalar:
-        """The index of a value in its batch, from the loops in `rows`."""
+        """The index of a value in its batch, computed from the indices of the loops in `rows`."""
         turn: Scalar = sc.ZERO
         for loop in self.rows:
             turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
@@ -201,10 +202,11 @@ class _Batch:
         return [*before, *made]
 
     def _held(self, target: Var | Element) -> Expr:
-        """Returns the number of values that an accumulator holds.
+        """Returns the expression of the number of values that the accumulator `target` holds
+        already.
 
-        If all elements of an accumulator array hold equally many values, this is the count of the
-        first.
+        All elements of an accumulator array may hold equally many values. The result is then the
+        count of the first element, so that one read serves all elements.
         """
         if isinstance(target, Var):
             return Var(f"{target.name}.n", DataType.Int)

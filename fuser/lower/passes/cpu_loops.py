@@ -126,10 +126,11 @@ class _Sum:
 
     @property
     def is_counted(self) -> bool:
-        """Whether a block of terms is counted over several runs of the last reduced loop.
+        """Whether one block of terms spans several executions of the innermost reduced loop.
 
-        That loop may be short. Adding a scalar accumulator to the double-precision accumulator
-        after each run is cheap, but adding a whole array is not. Therefore only arrays are counted.
+        That loop may be short. After each execution, a scalar accumulator is added to the
+        double-precision accumulator, which is cheap. For a whole array this would be expensive, so
+        an array is added only when a full block of terms is complete.
         """
         return isinstance(self.target, Element) and len(self.loops) > 1
 
@@ -263,8 +264,8 @@ def sum_in_blocks(body: Body) -> None:
 def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
     """Returns the statements that replace `top` and compute the sums in `top` in blocks of terms.
 
-    If all sums have one condition for more than one block, the original statement serves the other
-    case.
+    If all sums in `top` have equally many terms, a copy of the original statement computes sums of
+    at most one block.
     """
     conds = {found.is_long for found in sums}
     is_long = conds.pop() if len(conds) == 1 else sc.const(True)

@@ -46,7 +46,7 @@ class Parameters:
     """The scalars that the host passes to the kernel, in the order of first use.
 
     `by_value` maps a scalar and a dtype to the parameter. `composite` counts the parameters that
-    needed a new name.
+    are expressions and therefore needed a new name (`s0`, `s1`, ..).
     """
 
     by_value: dict[tuple[Scalar, DataType], Symbol] = field(
@@ -157,9 +157,11 @@ class Hoister:
 
     # ------------------------------------------------------------ scalars
     def rewrite(self, x: Scalar) -> Scalar:
-        """Returns an expression with the value of `x`, over names that the current body may use.
+        """Returns an expression with the value of `x` that uses only names which the current body
+        may use.
 
-        Parts of `x` are hoisted to `Let` statements or kernel parameters on the way.
+        Index arithmetic in `x` is moved to `Let` statements of outer loops, and expressions of
+        sizes to kernel parameters. The returned expression uses the names of these.
         """
         if isinstance(x, Const):
             return x

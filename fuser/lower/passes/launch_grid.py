@@ -74,8 +74,9 @@ def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
 
 
 def _block_guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions that thread counts which are not constant are within the device's
-    limits.
+    """Returns the conditions that a CUDA block has no more threads than the device accepts.
+
+    Constant numbers of threads need no condition, because `_check_block` has checked these.
     """
     pairs = [*zip(kernel.block, device.max_block, strict=True)]
     pairs.append((sc.product(kernel.block), device.max_threads_per_block))

@@ -70,7 +70,7 @@ def _combines_threads(body: Body) -> bool:
 
 
 class _Loop:
-    """A loop whose iterations combine values over threads, for inserting prefetches."""
+    """Inserts prefetches into one loop, whose iterations combine values over threads."""
 
     def __init__(self, loop: For) -> None:
         self.loop = loop

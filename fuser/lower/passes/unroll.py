@@ -91,9 +91,10 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
 
 
 def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
-    """Maps each predicate test in `body` to a test that implies this test in all inner iterations.
+    """Maps each test of a predicate in `body` to one test that implies it in all inner iterations.
 
-    Tests for which no such test is found are left out.
+    For `k * 128 + tx < n` in a loop over 4 iterations, this is `3 * 128 + tx < n`. Tests for which
+    no such test is found are left out.
     """
     inner = {s.symbol: s.extent for s in walk(body) if isinstance(s, For)}
     tests: dict[Scalar, Scalar] = {}
@@ -114,11 +115,11 @@ def conjuncts(cond: Scalar) -> list[Scalar]:
 
 
 def _largest(test: Scalar, inner: dict[Symbol, Scalar]) -> Scalar | None:
-    """Returns a test with the loop indices of the iteration where the test is strictest.
+    """Returns one test that implies `test` in all iterations of the loops in `inner`.
 
-    If the returned test holds, the test holds in all iterations. `inner` has the extents of the
-    loops. For an upper bound the strictest iteration is the last one, for a lower bound the first
-    one. Returns None if another iteration may be stricter.
+    `inner` maps the symbols of the loops to their extents. The returned test is `test` in the
+    iteration where it is hardest to satisfy. For an upper bound this is the last iteration, for a
+    lower bound the first one. Returns None if another iteration may be harder.
     """
     if not isinstance(test, Apply) or not any(s in inner for s in sc.symbols(test)):
         return test

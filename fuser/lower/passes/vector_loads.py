@@ -107,7 +107,7 @@ def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
 
 
 def _is_run(load: GlobalLoad, guard: Scalar, loop: For) -> bool:
-    """Whether a loop reads consecutive elements, as many as one or several vectors have.
+    """Whether `loop` loads consecutive elements, whose number fills one or several vectors.
 
     In addition, each test of `guard` must change evenly with the loop index. The elements for which
     the guard holds are then consecutive, too.
@@ -262,11 +262,12 @@ class _Divisions:
         return self._known[key]
 
     def _divided_once(self, x: Apply, lanes: dict[Symbol, int]) -> Scalar | None:
-        """Returns `x`, a quotient or remainder, computed from the quotient or remainder at the
-        first lane.
+        """Returns a division `x` without a division per iteration: from the result of the first
+        iteration.
 
-        Returns None if `x` is another operation, or if the divisor may be smaller than the trip
-        count.
+        `x` is a quotient or remainder. `lanes` maps the symbols of unrolled loops to their trip
+        counts. Returns None if `x` is another operation, or if the divisor may be smaller than the
+        trip count.
         """
         if x.op not in ("/", "%") or sc.has_index(x.args[1]):
             return None
