@@ -236,7 +236,8 @@ class Tuning:
     def _leave_out(self, key: str) -> None:
         self._refused.add(key)
         warn(
-            f"tune: the entry on disk for {self._name} cannot be used; timing it again",
+            f"tune: the entry on disk for {self._name} cannot be used, so {self._name} is timed "
+            "again",
             RuntimeWarning,
         )
 
@@ -303,8 +304,9 @@ class Tuning:
             return _Search(given, self._name, tolerance_of(self._fusion)).run()
         except torch.OutOfMemoryError as error:
             warn(
-                f"tune: {self._name} keeps the heuristic's choice: timing others needs {wanted} "
-                f"bytes besides the caller's ({str(error).partition(chr(10))[0]})",
+                f"tune: {self._name} keeps the heuristic's parameters, because timing others needs "
+                f"{wanted} bytes in addition to the caller's tensors "
+                f"({str(error).partition(chr(10))[0]})",
                 RuntimeWarning,
             )
             return None
@@ -440,8 +442,8 @@ def _form_of(variant: Variant, launch: BoundLaunch) -> Hashable:
 def warn_of_capture() -> None:
     """Warns once per process that nothing can be timed while a CUDA graph is being captured."""
     warn(
-        "tune: the first run of a kernel is captured in a CUDA graph, so nothing is timed: the "
-        "graph has the heuristic's choice. Run once before capturing",
+        "tune: the first run of a kernel is captured in a CUDA graph, so nothing can be timed, and "
+        "the graph has the heuristic's parameters: run the definition once before the capture",
         RuntimeWarning,
     )
 

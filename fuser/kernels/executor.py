@@ -324,8 +324,8 @@ class FusedKernelExecutor:
         step, steps = inputs[-1] if inputs else None, int(sc.evaluate(count, sizes))
         if type(step) is not int or not 0 <= step < steps:
             raise InputError(
-                f"{self.name}: the last input is the step number of a stream axis, expected an "
-                f"int from 0 to {steps - 1}, got {step!r}"
+                f"{self.name}: the last input is the number of a stream loop's iteration. "
+                f"It must be an int from 0 to {steps - 1}, but it is {step!r}"
             )
 
     def _run_empty(
@@ -417,7 +417,7 @@ class FusedKernelExecutor:
                 return variant, launch
         raise KernelError(
             f"no variant of kernel {self.name} serves shapes {[tuple(t.shape) for t in tensors]} "
-            f"with strides {[t.stride() for t in tensors]}: the generic one requires "
+            f"with strides {[t.stride() for t in tensors]}: the generic variant requires "
             f"{', '.join(map(str, variant.kernel.guards))}"
         )
 
@@ -744,8 +744,8 @@ def scheduled_fusion(
         keys.append(executor._generic_key(info))  # pyright: ignore[reportPrivateUsage]
     if not keys:
         raise UnsupportedError(
-            f"{executor.name}: this variant was only timed, not kept, so its schedule cannot be "
-            "shown"
+            f"{executor.name}: this variant was timed, but not kept, so the schedule of the "
+            "variant cannot be shown"
         )
     layouts, _, index = keys[0]
     return executor._scheduled((layouts, variant.params, index), info)[1]  # pyright: ignore[reportPrivateUsage]

@@ -509,14 +509,14 @@ class KernelExtents:
         if len(inputs) != len(fusion.inputs) or len(tensors) != len(self._tensors):
             raise InputError(
                 f"kernel {name} takes {len(fusion.inputs)} inputs and {len(fusion.outputs)} "
-                f"outputs, got {len(inputs)} inputs and "
+                f"outputs, but it was called with {len(inputs)} inputs and "
                 f"{len(tensors) - sum(isinstance(v, torch.Tensor) for v in inputs)} outputs"
             )
         for tv, t in zip(self._tensors, tensors, strict=True):
             if t.dim() != tv.ndim:
                 raise InputError(
-                    f"kernel {name}: {tv} has {tv.ndim} dimensions, got a tensor of shape "
-                    f"{tuple(t.shape)}"
+                    f"kernel {name}: {tv} has {tv.ndim} dimensions, but the tensor that was passed "
+                    f"has the shape {tuple(t.shape)}"
                 )
         for k, axis in self._expanded:
             tv, t = self._tensors[k], tensors[k]

@@ -189,7 +189,9 @@ class Buffer:
         if symbols is not None:
             return self.index_at(symbols)
         raise DefinitionError(
-            f"{reader.tv} reads elements of {self.stage.tv} that another thread or iteration holds"
+            f"{reader.tv} reads elements of {self.stage.tv} that another thread or loop iteration "
+            f"holds in registers: give both tensors the same loops, or copy {self.stage.tv} into "
+            "shared memory"
         )
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
@@ -267,9 +269,9 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
         extent = sc.int_value(loop.extent)
         if extent is None:
             raise DefinitionError(
-                f"{stage.tv} would need one register for each of {loop.extent} iterations, a "
-                "number that is no constant; "
-                "inline it deeper, or split the axis by a constant"
+                f"{stage.tv} would need one register for each of {loop.extent} iterations, but "
+                f"this number is not constant: inline {stage.tv} deeper, or split the axis by a "
+                "constant"
             )
         size *= extent
     dtype = stage.tv.dtype()
@@ -292,8 +294,8 @@ def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
     domain = stage.tv.domain
     if stage.reference is not None:
         raise DefinitionError(
-            f"{stage.tv} cannot be in shared memory: its loops are those of its consumer "
-            f"{stage.reference.tv}"
+            f"{stage.tv} cannot be in shared memory, because it is computed in the loops of its "
+            f"consumer {stage.reference.tv}: leave {stage.tv} in local memory"
         )
     outside = {
         n

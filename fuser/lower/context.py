@@ -393,7 +393,8 @@ class Indexer:
         def gap(axis: IterDomain) -> Scalar:
             if axis.number not in logical:
                 raise UnsupportedError(
-                    f"{tv}: allocation axis {axis} is not contiguous, so it must be a logical axis"
+                    f"{tv}: the allocation axis {axis} is not contiguous, so its stride is known "
+                    "only if the axis is a logical axis: declare the axis contiguous"
                 )
             return stride_symbol(tv, logical.index(axis.number))
 
@@ -410,7 +411,8 @@ class Indexer:
         for axis, stride in self.strides(tv):
             if axis.number not in known:
                 raise UnsupportedError(
-                    f"{tv}: allocation axis {axis} is not derived from the logical axes"
+                    f"{tv}: the allocation axis {axis} is not derived from the logical axes, so "
+                    "its index cannot be computed: derive it by splits, merges and reorders"
                 )
             total = sc.add(total, sc.mul(known[axis.number], stride))
         return total
@@ -525,8 +527,8 @@ def writer_predicate(
     if len(flags) > 1:
         names = " and ".join(str(s.tv) for s in finished)
         raise UnsupportedError(
-            f"{stage.tv} needs the grid reductions {names}, which different blocks may complete "
-            "because their loops differ"
+            f"{stage.tv} needs the grid reductions {names}, but different CUDA blocks may complete "
+            "these reductions, because their loops differ: schedule the reductions with equal loops"
         )
     return Predicate(sc.all_of([*conds, *extra]), flags)
 

@@ -293,8 +293,8 @@ def _stage_for(
         storage = "local"
     else:
         raise UnsupportedError(
-            f"{tv} is an intermediate in {tv.memory.text} memory; a kernel keeps intermediates in "
-            "local or shared memory"
+            f"{tv} is an intermediate in {tv.memory.text} memory, but a kernel can store "
+            "intermediates only in local or shared memory: call set_memory_type"
         )
     return Stage(number, op, storage, compute_at)
 
@@ -343,7 +343,11 @@ class _Nests:
         places = self.places(stage, reader)
         stage.depth = places[-1] + 1 if places else 0
         if stage.depth > len(reader.loops):
-            _refuse(stage, f"is inlined into the vector axis of {reader.tv}")
+            _refuse(
+                stage,
+                f"is inlined inside the vectorized axis of {reader.tv}, which is one memory "
+                f"access: inline {stage.tv} at an outer position",
+            )
         stage.loops = list(reader.loops[: stage.depth])
         shared, own = stage.axes[: stage.compute_at], stage.axes[stage.compute_at :]
         fits = all(
@@ -371,7 +375,11 @@ class _Nests:
         """
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
-            _refuse(stage, f"is inlined into {reader.tv}, whose loops differ")
+            _refuse(
+                stage,
+                f"is inlined into {reader.tv}, but the loops of the two tensors differ: schedule "
+                "both alike",
+            )
         stage.reference = reader
         return [
             Loop(m.extent, a.ptype, is_reduction=False) for a, m in zip(own, models, strict=True)
@@ -387,7 +395,7 @@ class _Nests:
         if len(shared) > len(targets):
             _refuse(
                 stage,
-                f"is inlined at position {len(shared)}, but {reader.tv} has "
+                f"is inlined at position {len(shared)}, but {reader.tv} has only "
                 f"{len(targets)} loop axes",
             )
         picks: list[int] = []
@@ -395,7 +403,11 @@ class _Nests:
             at = picks[-1] + 1 if picks else 0
             picks.append(self._pick(axis, targets, at))
         if picks and picks[-1] >= len(targets):
-            _refuse(stage, f"is inlined into loops that {reader.tv} does not have")
+            _refuse(
+                stage,
+                f"is inlined at position {len(shared)}, but {reader.tv} does not have these loops: "
+                f"inline {stage.tv} at an outer position, or schedule both tensors alike",
+            )
         return [reader.positions[p] for p in picks]
 
     def _pick(self, axis: IterDomain, targets: Sequence[IterDomain], at: int) -> int:
@@ -415,7 +427,9 @@ class _Nests:
         limit = min(self.waits.limit(first, other), self.waits.limit(other, first))
         if any(level >= limit and not a.is_parallel for level, a in enumerate(first.loops[:depth])):
             _refuse(
-                stage, f"is read by {first.tv} and {other.tv}, of which one waits for the other"
+                stage,
+                f"is inlined into {first.tv} and {other.tv}, but one of these must complete its "
+                f"loop before the other begins: inline {stage.tv} at an outer position",
             )
         for a, b in zip(first.loops[:depth], other.loops[:depth], strict=True):
             if a.find() is not b.find() and (a.extent != b.extent or a.ptype is not b.ptype):
@@ -594,8 +608,8 @@ def _order(stages: Sequence[Stage], depth: int) -> list[Node]:
         if key is None:
             names = ", ".join(str(s.tv) for k in waiting for s in parts[k])
             raise DefinitionError(
-                f"the compute-at positions of {names} contradict each other: each would have to "
-                "be computed before another"
+                f"the compute-at positions of {names} contradict each other: each of these tensors "
+                "would have to be computed before another one: inline them at outer positions"
             )
         waiting.remove(key)
         done.add(key)
@@ -651,7 +665,8 @@ def stream_index(fusion: Fusion, tv: TensorView) -> Symbol:
     found = _stream_input(fusion)
     if found is None:
         raise UnsupportedError(
-            f"{tv} has a stream axis, but the kernel has no step number (`with_stream_index`)"
+            f"{tv} has a stream axis, but the kernel has no input for the number of the stream "
+            "loop's iteration, so it can run only inside a host program"
         )
     return found
 

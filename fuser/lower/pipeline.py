@@ -189,7 +189,7 @@ def lower_kernel(
 def _lower(fusion: Fusion, name: str, index_dtype: DataType, device: DeviceInfo) -> LoweredKernel:
     if index_dtype not in (DataType.Int, DataType.Int32):
         raise UnsupportedError(
-            f"kernel {name}: index dtype is {index_dtype.name}, expected Int or Int32"
+            f"kernel {name}: the index dtype must be Int or Int32, but it is {index_dtype.name}"
         )
     if fusion.parts:
         kernels = [_lower(part, name, index_dtype, device) for part in fusion.parts]
@@ -207,7 +207,7 @@ def _lower(fusion: Fusion, name: str, index_dtype: DataType, device: DeviceInfo)
         return _finish(state, name, index_dtype, device)
     raise UnsupportedError(
         f"kernel {name}: lowering found no consistent set of assumptions about divisible sizes and "
-        f"recomputed tensors in {MAX_ATTEMPTS} attempts"
+        f"recomputed tensors in {MAX_ATTEMPTS} attempts: use narrower vectors, or inline less"
     )
 
 

@@ -470,7 +470,8 @@ class ValueBuilder:
         if op is None:
             if tv.is_cpu_scalar:
                 raise UnsupportedError(
-                    f"{tv} is a CPU scalar tensor, which kernels do not accept as an input"
+                    f"{tv} is a CPU scalar tensor, which kernels do not accept as an input: define "
+                    "a scalar, or a tensor on the device"
                 )
             offset = self.ctx.simplify(self.ctx.indexer.offset(tv, index))
             load = GlobalLoad(f"T{tv.number}", offset, tv.dtype(), guard)
@@ -486,7 +487,10 @@ class ValueBuilder:
             return self.operand(op, 0, None, at)
         rule = _BY_OP.get(type(op))
         if rule is None:
-            raise UnsupportedError(f"{op.name}, which defines {out}, cannot be part of a kernel")
+            raise UnsupportedError(
+                f"no generated kernel can compute the op {op.name}, which defines {out}: only a "
+                "library or a host program runs this op"
+            )
         value = rule(self, op, at)
         if isinstance(value, Var | ScalarValue):
             return value

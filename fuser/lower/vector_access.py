@@ -31,8 +31,8 @@ def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
     nbytes = width * nbytes_of(stage.tv.dtype())
     if nbytes > most or nbytes & (nbytes - 1):
         raise UnsupportedError(
-            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes; it must be a power of "
-            f"two, at most {most}"
+            f"{stage.tv}: a vector of {width} elements has {nbytes} bytes, but this number must be "
+            f"a power of two, at most {most}"
         )
     return width
 
@@ -55,7 +55,8 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
             if symbol not in ctx.assumptions.divisible:
                 ctx.assumptions.assume_divisible(symbol, width)
         raise UnsupportedError(
-            f"the vectorized access of {tv} at index {offset} is not contiguous along {v}"
+            f"the vectorized access of {tv} at index {offset} is not contiguous along {v}: "
+            "vectorize only the axis that is innermost in memory"
         )
     for mono, coef in terms_of(base):
         if coef % width == 0:
@@ -71,8 +72,8 @@ def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, widt
         symbol = _size_in(mono)
         if symbol is None:
             raise UnsupportedError(
-                f"the vectorized access of {tv} at index {offset} is not aligned: {base} is not "
-                f"a multiple of {width}"
+                f"the vectorized access of {tv} at index {offset} is not aligned, because {base} "
+                f"is not a multiple of {width}: use a narrower vector"
             )
         ctx.assumptions.assume_divisible(symbol, width // math.gcd(coef, width))
     return base

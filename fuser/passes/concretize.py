@@ -330,7 +330,10 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
         [n == 1 and a.kind is not IterType.iteration for a, n in zip(sources, ins, strict=True)],
     )
     if plan is None:
-        raise InputError(f"reshape of {op.inp} from {ins} to {outs} cannot be expressed{_at(op)}")
+        raise InputError(
+            f"reshape of {op.inp} from {ins} to {outs} cannot be expressed by merges and splits of "
+            f"adjacent axes{_at(op)}"
+        )
     return plan
 
 

@@ -178,7 +178,7 @@ class _KernelNode:
 def _checked(what: str, result: tuple[Any, ...]) -> Any:
     status, *values = result
     if status != load_driver().CUresult.CUDA_SUCCESS:
-        raise KernelError(f"CUDA graphs: {what} failed ({status!r})")
+        raise KernelError(f"CUDA graphs: the driver call {what} failed with {status!r}")
     return values[0] if len(values) == 1 else values
 
 
@@ -235,7 +235,7 @@ class CudaGraph:
             bind_primary_context()
             status = self._launch(self._handle, ctypes.c_void_p(stream))
         if status:
-            raise KernelError(f"CUDA graphs: the driver rejected the launch (status {status})")
+            raise KernelError(f"the driver rejected the launch of a CUDA graph (status {status})")
 
     def update(self, node: object, call: LaunchCall) -> None:
         """Copies the current arguments of `call` to the kernel node `node` of this executable
@@ -244,7 +244,9 @@ class CudaGraph:
         node.params.arguments = call.packed
         status = self._set_params(self._handle, node.handle, ctypes.byref(node.params))
         if status:
-            raise KernelError(f"CUDA graphs: the driver rejected new arguments (status {status})")
+            raise KernelError(
+                f"the driver rejected new arguments for a kernel of a CUDA graph (status {status})"
+            )
 
 
 class _CaptureDevice:
@@ -365,6 +367,7 @@ class CudaGraphs:
         status = get(ctypes.c_void_p(int(last)), ctypes.byref(params))
         if status:
             raise KernelError(
-                f"CUDA graphs: the captured launch has no kernel node to update (status {status})"
+                "the captured launch has no kernel node whose arguments can be changed in the "
+                f"CUDA graph (status {status})"
             )
         return _KernelNode(int(last), params)

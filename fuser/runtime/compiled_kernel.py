@@ -111,7 +111,7 @@ class CompiledKernel(ABC):
             f"{param.name}: {param.ctype}{'*' if param.is_pointer else ''} = {type(arg).__name__}"
             for param, arg in zip(self.source.params, args, strict=True)
         )
-        return KernelError(f"kernel {self.name}: cannot pack its arguments ({cause}): {given}")
+        return KernelError(f"kernel {self.name}: its arguments cannot be packed ({cause}): {given}")
 
 
 class _Statistics:

@@ -80,7 +80,7 @@ class _Build:
         try:
             if self.process.returncode:
                 log = self._log.read_text(errors="replace").strip()
-                raise _Absent(f"the compiler rejected it: {log.partition(chr(10))[0]}")
+                raise _Absent(f"the compiler rejected the runner: {log.partition(chr(10))[0]}")
             return self._cache.store({self._key: _NAME}, self._library.read_bytes(), "so")
         except OSError as error:
             raise _Absent(f"the compiled library cannot be read: {error}") from error
@@ -190,7 +190,7 @@ def _key() -> str:
     try:
         texts = [_source(name).read_text() for name in _FILES]
     except OSError as error:
-        raise _Absent(f"its source cannot be read: {error}") from error
+        raise _Absent(f"the runner's source cannot be read: {error}") from error
     return digest(*texts, " ".join(_FLAGS), sys.version, sysconfig.get_config_var("SOABI") or "")
 
 
@@ -201,7 +201,7 @@ def _source(name: str) -> Path:
 def _include_flags() -> list[str]:
     folders = dict.fromkeys(sysconfig.get_path(name) for name in ("include", "platinclude"))
     if not any(Path(folder, "Python.h").is_file() for folder in folders):
-        raise _Absent(f"Python.h is not in {' or '.join(folders)}")
+        raise _Absent(f"Python.h was not found in {' or '.join(folders)}: install Python's headers")
     return [f"-I{folder}" for folder in folders]
 
 
@@ -216,7 +216,7 @@ def _loaded(binary: Binary) -> ModuleType:
             loader.exec_module(module)
         module.setup(*tables)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        raise _Absent(f"it cannot be loaded: {error}") from error
+        raise _Absent(f"the compiled runner cannot be loaded: {error}") from error
     return module
 
 

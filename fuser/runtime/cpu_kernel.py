@@ -183,7 +183,9 @@ def _run_compiler(
         except OSError as error:
             raise _not_started(compiler, error) from error
         except subprocess.TimeoutExpired:
-            raise NoCompilerError(f"{compiler} did not finish within {timeout_s:g} s") from None
+            raise NoCompilerError(
+                f"{compiler} did not finish within {timeout_s:g} s\n{_REMEDY}"
+            ) from None
         if answer.returncode != 0:
             raise _refused(compiler, answer, text, texts)
         try:
@@ -662,7 +664,8 @@ class CheckedCpuKernel(CpuKernel):
                 extents.append(arg[1])
             elif isinstance(arg, (int, float)):
                 raise TypeError(
-                    f"{param.name}: a checked kernel needs a tensor or (address, nbytes)"
+                    f"the parameter {param.name} of a checked kernel must be a tensor or a pair "
+                    f"(address, nbytes), but it is {arg!r}"
                 )
             else:
                 values.append(arg)

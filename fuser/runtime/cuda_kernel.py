@@ -164,7 +164,9 @@ class CudaKernel(CompiledKernel):
     def _loaded(self, function: str, *args: Any) -> Any:
         status, found = getattr(load_driver(), function)(*args)
         if status != load_driver().CUresult.CUDA_SUCCESS:
-            raise KernelError(f"kernel {self.name}: {function} failed ({status!r})")
+            raise KernelError(
+                f"kernel {self.name}: the driver call {function} failed with {status!r}"
+            )
         return found
 
     def _allow_cluster(self) -> None:
@@ -361,7 +363,7 @@ def _call(function: str, *args: Any) -> Any:
     """
     status, *results = getattr(_nvrtc(), function)(*args)
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"{function}: {status!r}")
+        raise CompileError(f"the NVRTC call {function} failed with {status!r}")
     return results[0] if len(results) == 1 else results
 
 

@@ -95,7 +95,8 @@ def inline_at(
     position = pos + rank + 1 if pos < 0 else pos
     if not 0 <= position <= rank:
         raise DefinitionError(
-            f"position {pos} is out of range for {reference_tv}, which has {rank} loop axes"
+            f"inline_at: {reference_tv} has {rank} loop axes, so the position must be from "
+            f"{-rank - 1} to {rank}, but it is {pos}"
         )
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
     check_selected(fusion, selected_tensors)
@@ -111,8 +112,8 @@ def inline_at(
         legal = limits.limit(tv, best_effort=best_effort)
         if wanted > legal and not best_effort and tv not in fusion.outputs:
             raise DefinitionError(
-                f"{tv} cannot be inlined at position {wanted}: its largest legal position is "
-                f"{legal}"
+                f"inline_at: {tv} cannot be inlined at position {wanted}: its largest legal "
+                f"position is {legal}. Pass best_effort=True to inline the tensor there"
             )
         tv.compute_at = min(wanted, legal)
 

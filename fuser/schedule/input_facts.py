@@ -41,7 +41,9 @@ class Facts(NamedTuple):
             except KeyError:
                 continue
         missing = [s.name for s in sc.symbols(x) if s not in self.sizes]
-        raise InputError(f"the size of {', '.join(missing)} in {x} is not known")
+        raise InputError(
+            f"the extent {x} cannot be computed, because no input determines {', '.join(missing)}"
+        )
 
     def numel(self, fusion: Fusion, axes: Iterable[IterDomain]) -> int:
         """Returns the product of the extents of several axes; a broadcast axis has extent 1."""

@@ -304,7 +304,10 @@ def bounded_transform_backward(
     above = _upstream(fusion, from_)
     for tv in to:
         if tv not in above:
-            raise DefinitionError(f"{tv} is not upstream of {from_}: {from_} does not depend on it")
+            raise DefinitionError(
+                f"bounded_transform_backward: {tv} is not upstream of {from_}, because {from_} "
+                f"does not depend on {tv}"
+            )
     below: set[TensorView] = set(to)
     for op in fusion.exprs:
         if any(v in below for v in op.inputs):
@@ -400,7 +403,10 @@ def check_selected(fusion: Fusion, selected: Collection[TensorView]) -> None:
     """
     for tv in selected:
         if tv.fusion is not fusion:
-            raise DefinitionError(f"{tv} belongs to another definition than the fusion")
+            raise DefinitionError(
+                f"{tv} belongs to another definition than the reference tensor: select only "
+                "tensors of one definition"
+            )
 
 
 def _position(tv: TensorView, pos: int) -> int:
@@ -408,7 +414,8 @@ def _position(tv: TensorView, pos: int) -> int:
     position = pos + rank + 1 if pos < 0 else pos
     if not 0 <= position <= rank:
         raise DefinitionError(
-            f"position {pos} is out of range for {tv}, which has {rank} loop axes"
+            f"{tv} has {rank} loop axes, so the position must be from {-rank - 1} to {rank}, "
+            f"but it is {pos}"
         )
     return position
 

@@ -160,7 +160,7 @@ class UserParams:
 def _no_generic_schedule(device: DeviceInfo) -> Params:
     raise UnsupportedError(
         "the manual schedule needs divisible sizes or aligned addresses, which these inputs do "
-        "not have"
+        "not have: use narrower vectors, or pass inputs whose sizes the vectors divide"
     )
 
 
@@ -203,5 +203,7 @@ def scheduler(name: str) -> Scheduler:
         UnsupportedError: no scheduler has this name.
     """
     if name not in _BY_NAME:
-        raise UnsupportedError(f"there is no scheduler {name!r}; choose {', '.join(SCHEDULERS)}")
+        raise UnsupportedError(
+            f"there is no scheduler {name!r}: choose one of {', '.join(SCHEDULERS)}"
+        )
     return _BY_NAME[name]

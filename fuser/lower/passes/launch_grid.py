@@ -87,8 +87,9 @@ def _folded(kernel: LoweredKernel, device: DeviceInfo) -> LoweredKernel:
     most = device.max_grid[0]
     if any(isinstance(s, ThreadReduce) and any(s.grid_axes) for s in walk(kernel.body)):
         raise UnsupportedError(
-            f"{kernel.name}: its blocks combine their results, and {device.name} cannot launch so "
-            "many blocks"
+            f"kernel {kernel.name} needs more CUDA blocks than {device.name} can launch "
+            f"({' x '.join(map(str, device.max_grid))}). No block can do the work of several, "
+            "because the blocks combine their results: give each block more work"
         )
     x, y, z = kernel.grid
     if kernel.cluster > 1:
@@ -248,6 +249,7 @@ def _check(kernel: LoweredKernel) -> None:
     has_z = any(sc.int_value(shape[2]) != 1 for shape in (kernel.grid, kernel.block))
     if has_z or kernel.waits or kernel.workspaces or kernel.cluster > 1 or kernel.goes_backwards:
         raise UnsupportedError(
-            f"{kernel.name} cannot share a launch with other kernels: it synchronises threads, "
-            "uses workspaces or a cluster, has blocks or threads along z, or runs backwards"
+            f"kernel {kernel.name} cannot share a launch with other kernels, because it "
+            "synchronises threads, uses workspaces or a cluster, has blocks or threads along z, or "
+            "counts its blocks from the last to the first"
         )

@@ -510,7 +510,7 @@ def test_no_memory_leaves_the_choice(
 ) -> None:
     monkeypatch.setattr(autotune, "free_nbytes", lambda device: 1000)
     fd, x = doubled(), torch.randn(64, 96)
-    with pytest.warns(RuntimeWarning, match="kernel0 keeps the heuristic's choice.*1000"):
+    with pytest.warns(RuntimeWarning, match="kernel0 keeps the heuristic's parameters.*1000"):
         (out,) = fd.execute([x], _enable_options=TUNE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

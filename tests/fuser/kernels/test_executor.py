@@ -200,10 +200,10 @@ def test_wrong_inputs_are_refused() -> None:
     executor = make_executor(add())
     x, y = matrices(3, 4)
     with pytest.raises(
-        InputError, match="takes 2 inputs and 1 outputs, got 1 inputs and 1 outputs"
+        InputError, match="takes 2 inputs and 1 outputs, but it was called with 1 inputs"
     ):
         executor.run([x], [y], sizes={})
-    with pytest.raises(InputError, match="has 2 dimensions, got"):
+    with pytest.raises(InputError, match="has 2 dimensions, but the tensor that was passed"):
         executor.run([x, y[0]], [y], sizes={})
 
 

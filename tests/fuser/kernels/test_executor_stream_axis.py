@@ -70,5 +70,5 @@ def test_a_step_that_the_stream_does_not_have_is_refused() -> None:
     executor = FusedKernelExecutor(fusion, scheduler="user", name="step", checked=True)
     x, out = torch.randn(6, 4), torch.zeros(6, 4)
     for given in ([x, x, 3], [x, x, -1], [x, x]):
-        with pytest.raises(InputError, match="expected an int from 0 to 2"):
+        with pytest.raises(InputError, match="must be an int from 0 to 2"):
             executor.run(given, [out], sizes={})
