@@ -104,11 +104,15 @@ class InputsClass:
 
 @dataclass
 class Trial:
-    """The input of a search: the kernel of the heuristic's choice, compiled, with the caller's
-    tensors and scalar inputs (`numbers`).
+    """The input of a search for the fastest parameters: a compiled kernel, and the tensors of a
+    call.
 
-    `lower` returns the kernel and the launch for other parameters. `lower` returns None if these
-    parameters cannot be used. `compile` compiles lowered kernels.
+    The kernel has the parameters that the heuristic chose. `numbers` are the scalar inputs of the
+    call.
+
+    - `lower` returns the kernel and the launch for other parameters, or None if these parameters
+      cannot be used.
+    - `compile` compiles lowered kernels.
     """
 
     variant: Variant

@@ -37,8 +37,11 @@ _Found = Iterable[tuple[float, Any]]
 
 
 def neighbours(params: Any) -> list[Any]:
-    """Returns parameters near `params`, nearest first, without `params`. Plain loops without
-    threads and manual schedules have no neighbours."""
+    """Returns parameters that differ from `params` by few factors of two, nearest first.
+
+    `params` itself is not returned. Plain loops without threads and manual schedules have no
+    neighbours.
+    """
     make = _BY_CLASS.get(type(params))
     found = () if make is None else make(params)
     nearest = sorted(found, key=lambda pair: pair[0])

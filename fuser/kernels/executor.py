@@ -82,7 +82,11 @@ _DUMPS = ("scheduler_params", "scheduled_ir", "fusion_ir", "kernel_ir", "cuda_ke
 
 
 class KernelLaunch(NamedTuple):
-    """A variant of a kernel and its launch, for tensors of one shape, strides and alignment."""
+    """The launch of a kernel for tensors of one shape, strides and alignment.
+
+    `variant` is the version of the kernel that is launched. A version is lowered for certain memory
+    layouts and scheduler parameters.
+    """
 
     variant: Variant
     launch: BoundLaunch
@@ -285,8 +289,11 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the variant and the launch for tensors of these shapes, strides and alignments.
-        The result is cached. Returns None if an extent is 0."""
+        """Returns the version of the kernel (variant) and the launch for tensors like these.
+
+        Tensors are alike if their shapes, strides and alignments are equal. The result is cached.
+        Returns None if an extent is 0.
+        """
         places = [(t.shape, t.stride(), address(t) & 15) for t in tensors]
         key: object = (
             *places,
@@ -317,7 +324,7 @@ class FusedKernelExecutor:
             return self._record(inputs, outputs, tensors, numbers, sizes, device)
 
     def explained(self, variant: Variant, error: KernelError) -> KernelError:
-        """Returns the error of a variant's launch with the op and the user's source line added."""
+        """Returns the error of a launch with the op and the user's source line added."""
         return KernelError(f"{error}\n{variant.blame(self.fusion, self._tensors, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
@@ -351,10 +358,10 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the variant and the launch for these tensors. Returns None if an extent is 0.
+        """Returns the version of the kernel (variant) and the launch for these tensors.
 
-        If no variant fits, a new one is lowered, but not compiled. Meta tensors are accepted if
-        `device` is passed.
+        Returns None if an extent is 0. If no version fits, a new one is lowered, but not compiled.
+        Meta tensors are accepted if `device` is passed.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
@@ -371,9 +378,10 @@ class FusedKernelExecutor:
         *,
         are_plain: bool,
     ) -> Record:
-        """Returns the variant and the launch for tensors whose sizes are already bound to values.
+        """Returns the version of the kernel (variant) and the launch, for tensors with known sizes.
 
-        `are_plain` says that all tensors are contiguous and aligned to a vector.
+        `bound` has the values of all sizes. `are_plain` says that all tensors are contiguous and
+        aligned to a vector.
         """
         layouts, alignments = self._laid(tensors, are_plain=are_plain)
         return self._by_heuristic(layouts, alignments, bound, tensors, device)
@@ -402,9 +410,10 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> Record:
-        """Returns the variant with the parameters that the heuristic chooses, and its launch.
+        """Returns the version of the kernel with the parameters that the heuristic chooses, and its
+        launch.
 
-        If these tensors violate an assumption of that variant, a variant with fewer assumptions is
+        If these tensors violate an assumption of that version, a version with fewer assumptions is
         returned.
         """
         # A kernel may assume more than its parameters say. The next tries are without vectors, then
@@ -449,11 +458,12 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
-        """Returns the variant for these layouts. Also returns the variant's launch if the choice
-        needed the launch, else None.
+        """Returns the version of the kernel (variant) for these layouts, and its launch if already
+        known.
 
-        The variant may rely on the alignments `known`. If `known` is None, the generic variant is
-        returned. `alignments` are the actual alignments of the tensors.
+        The launch is None unless the choice of the variant needed it. The variant may rely on the
+        alignments `known`. If `known` is None, the generic variant is returned, which relies on
+        nothing. `alignments` are the actual alignments of the tensors.
         """
         if known is None:
             return self._generic_for(bound, device), None
@@ -496,8 +506,12 @@ class FusedKernelExecutor:
         return self._folded[key]
 
     def _generic_for(self, bound: KernelSizes, device: DeviceInfo) -> Variant:
-        """Returns the generic variant, which makes no assumptions. If that variant has too many
-        CUDA blocks for the device, its grid is folded (`_within_limits`)."""
+        """Returns the generic version of the kernel, which makes no assumptions about layouts and
+        sizes.
+
+        If that version has too many CUDA blocks for the device, its grid is folded
+        (`_within_limits`).
+        """
         variant = self._generic_variant(device)
         return self._within_limits(variant, self._generic_key(device), bound, device)
 
@@ -530,11 +544,11 @@ class FusedKernelExecutor:
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns a variant that was made for other sizes, and its launch. Returns None if there is
-        no such variant.
+        """Returns a version of the kernel that was made for other sizes, and its launch.
 
-        Normally, the tensors must be small, and not much larger than those for which the variant
-        was made. When all variants exist, any variant with similar parameters is accepted.
+        A compilation is thus avoided. Returns None if there is no such version. Normally, the
+        tensors must be small, and not much larger than those for which the version was made. When
+        the executor has `MAX_VARIANTS` versions, any version with similar parameters is accepted.
         """
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
@@ -597,9 +611,9 @@ class FusedKernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Returns a lowered variant, shared with the executors of equal fusions.
+        """Returns a lowered version of the kernel, which executors of equal fusions share.
 
-        If dumps are enabled, each executor lowers its own variant, because dumps contain names.
+        If dumps are enabled, each executor lowers its own version, because dumps contain names.
         """
         if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
             return self._lower_alone(key, device, folded=folded)
@@ -627,7 +641,9 @@ class FusedKernelExecutor:
     def _scheduled(
         self, key: VariantKey, device: DeviceInfo, *, folded: bool = False
     ) -> tuple[Variant, Fusion]:
-        """Returns a newly lowered variant, and the scheduled fusion from which it was lowered."""
+        """Schedules and lowers the fusion; returns the version of the kernel, and the scheduled
+        fusion.
+        """
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
         outputs = len(fusion.outputs)
@@ -644,7 +660,7 @@ class FusedKernelExecutor:
     # ------------------------------------------------------------ compiling
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All variants that exist so far. The generic variant is the last."""
+        """All versions of the kernel that exist so far. The generic version is the last."""
         generic = () if self._generic is None else (self._generic,)
         return (*self._variants.values(), *self._folded.values(), *generic)
 
@@ -696,8 +712,10 @@ def compile_many(
 def _lower_missing(
     requests: Sequence[KernelRequest], device: DeviceInfo, variants: list[Variant]
 ) -> Iterator[KernelSource]:
-    """Yields the source of each variant that is not compiled yet, and appends the variant to
-    `variants`."""
+    """Yields the source of each kernel that is not compiled yet, one per request at most.
+
+    Also appends the version of the kernel (variant) that belongs to the source to `variants`.
+    """
     seen: set[int] = set()
     for number, (executor, inputs, outputs, sizes) in enumerate(requests, 1):
         progress.stage("kernel", number, len(requests))
@@ -719,8 +737,11 @@ def _chooses_nothing(facts: Facts) -> None:
 
 
 def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
-    """Returns the variant that serves a request. If no variant fits, one is lowered. Returns None
-    if nothing is launched."""
+    """Returns the version of the kernel that a request would launch. If none fits, lowers a new
+    one.
+
+    Returns None if nothing is launched.
+    """
     executor, inputs, outputs, sizes = request
     info = describe_device(device)
     record = executor.record(inputs, outputs, sizes=sizes, device=info)
@@ -730,8 +751,9 @@ def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
 def scheduled_fusion(
     executor: FusedKernelExecutor, variant: Variant, device: torch.device
 ) -> Fusion:
-    """Returns the scheduled fusion from which a variant was lowered, by scheduling the fusion
-    again.
+    """Returns the scheduled fusion from which a version of the kernel (variant) was lowered.
+
+    The fusion is scheduled again, because an executor does not store it.
 
     Raises:
         UnsupportedError: the executor does not hold the variant.

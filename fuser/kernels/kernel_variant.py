@@ -68,7 +68,7 @@ class Variant:
 
     @cached_property
     def needs(self) -> Needs:
-        """The scalars that a launch must evaluate."""
+        """The scalars that a launch must evaluate, sorted by their use."""
         return Needs.of(self)
 
     def fits_grid(self, values: Mapping[Symbol, Number]) -> bool:
@@ -88,8 +88,10 @@ class Variant:
         return Computed(self.kernel.limits)
 
     def own(self, values: Mapping[Symbol, Number]) -> Mapping[Symbol, Number]:
-        """Converts a mapping from the fusion's symbols to values into one from the kernel's symbols
-        to these values."""
+        """Returns the values by the kernel's own symbols, from `values` by the fusion's symbols.
+
+        The two sets of symbols differ if the kernel was lowered for another, equal fusion.
+        """
         if self.symbols is None:
             return values
         return {mine: values[its] for mine, its in self.symbols.items() if its in values}

@@ -114,7 +114,7 @@ def _numbers(
     causal = as_operand(False if is_causal is None else is_causal, name)
     if causal.dtype is not D.Bool:
         raise DtypeError(
-            f"{name}: is_causal must be Bool, got {dtype_text(causal.dtype)}: {causal}"
+            f"{name}: is_causal must be Bool, but {causal} is {dtype_text(causal.dtype)}"
         )
     return dropped, causal, None if scale is None else _real(name, "scale", scale)
 
@@ -122,16 +122,19 @@ def _numbers(
 def _real(name: str, what: str, value: ScalarLike) -> Scalar:
     number = as_operand(value, name)
     if category(number.dtype) not in ("int", "float"):
-        raise DtypeError(f"{name}: {what} must be a real number, got {dtype_text(number.dtype)}")
+        raise DtypeError(
+            f"{name}: {what} must be a real number, but its dtype is {dtype_text(number.dtype)}"
+        )
     return sc.cast(number, D.Double)
 
 
 # ------------------------------------------------------------------ axes
 class _Axes:
-    """The axes of an attention op, by letter.
+    """The axes of an attention op, by letter: N (batch), H (heads), L (queries), S (keys), E and so
+    on.
 
-    Axes of several operands with the same letter must have the same size. They are joined to one
-    axis.
+    Axes of several operands with the same letter must have the same size. They become one axis of
+    the result.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class _Axes:
         rank = self._given["query"].ndim
         if rank < _RANK:
             query = self._given["query"]
-            raise fail(name, f"query needs at least 4 axes, [.., N, H, L, E], got {query}")
+            raise fail(name, f"query needs at least 4 axes, [.., N, H, L, E], but it is {query}")
         self._leading = op.LEADING[len(op.LEADING) - (rank - _RANK) :]
         self._check_dtypes()
         self._mapped: dict[str, list[tuple[TensorView, IterDomain]]] = {}
@@ -158,7 +161,9 @@ class _Axes:
                 # torch takes a mask of fewer axes.
                 is_short = field in ("bias", "mask") and tv.ndim < len(letters)
                 hint = f": broadcast it to {len(letters)} axes" if is_short else ""
-                raise fail(name, f"{field} needs {len(letters)} axes [{shown}], got {tv}{hint}")
+                raise fail(
+                    name, f"{field} needs {len(letters)} axes [{shown}], but it is {tv}{hint}"
+                )
             for letter, axis in zip(letters, axes_of(tv), strict=True):
                 self._mapped.setdefault(letter, []).append((tv, axis))
         self._check_seed()
@@ -193,12 +198,14 @@ class _Axes:
     def _check_dtypes(self) -> None:
         query = self._given["query"]
         if not is_floating(query.dtype()):
-            raise DtypeError(f"{self._name}: a floating dtype is needed, got {query}")
+            raise DtypeError(f"{self._name}: query must have a floating dtype, but it is {query}")
         for field, tv in self._given.items():
             known = self._op.DTYPES.get(field, (query.dtype(),))
             if tv.dtype() not in known:
                 expected = " or ".join(map(dtype_text, known))
-                raise DtypeError(f"{self._name}: {field} needs dtype {expected}, got {tv}")
+                raise DtypeError(
+                    f"{self._name}: {field} needs the dtype {expected}, but it is {tv}"
+                )
 
     def _check_groups(self) -> None:
         """Raises `DefinitionError` if the number of key heads does not divide that of query heads.
@@ -221,15 +228,17 @@ class _Axes:
         for tv, axis in self._mapped.get("p", []):
             size = sc.int_value(axis.size)
             if size not in (None, 2):
-                raise fail(self._name, f"philox_seed needs 2 elements, got {tv}")
+                raise fail(self._name, f"philox_seed needs 2 elements, but it is {tv}")
 
     def _check_broadcasts(
         self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]
     ) -> None:
-        """Raises `DefinitionError` if one operand has size 1 along an axis, but others may not.
+        """Raises `DefinitionError` if one operand has size 1 along an axis, and another operand may
+        not.
 
-        `mapped` has the operands with an axis of this letter. Only bias and mask may have size 1,
-        and in the forward also the batch axes of any operand, because only these are repeated.
+        `mapped` has each operand that has the axis `letter`, with this axis. Such a difference is
+        allowed only for axes along which the op repeats an operand: all axes of bias and mask, and
+        in the forward op the batch axes of every operand.
         """
         meant = [self._given.get(field) for field in self._op.REPEATED]
         is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp
@@ -250,7 +259,9 @@ class _Axes:
 
     # ------------------------------------------------------------ results
     def result(self, field: str) -> TensorView:
-        """Creates the result tensor of the op for a field, such as "log_sumexp"."""
+        """Creates the tensor for one result of the op. `field` is the name of the result,
+        "log_sumexp" for example.
+        """
         fusion = active_fusion()
         letters = self._letters(field)
         axes: dict[str, IterDomain] = {}

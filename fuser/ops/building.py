@@ -213,7 +213,10 @@ def axes_of(tv: TensorView) -> tuple[IterDomain, ...]:
 
 # ------------------------------------------------------------------ making ops
 def mesh_of(values: Iterable[object]) -> DeviceMesh | None:
-    """Returns the device mesh of the first tensor in `values` that has a mesh; None without any."""
+    """Returns the device mesh of the first tensor in `values` that has a mesh.
+
+    Returns None if no tensor has a mesh.
+    """
     return next((v.mesh for v in values if isinstance(v, TensorView) and v.mesh is not None), None)
 
 
@@ -286,9 +289,10 @@ def convert(value: Operand, dtype: DataType) -> Operand:
 
 
 def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], DataType]:
-    """Returns (operands converted to their common dtype, common dtype).
+    """Converts the operands of an op to one dtype, and returns (converted operands, this dtype).
 
-    `config` selects the promotion rule, such as "float".
+    `config` selects the rule that determines the dtype from the dtypes of the operands. The rule
+    "float" gives a floating dtype for integers, for example.
     """
     is_on_tensors = any(isinstance(v, TensorView) for v in values)
     dtype = common_dtype(_promoted_as(values, is_on_tensors=is_on_tensors), config)
@@ -298,10 +302,11 @@ def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], D
 def promote_keeping_half(
     values: Sequence[Operand], *, is_on_tensors: bool
 ) -> tuple[list[Operand], DataType]:
-    """Promotes by the default rule, but without widening Half, BFloat16 and Float8 to Float.
+    """Converts operands to one dtype, as `promote`, but does not widen Half, BFloat16 and Float8 to
+    Float.
 
-    Returns (converted operands, common dtype). `is_on_tensors` is whether any operand of the op is
-    a tensor, also operands that are not in `values`.
+    Returns (converted operands, this dtype). `is_on_tensors` says whether any operand of the op is
+    a tensor, also an operand that is not in `values`.
     """
     dtype = promote_operands(_promoted_as(values, is_on_tensors=is_on_tensors))
     return [convert(v, dtype) for v in values], dtype
@@ -391,7 +396,7 @@ def join_axes(
 def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
     """Returns the common size of `?` axes, as a scalar: the first of `sizes` that is not 1.
 
-    A `?` axis is an axis of which only the inputs decide whether it is a broadcast.
+    Whether a `?` axis is a broadcast is decided only by the sizes of the program's inputs.
     """
     *firsts, last = dict.fromkeys(fusion.canonical(x) for x in sizes)
     for x in reversed(firsts):
@@ -442,9 +447,11 @@ def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
 
 
 def declare_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """Records that two extents are equal although this follows from no op of the fusion.
+    """Records that two extents are equal because the caller declared it, as in the shape of an
+    `expand`.
 
-    Raises `DefinitionError` for two different constants. `what` names op and tensors.
+    No op implies this equality, so the fusion stores it in a list of declared equalities. `what`
+    names op and tensors for errors. Raises `DefinitionError` for two different constants.
     """
     if _may_match(fusion, a, b, what):
         fusion.declare_extents(a, b, f"{what} at {user_line()}")

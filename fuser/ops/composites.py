@@ -237,7 +237,7 @@ def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[
         raise fail(
             name,
             f"normalized_shape has {len(shape)} sizes, but {input} has {input.ndim} axes: pass the "
-            "sizes of one or more of its last axes",
+            "sizes of one or more of the last axes",
         )
     axes = list(range(input.ndim - len(shape), input.ndim))
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
@@ -256,7 +256,9 @@ def _normalized(
     `DefinitionError` if constant sizes differ.
     """
     if tv.ndim != len(axes):
-        raise fail(name, f"{field} {tv} needs the {len(axes)} axes of normalized_shape")
+        raise fail(
+            name, f"{field} {tv} must have {len(axes)} axes, with the sizes in normalized_shape"
+        )
     for i, axis in enumerate(axes):
         what = f"{name}: {field} {tv} and {input}"
         declare_extent(active_fusion(), input.size(axis), tv.size(i), what)

@@ -134,13 +134,13 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     x, weight = arg1, arg2
     check_rank_at_least(name, x, 1)
     if weight.ndim < 2:
-        raise fail(name, f"Input B must be at least 2D, got {weight}")
+        raise fail(name, f"Input B must be at least 2D, but it is {weight}")
     operands = [x, weight]
     if bias is not None:
         operands.append(bias)
         if bias.ndim != weight.ndim - 1:
             want = "1 axis" if weight.ndim == 2 else f"{weight.ndim - 1} axes, as {weight} has"
-            raise fail(name, f"bias must have {want}, got {bias}")
+            raise fail(name, f"bias must have {want}, but it is {bias}")
         _check_bias(name, weight, bias)
     check_same_dtypes(name, operands)
     *rows, x_k = axes_of(x)
@@ -216,9 +216,15 @@ def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool
     `size` is the argument `output_block_scale_size`, and `is_gamma` the argument `output_gamma`.
     """
     if size:
-        raise unsupported(name, f"output_block_scale is not yet supported (operand {mat1})")
+        raise unsupported(
+            name,
+            f"output_block_scale is not yet supported: the product of {mat1} has no block scales",
+        )
     if is_gamma:
-        raise unsupported(name, f"output_gamma is not yet supported (operand {mat1})")
+        raise unsupported(
+            name,
+            f"output_gamma is not yet supported: the product of {mat1} has no global scale",
+        )
 
 
 def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
@@ -231,7 +237,9 @@ def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
         raise fail(name, f"Expected a bias, because beta {given['beta']} scales it")
     dtype = check_supported(dtype, name)
     if not is_floating(dtype):
-        raise DtypeError(f"{name}: a floating dtype is needed, got {dtype_text(dtype)}")
+        raise DtypeError(
+            f"{name}: the result must have a floating dtype, but dtype is {dtype_text(dtype)}"
+        )
     for field, tv in given.items():
         wanted = _DTYPES.get(field, (tv.dtype(),))
         if tv.dtype() not in wanted:

@@ -64,7 +64,9 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
     mesh, placements = kwargs.pop("mesh", None), kwargs.pop("placements", None)
     if mesh is None:
         if placements is not None:
-            raise DefinitionError(f"{_NAME}: placements={show(placements)} without mesh=")
+            raise DefinitionError(
+                f"{_NAME}: placements={show(placements)} was passed without mesh=: pass both"
+            )
         return _defined(*args, **kwargs)
     mesh = mesh_of(mesh)
     tv = _defined(*args, **kwargs)
@@ -125,7 +127,10 @@ def _from_shape(
     if is_cpu and rank:
         raise DefinitionError(f"{_NAME}: CPU non-scalar tensor is not supported! shape {shape}")
     if stride_order and any(s < 0 for s in stride_order):
-        raise unsupported(_NAME, f"negative stride_order entries {list(stride_order)}")
+        raise unsupported(
+            _NAME,
+            f"stride_order has negative entries, which are not supported: {list(stride_order)}",
+        )
     # Allocation positions of the logical axes; checks stride_order before anything is created.
     positions = _allocation_positions(rank, stride_order)
     if isinstance(contiguity, bool):
@@ -221,7 +226,8 @@ def compute_tensor_descriptor(
     """
     if len(sizes) != len(strides):
         raise DefinitionError(
-            f"compute_tensor_descriptor: {len(sizes)} sizes but {len(strides)} strides"
+            f"compute_tensor_descriptor: there are {len(sizes)} sizes but {len(strides)} strides: "
+            "pass one stride for each size"
         )
     for i, s in enumerate(strides):
         if s < 0:
@@ -258,7 +264,9 @@ def define_scalar(
     """
     if isinstance(value, DataType):
         if dtype is not None:
-            raise ArgumentError("define_scalar(): incompatible function arguments: two dtypes")
+            raise ArgumentError(
+                "define_scalar(): incompatible function arguments: the dtype was passed twice"
+            )
         value, dtype = None, value
     fusion = active_fusion()
     if value is None:

@@ -112,10 +112,10 @@ def _make(name: str) -> Callable[..., Operand]:
 
 
 def _help_of(name: str, kind: str) -> str:
-    """Returns the docstring of op `name`, from the meaning of its `kind` in the pointwise table.
+    """Returns the docstring of op `name`, made from the text in the pointwise table for `kind`.
 
-    The meaning in the table is "As `torch.acos`." or a sentence. An op whose name is not that of
-    its kind has another dtype rule: `truediv` is `div`, computed in floats.
+    That text is "As `torch.acos`." or a sentence. A name that differs from the kind is another form
+    of the op: `truediv` is `div`, computed in floats also for integers.
     """
     meaning = POINTWISE[kind].meaning
     if name != kind:
@@ -130,7 +130,11 @@ ELEMENTWISE: dict[str, Callable[..., Operand]] = {name: _make(name) for name in 
 
 # ------------------------------------------------------------------ copies and casts
 def copy_tensor(tv: TensorView, kind: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Adds an op that copies `tv`, and returns the copy; `kind` may also separate kernels."""
+    """Adds an op that copies `tv`, and returns the copy.
+
+    With the kind `segmenter_set`, the copy also ends a kernel: the ops that read the copy are in
+    another kernel than the op that computes `tv`.
+    """
     out = new_output(clone_axes(tv), tv.dtype(), [tv])
     add_op(LoadStoreOp(out, tv, kind=kind))
     return out
@@ -188,7 +192,8 @@ def imag(x: OperandLike, /) -> Operand:
     dtype = operand_dtype(value)
     if not is_complex(dtype):
         raise DtypeError(
-            f"imag: a complex operand is needed, got {dtype_text(dtype)} (at {user_line()})"
+            f"imag: the operand must be complex, but its dtype is {dtype_text(dtype)} "
+            f"(at {user_line()})"
         )
     return apply_pointwise("imag", (value,))
 
@@ -294,7 +299,7 @@ def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 def check_rank_at_least(op_name: str, tv: TensorView, rank: int) -> None:
     """Raises `DefinitionError` for a tensor with fewer than `rank` axes."""
     if tv.ndim < rank:
-        raise fail(op_name, f"rank of at least {rank} is needed, got {tv}")
+        raise fail(op_name, f"the operand needs a rank of at least {rank}, but it is {tv}")
 
 
 # ----------------------------------------------------------------------
@@ -309,7 +314,7 @@ Apply = Callable[[str, list[Operand]], Typed]
 
 @record
 class DtypeRule:
-    """One dtype rule of ops.
+    """A rule by which an op determines the dtype of its result from the dtypes of its operands.
 
     - `sentence`: the text of the rule in `help` and in docs/reference/operations.md.
     - `apply`: converts the operands of a call; returns (operands, dtype of the result). For an op

@@ -192,8 +192,8 @@ def randn_like(arg: TensorView, /) -> TensorView:
 def key_of(op: RandomOp) -> tuple[Scalar, Scalar]:
     """Returns (seed, offset) of a random op.
 
-    Raises `UnsupportedError` if the op draws both from torch's generator, which only a
-    FusionDefinition can do.
+    Raises `UnsupportedError` if the op has neither. Such an op draws both from torch's generator,
+    which works only in a FusionDefinition.
     """
     if op.seed is None or op.offset is None:
         raise UnsupportedError(

@@ -216,7 +216,8 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
     given = sum(item is not None and item is not Ellipsis for item in key)
     if given > tv.ndim or sum(item is Ellipsis for item in key) > 1:
         raise DefinitionError(
-            f"{tv}[{_shown(key)}]: {given} indices for {tv.ndim} axes{user_code(user_line())}"
+            f"{tv}[{_shown(key)}]: there are {given} indices for {tv.ndim} axes"
+            f"{user_code(user_line())}"
         )
     whole = [slice(None)] * (tv.ndim - given)
     if Ellipsis not in key:
@@ -309,8 +310,8 @@ METHODS: dict[str, Any] = {
 def _negate(self: Scalar) -> Any:
     """Returns -n for the scalar n.
 
-    For integers, the result is 0 - n, which stays a polynomial. For floats, 0 - n would be wrong,
-    because 0 - 0.0 is not -0.0.
+    For integers, the result is 0 - n, because sums of integers are simplified. For floats, 0 - n
+    would be wrong, because 0 - 0.0 is not -0.0.
     """
     if category(self.dtype) in ("int", "bool"):
         return sc.sub(0, self)

@@ -152,7 +152,8 @@ def cutlass_nvfp4_grouped_mm(
     del scale1, scale2, alpha, problem_sizes, expert_offsets, sf_offsets, dtype
     raise unsupported(
         "cutlass_nvfp4_grouped_mm",
-        f"of {mat1} and {mat2}: {NO_FLOAT4}: write grouped_mm with scales, of Float8_e4m3fn",
+        f"the product of {mat1} and {mat2} is not supported: {NO_FLOAT4}: write grouped_mm with "
+        "scales and matrices of Float8_e4m3fn",
     )
 
 
@@ -179,8 +180,8 @@ def _quantized(
     if global_scale is not None:
         raise unsupported(
             name,
-            f"global_scale {global_scale} of {input}: MXFP8 needs none, because its block scales, "
-            "powers of two from 2^-127 to 2^127, cover all values",
+            f"global_scale {global_scale} of {input} is not supported: MXFP8 needs none, because "
+            "its block scales, powers of two from 2^-127 to 2^127, cover all values",
         )
     if input.dtype() not in _QUANTIZED:
         raise DtypeError(
@@ -203,7 +204,8 @@ def _quantized(
 def _no_format(name: str, input: TensorView, dtype: DtypeLike) -> UnsupportedError:
     known = f"write dtype=DataType.Float8_e4m3fn with block_size={_BLOCK}"
     is_float4 = "float4" in str(dtype).lower()
-    return unsupported(name, f"{dtype} of {input}: {f'{NO_FLOAT4}: ' * is_float4}{known}")
+    reason = f"{NO_FLOAT4}: " * is_float4
+    return unsupported(name, f"there is no {dtype} of {input}: {reason}{known}")
 
 
 def _scales(largest: TensorView) -> TensorView:
@@ -230,7 +232,7 @@ def _tiled(scales: TensorView) -> TensorView:
 
 def _check_groups(name: str, input: TensorView, starts: TensorView, begins: TensorView) -> None:
     if input.ndim != 2:
-        raise fail(name, f"Expected [m, k], but found {input}")
+        raise fail(name, f"Expected input of the axes [m, k], but found {input}")
     check_offsets(name, "input_offsets", starts)
     check_offsets(name, "output_offsets", begins)
     sizes = axes_of(starts)[0].size, axes_of(begins)[0].size

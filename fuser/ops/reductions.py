@@ -206,7 +206,7 @@ def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -
         raise fail(name, f"No reduction axis specified for {tv}")
     axes = [wrap_dim(d, tv.ndim, name, tv) for d in given]
     if len(set(axes)) != len(axes):
-        raise fail(name, f"duplicate reduction axes {given} of {tv}")
+        raise fail(name, f"the reduction axes {given} of {tv} contain an axis twice")
     return set(axes)
 
 
@@ -232,9 +232,11 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
-    """Returns `init` where `repeated` is 0, else `out`.
+    """Returns `init`, the result of a reduction over no elements, where `repeated` is 0, else
+    `out`.
 
-    `repeated` is the number of elements along the squeezed broadcast axes.
+    `repeated` is the number of elements along the squeezed broadcast axes. It may be 0 in some runs
+    if the size of an expanded axis is symbolic.
     """
     if sc.is_less(0, repeated):
         return out
@@ -286,7 +288,7 @@ def welford(
     """
     tv = arg
     if not is_floating(tv.dtype()):
-        raise DtypeError(f"welford: a floating operand is needed, got {tv}")
+        raise DtypeError(f"welford: the operand must be floating, but it is {tv}")
     if tv.dtype() in FLOAT8:
         wide = typing_cast(TensorView, convert(tv, DataType.Float))
         average, deviation, count = welford(wide, dims)

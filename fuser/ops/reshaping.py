@@ -48,7 +48,10 @@ Positions = tuple[int, ...]
 
 @record
 class AxisGroup:
-    """Positions of consecutive input axes, and of the output axes with the same elements."""
+    """One step of a reshape: the input axes `ins` become the output axes `outs`.
+
+    Both are positions of consecutive axes, and the products of both lists of sizes are equal.
+    """
 
     ins: Positions
     outs: Positions
@@ -200,7 +203,8 @@ def _place_ones(
 def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
     """Adds the input axes `loose`, which have size 1 but are no broadcasts, to groups in `placed`.
 
-    If there is no group, makes one with an output axis of `added`. Returns False if neither exists.
+    Such an axis cannot be squeezed, so it is merged with a neighbouring axis. If there is no group,
+    makes one with an output axis of `added`. Returns False if there is no such output axis either.
     """
     if not placed and added:
         placed.append(AxisGroup((), (added.pop(0),)))
@@ -459,7 +463,11 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
     tv = arg
     sizes = [as_extent(s, name, i, lowest=-1) for i, s in enumerate(shape)]
     if len(sizes) < tv.ndim:
-        raise fail(name, f"{len(sizes)} sizes for the {tv.ndim} axes of {tv}")
+        raise fail(
+            name,
+            f"shape has {len(sizes)} sizes, but {tv} has {tv.ndim} axes: pass one size for "
+            "each axis",
+        )
     if len(sizes) > tv.ndim:
         tv = prepend_axes(tv, len(sizes) - tv.ndim)
     fusion = active_fusion()

@@ -221,8 +221,8 @@ def pad(
     if len(widths) % 2 or len(widths) > 2 * tv.ndim:
         raise fail(
             name,
-            f"{len(widths)} pad widths for the {tv.ndim} axes of {tv}: pass two per axis, from the "
-            "last axis",
+            f"there are {len(widths)} pad widths for the {tv.ndim} axes of {tv}: pass two for each "
+            "axis, the last axis first",
         )
     pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     none = [(sc.ZERO, sc.ZERO)] * (tv.ndim - len(pairs))
@@ -323,7 +323,10 @@ def _end_of_padded(piece: TensorView, axis: int) -> Scalar:
     """
     definition = piece.definition()
     if not isinstance(definition, PadOp):
-        raise unsupported("cat", f"manual_padding of {piece}, which is not the result of a pad")
+        raise unsupported(
+            "cat",
+            f"with manual_padding, each tensor must be the result of a pad, but {piece} is not",
+        )
     return sc.sub(axes_of(piece)[axis].size, definition.right[axis])
 
 

@@ -113,7 +113,10 @@ def _composite(
     shape: str = _SAME,
     sample: str = "values",
 ) -> OpRow:
-    """Returns the row of an op that accepts tensors, or scalars only."""
+    """Returns the row of an op that accepts scalars only, too, and then returns a scalar.
+
+    Such an op may expand into several nodes, whose classes are `nodes`.
+    """
     return OpRow(name, function, nodes, dtype, shape, sample, takes_scalars=True)
 
 

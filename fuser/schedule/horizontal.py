@@ -60,7 +60,9 @@ class HorizontalParams:
 
 
 def generic(device: DeviceInfo) -> HorizontalParams:
-    """Returns the parameters that are valid for all inputs of a device."""
+    """Returns the parameters that are valid for all inputs of a device, for example of any
+    alignment.
+    """
     return HorizontalParams((pointwise.generic(device),))
 
 

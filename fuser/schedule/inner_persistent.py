@@ -570,7 +570,9 @@ class InnerPersistentParams:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> InnerPersistentParams:
-    """Returns the parameters that are valid for all inputs of a device."""
+    """Returns the parameters that are valid for all inputs of a device, for example of any row
+    length.
+    """
     if device.kind == "cpu":
         return InnerPersistentParams()
     return InnerPersistentParams(threads_x=THREADS_PER_BLOCK)

@@ -216,7 +216,9 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 # ------------------------------------------------------------------ heuristics
 def generic(device: DeviceInfo) -> OuterPersistentParams:
-    """Returns the parameters that are valid for all inputs of a device."""
+    """Returns the parameters that are valid for all inputs of a device, for example of any number
+    of rows.
+    """
     if device.kind == "cpu":
         return OuterPersistentParams()
     return OuterPersistentParams(*THREADS_GENERIC)

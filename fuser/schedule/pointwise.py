@@ -142,7 +142,9 @@ class PointwiseParams:
 
 
 def generic(device: DeviceInfo) -> PointwiseParams:
-    """Returns the parameters that are valid for all inputs of a device."""
+    """Returns the parameters that are valid for all inputs of a device, for example of any
+    alignment.
+    """
     return PointwiseParams() if device.kind == "cpu" else PointwiseParams(threads_x=THREADS)
 
 
@@ -534,9 +536,11 @@ def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
 
 
 def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
-    """Returns how many loop axes of `tv` correspond to reference axes up to the unswitch axis.
+    """Returns how many outer loops `tv` shares with the reference tensor, up to the unswitched
+    loop.
 
-    `outside` has the numbers of these reference axes.
+    Inputs are loaded inside the unswitched loop. `outside` has the numbers of the reference
+    tensor's loop axes up to this loop.
     """
     wanted = [a.ptype for a in reference.domain.loop if a.number in outside]
     count = 0
@@ -551,7 +555,7 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
     """Builds the loops of the reference tensor, which the other tensors copy.
 
     `groups` are positions of axes, from outer to inner; each group becomes one axis before it is
-    split. Returns the position of the unswitch axis.
+    split. Returns the position of the unswitched loop, inside which inputs are loaded.
     """
     arrange(tv, groups)
     if not groups:
@@ -584,7 +588,7 @@ def _shape_pieces(tv: TensorView, params: PointwiseParams) -> int:
     """Builds the loops of a kernel that processes all pieces of a concatenation together.
 
     The loop axes are [outer, pieces * length] or [pieces * length]. Returns the position of the
-    unswitch axis.
+    unswitched loop, inside which inputs are loaded.
     """
     last = len(tv.domain.loop) - 1
     extent = sc.int_value(tv.domain.loop[last].extent)

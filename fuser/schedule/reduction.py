@@ -169,8 +169,8 @@ class _Runs:
     """The axes of the reference tensor in memory order, in groups that are contiguous in every
     tensor.
 
-    `iterated` are the groups of non-reduced axes, and `reduced` those of reduced axes. `inner`
-    tells whether the innermost group is reduced.
+    - `iterated`, `reduced`: the groups of non-reduced and of reduced axes.
+    - `inner`: whether the innermost group is reduced.
     """
 
     iterated: tuple[tuple[int, ...], ...]
@@ -440,7 +440,8 @@ def _shape_inner(
 ) -> tuple[int, int]:
     """Builds the loops of an inner reduction.
 
-    Returns the number of loops over rows, and the position of the unswitch axis.
+    Returns the number of loops over rows, and the position of the unswitched loop, inside which
+    inputs are loaded.
     """
     outer = [p for run in reduced[:-1] for p in run]
     groups = [[p for run in rows for p in run]] if rows else []
@@ -483,7 +484,8 @@ def _shape_outer(
 ) -> tuple[int, int]:
     """Builds the loops of an outer reduction.
 
-    Returns the number of loops over columns, and the position of the unswitch axis.
+    Returns the number of loops over columns, and the position of the unswitched loop, inside which
+    inputs are loaded.
     """
     outside = [p for run in rows[:-1] for p in run]
     groups = [outside] if outside else []

@@ -25,7 +25,7 @@ PT = ParallelType
 def cache_input(tv: TensorView) -> TensorView:
     """Inserts a copy of an input into registers, and returns the copy.
 
-    The copy has no allocation domain. Lookups that use the input as a table still read memory.
+    The copy has no declared memory order. Lookups that use the input as a table still read memory.
     """
     uses = direct_uses(tv)
     return primitives.cache_after(tv, propagate_allocation_domain=False, cached_uses=uses)

@@ -39,9 +39,9 @@ LibraryCall = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 class Returning(NamedTuple):
     """A call of torch that returns the results in new memory, because it cannot write into tensors.
 
-    `make` takes the operands and returns the results. `direct` does the same in less time. A
-    replayed plan uses `direct` if only the first result is read. `direct` takes the operands at the
-    positions `places` as separate arguments. Results after the first are ignored.
+    - `make` takes a list of all operands, and returns the results.
+    - `direct` does the same in less time. It takes only the operands at the positions `places`, as
+      separate arguments. It is used in repeated runs if only the first result is read.
     """
 
     make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -50,9 +50,10 @@ class Returning(NamedTuple):
 
 
 class WritingOne(NamedTuple):
-    """A call of a torch function of one operand and of numbers, which writes one result.
+    """A call of a torch function that takes one operand and some numbers, and writes one result.
 
-    `out` is the position of the result among the op's results.
+    `numbers` are passed after the operand. `out` is the position of this result among the op's
+    results.
     """
 
     function: Callable[..., object]
@@ -60,7 +61,9 @@ class WritingOne(NamedTuple):
     out: int
 
     def __call__(self, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> object:
-        """Computes result number `out` into its tensor in `outs`."""
+        """Calls the function on the first operand, and writes into the tensor at position `out` of
+        `outs`.
+        """
         return self.function(ins[0], *self.numbers, out=outs[self.out])
 
 

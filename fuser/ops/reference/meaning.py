@@ -642,7 +642,7 @@ def evaluate_op(
     """
     row = NODES.get(type(op))
     if row is None:
-        raise UnsupportedError(f"{op.name}: there is no torch function to evaluate\n{op}")
+        raise UnsupportedError(f"{op.name}: no torch function computes this op:\n{op}")
     resolved: Inputs = []
     for given, declared in zip(inputs, op.inputs, strict=True):
         if given is None and isinstance(declared, Scalar) and isinstance(op, _ELEMENTWISE):

@@ -239,16 +239,16 @@ def test_dropout_of_an_input_is_checked_in_each_run() -> None:
     ("change", "error", "match"),
     [
         ({"shape": [-1] * 3}, DefinitionError, "query needs at least 4 axes"),
-        ({"dtype": D.Int}, DtypeError, "a floating dtype is needed"),
-        ({"key": ([-1] * 4, D.Half)}, DtypeError, "key needs dtype float"),
+        ({"dtype": D.Int}, DtypeError, "query must have a floating dtype"),
+        ({"key": ([-1] * 4, D.Half)}, DtypeError, "key needs the dtype float"),
         ({"key": ([-1] * 5, D.Float)}, DefinitionError, "key needs 4 axes"),
         ({"key": ([2, 3, 4, 9], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "sdpfa_fwd"),
         ({"key": ([2, 1, 4, 8], D.Float), "shape": [2, 3, 4, 8]}, None, ""),
         ({"key": ([2, 6, 4, 8], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "sdpfa_fwd"),
         ({"key": ([2, 3, 4, 1], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "along E"),
         ({"key": ([2, 3, 1, 8], D.Float), "shape": [2, 3, 4, 8]}, DefinitionError, "along S"),
-        ({"mask": ([-1] * 4, D.Float)}, DtypeError, "mask needs dtype bool"),
-        ({"bias": ([-1] * 4, D.Bool)}, DtypeError, "bias needs dtype"),
+        ({"mask": ([-1] * 4, D.Float)}, DtypeError, "mask needs the dtype bool"),
+        ({"bias": ([-1] * 4, D.Bool)}, DtypeError, "bias needs the dtype"),
         ({"bias": ([-1] * 2, D.Float)}, DefinitionError, "bias needs 4 axes"),
         ({"dropout_p": 1.0}, DefinitionError, "dropout_p"),
         ({"dropout_p": -0.5}, DefinitionError, "dropout_p"),
@@ -295,9 +295,9 @@ def test_what_is_no_gradient() -> None:
         tensors |= {"logsumexp": tensor([2, 3, 4])}
         tensors |= {"philox_seed": tensor([2], D.UInt64), "philox_offset": tensor([], D.UInt64)}
         call()
-        with pytest.raises(DtypeError, match="log_sumexp needs dtype float"):
+        with pytest.raises(DtypeError, match="log_sumexp needs the dtype float"):
             call(logsumexp=tensor([2, 3, 4], D.Half))
-        with pytest.raises(DtypeError, match="philox_seed needs dtype uint64_t"):
+        with pytest.raises(DtypeError, match="philox_seed needs the dtype uint64_t"):
             call(philox_seed=tensor([2], D.Int))
         with pytest.raises(DefinitionError, match="philox_seed needs 2 elements"):
             call(philox_seed=tensor([3], D.UInt64))

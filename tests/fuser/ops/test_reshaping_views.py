@@ -354,9 +354,11 @@ def test_contraction_errors_and_domains() -> None:
         batch = define_tensor([2, 5, 4])
         made = [(a.kind.value, str(a.extent)) for a in ops.linear(a, batch).domain.logical]
         assert made == [("i", "2"), ("i", "i0"), ("i", "5"), ("r", "4")]
-        with pytest.raises(DefinitionError, match=r"bias must have 2 axes, as T\d.* has, got T\d"):
+        with pytest.raises(
+            DefinitionError, match=r"bias must have 2 axes, as T\d.* has, but it is T\d"
+        ):
             ops.linear(a, batch, define_tensor([5]))
-        with pytest.raises(DefinitionError, match=r"bias must have 1 axis, got T\d"):
+        with pytest.raises(DefinitionError, match=r"bias must have 1 axis, but it is T\d"):
             ops.linear(a, b, define_tensor([2, 5]))
         with pytest.raises(DefinitionError, match="Expected sizes to match"):
             ops.linear(a, batch, define_tensor([3, 5]))
