@@ -6,9 +6,9 @@ The times are measured on the first inputs of each class of inputs (`InputsClass
     class of inputs -> memory -> disk cache -> timed in turns: choice, neighbours, neighbours of the
     best -> the best, where it is faster beyond noise, else the choice
 
-Inputs belong to the same class if the heuristic does not distinguish them. They have equal layouts,
-equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results of all
-candidates must agree with the results of the heuristic's choice.
+Inputs belong to the same class if the heuristic does not distinguish them. Such inputs have equal
+layouts, equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results
+of all candidates must agree with the results of the heuristic's choice.
 """
 
 from __future__ import annotations
@@ -674,8 +674,8 @@ class TunedExecutor(FusedKernelExecutor):
     """Runs a fusion with the parameters that `Tuning` finds.
 
     The parameters are timed at the first run of each class of inputs (`InputsClass`), unless that
-    run is captured in a CUDA graph. Until then, the heuristic's parameters are used. They are also
-    used if the tuned parameters cannot be.
+    run is captured in a CUDA graph. The heuristic's parameters are used until then. The heuristic's
+    parameters are also used if the tuned parameters do not fit the tensors of a run.
     """
 
     def __init__(self, fusion: Fusion, **given: Any) -> None:

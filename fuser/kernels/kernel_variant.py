@@ -1,4 +1,6 @@
-"""A variant of a kernel, and its binding to tensors: the arguments and sizes of a launch."""
+"""One version (variant) of a kernel, lowered for certain layouts, and the arguments of its
+launches.
+"""
 
 from __future__ import annotations
 
@@ -168,9 +170,11 @@ def take_compiled(
 
 @dataclass(frozen=True)
 class Needs:
-    """The scalars that a launch of a variant evaluates. All are evaluated in one call.
+    """The scalars that a launch of a kernel must evaluate: guards, arguments, grid, block and
+    memory.
 
-    A tensor's place is its position among the inputs, then the outputs, of the fusion.
+    All are evaluated in one call. A tensor's place is its position among the inputs, then the
+    outputs, of the fusion.
     """
 
     guards: Computed
@@ -585,7 +589,7 @@ def alignment(t: torch.Tensor | StridedLayout, layout: Layout) -> int:
     """Returns the largest power of two, at most 16, that divides the tensor's address and certain
     strides in bytes.
 
-    These are the strides of all axes that are not contiguous.
+    The strides are those of all axes that are not contiguous.
     """
     found = gcd(address(t), VECTOR_BYTES)
     order, flags = layout

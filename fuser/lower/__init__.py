@@ -9,7 +9,7 @@ Files, in reading order:
 - `loop_tree`: the loop nest of each stage, and the tree of the loops that several stages share.
 - `buffers`: the storage of intermediate tensors in registers and shared memory.
 - `context`: indices and predicates of tensor accesses.
-- `values`, `vector_access`: the code that computes a value; vectors and asynchronous copies.
+- `values`, `vector_access`: the code that computes a value; memory accesses by vectors.
 - `statements`, `reduction_code`: statements that compute a tensor; reductions over threads and CUDA
   blocks.
 """

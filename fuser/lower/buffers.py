@@ -172,7 +172,7 @@ class Buffer:
         return None
 
     def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Returns the index of the register that holds a logical index.
+        """Returns the index of the register that holds the element at logical index `index`.
 
         The logical index determines the loop indices of the stage, and these determine the
         register. In two cases the reader must recompute a local tensor instead, so this raises
@@ -195,8 +195,8 @@ class Buffer:
         )
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
-        """Returns the possible pairings of the buffer's loops with the reader's serial loops, by
-        position.
+        """Returns the ways to pair each loop of the buffer, in order, with a serial loop of the
+        reader.
 
         Each pairing maps the symbol of a buffer loop to the symbol of a reader loop.
         """

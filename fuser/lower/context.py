@@ -52,7 +52,7 @@ class Assumptions:
     - `divisible`: sizes and strides, each with a number that divides it. A guard checks this at
       launch.
     - `recomputed`: local tensors without storage. Each reader computes these tensors again, because
-      it needs elements that the storage would not hold.
+      the reader needs elements that the storage would not hold.
     """
 
     divisible: dict[Symbol, int] = field(default_factory=dict[Symbol, int])
@@ -140,11 +140,11 @@ class Context:
                 self._require_whole_vectors(stage)
 
     def may_be_partial(self, stage: Stage) -> bool:
-        """Whether some vectors of a stage may contain elements outside of their row or of the
-        tensor.
+        """Whether some vectors of a stage may contain elements outside of the tensor, or of their
+        row.
 
-        A row is one range of the vectorised axis. The kernel tests such vectors, and processes the
-        existing elements one by one where elements are missing.
+        A row is the vectorised axis for one index of the other axes. The kernel tests such vectors,
+        and processes the existing elements one by one where elements are missing.
         """
         is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
         return stage.vector is not None and is_tested
@@ -254,8 +254,8 @@ class Indexer:
 
     # ------------------------------------------------------------ stages
     def stage_axes(self, stage: Stage) -> Mapping[int, Scalar]:
-        """Returns the index of every axis (loop, logical, root) of the stage's tensor, by axis
-        number.
+        """Returns the index of every axis of the stage's tensor, by axis number, in terms of loop
+        symbols.
         """
         found = self._stage_axes.get(stage)
         if found is None:
@@ -269,7 +269,9 @@ class Indexer:
         return found
 
     def stage_index(self, stage: Stage) -> Index:
-        """Returns the logical index that a stage writes; reduction axes have no entry."""
+        """Returns the logical index of the element that a stage writes in the current iteration.
+        Reduction axes have no entry.
+        """
         known = self.stage_axes(stage)
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
@@ -369,16 +371,15 @@ class Indexer:
         return found
 
     def forward(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Returns the index of every axis that is derived from the logical axes, at logical index
-        `index`.
+        """Returns the index of each logical axis, and of each axis derived from these, for one
+        element. `index` is the element's logical index.
         """
         known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
         return indices_forward(tv.domain, known)
 
     # ------------------------------------------------------------ addresses
     def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
-        """Returns pairs (allocation axis, stride in elements) of a global tensor; see
-        `memory_strides`.
+        """Returns pairs (allocation axis, stride in elements) of a tensor in global memory.
 
         The stride of a non-contiguous axis is a kernel parameter.
         """
@@ -401,7 +402,9 @@ class Indexer:
         return memory_strides(tv, lambda a: self.fusion.canonical(a.size), gap)
 
     def offset(self, tv: TensorView, index: Index) -> Scalar:
-        """Returns the offset, in elements, of a logical index in a global tensor."""
+        """Returns how many elements the element at logical index `index` is away from the tensor's
+        first. `tv` is a tensor in global memory.
+        """
         known: Mapping[int, Scalar]
         if tv.domain.allocation:
             known = self.forward(tv, index)
@@ -494,8 +497,10 @@ def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
 
 
 def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Predicate:
-    """Returns the predicate of the innermost statement of a stage; see `range_conditions` for
-    `lanes`.
+    """Returns the condition under which the innermost statement of a stage runs.
+
+    A stage is an op whose result has storage. `lanes` selects the elements of a vector that must be
+    inside the tensor; see `range_conditions`.
     """
     conds = range_conditions(ctx, stage, lanes=lanes, of_operand=stage.is_reduction)
     if stage.storage not in ("global", "shared"):

@@ -185,7 +185,7 @@ class Element:
 
 @record
 class GlobalLoad:
-    """The value `name[index]` of a global tensor where `guard` holds, and zero elsewhere."""
+    """The value `name[index]` of a tensor in global memory; zero where `guard` does not hold."""
 
     name: str
     index: Scalar
@@ -623,7 +623,8 @@ def map_statement(
 def with_changes(statement: StatementT, changes: dict[str, object]) -> StatementT:
     """Returns a copy of a statement with some fields changed.
 
-    This equals `dataclasses.replace`, but is faster, because it does not inspect each field.
+    The result equals that of `dataclasses.replace`, which is slower, because it inspects each
+    field.
     """
     made = object.__new__(type(statement))
     made.__dict__.update(statement.__dict__, **changes)

@@ -39,7 +39,7 @@ StageMemory = Literal["global", "shared", "local", "reduction"]
 
 
 class NoNestError(Exception):
-    """Raised if a local tensor cannot have storage at the position where the schedule wants it.
+    """Raised if a local tensor cannot be stored at the loop position that the schedule chose.
 
     The pipeline then lowers the fusion again, and the readers of the tensor compute it themselves.
     """
@@ -134,8 +134,8 @@ class Stage:
     - `depth`: the number of loops around the declaration of the buffer.
     - `positions`: for each loop axis, the position of its loop in the nest.
     - `axis_loops`: axis number -> loop.
-    - `reference`: the stage whose loop extents replace this stage's own, or None. It is set for a
-      broadcast that is computed in the nest of its consumer.
+    - `reference`: the stage whose loop extents replace this stage's own, or None. Only a broadcast
+      that is computed in the nest of its consumer has a `reference`.
     """
 
     number: int
@@ -157,7 +157,7 @@ class Stage:
 
     @property
     def axes(self) -> tuple[IterDomain, ...]:
-        """The loop axes of the result."""
+        """The axes over which the stage loops: the loop domain of its first result."""
         return self.tv.domain.loop
 
     @property
@@ -167,8 +167,8 @@ class Stage:
 
     @property
     def all_loops(self) -> list[Loop]:
-        """The loops of the nest, followed by the loop over the elements of a vector if there is
-        one.
+        """The loops of the nest. A loop over the elements of a vector, if the stage has one, is the
+        last.
         """
         return self.loops if self.vector is None else [*self.loops, self.vector]
 

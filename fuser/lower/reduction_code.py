@@ -200,8 +200,8 @@ def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
     """Returns into how many groups a CUDA block's threads divide, if threads with equal values form
     a group.
 
-    The values are those after the block has combined them. Also sets `same_axes` of `statement`:
-    the thread axes along which all threads hold the same value.
+    The values are those after the block has combined the values of its threads. Also sets
+    `same_axes` of `statement`: the thread axes along which all threads hold the same value.
     """
     iterated = _iterated(stage)
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)

@@ -194,8 +194,9 @@ class _StatementBuilder:
     def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
         """Loads the aligned vector that contains the elements of a row in this iteration.
 
-        A row is one range of the vectorised axis. The vector may also contain elements of
-        neighbouring rows. A vector that crosses the end of the tensor is loaded element by element.
+        A row is the vectorised axis for one index of the other axes. The vector may also contain
+        elements of neighbouring rows. A vector that crosses the end of the tensor is loaded element
+        by element.
         """
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
         word, part = Scope(Body(), inside), Scope(Body(), inside)
@@ -211,8 +212,8 @@ class _StatementBuilder:
         inside.body.statements.append(If(is_whole, word.body, part.body))
 
     def store_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Stores one vector if all its elements are inside the row, and otherwise only those
-        inside.
+        """Stores one vector; if some elements are outside of the row, stores only the other
+        elements.
 
         A row is one range of the vectorised axis.
         """
@@ -268,7 +269,7 @@ class _StatementBuilder:
         """Returns the register array that holds the vector which a stage stores.
 
         Also returns the index of the vector's first element in the array. If no array holds the
-        vector yet, this appends the statements that compute it.
+        vector yet, the statements that compute the vector are appended.
         """
         assert stage.vector is not None
         v = stage.vector.symbol

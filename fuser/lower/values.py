@@ -610,8 +610,8 @@ def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _padded_operand(build: ValueBuilder, op: PadOp, at: At) -> tuple[Scalar, Expr]:
-    """Returns the condition that the element is inside the unpadded part, and the operand's value
-    there.
+    """Returns the condition that an element is not padding, and the operand's value if the
+    condition holds.
     """
     index = build.ctx.indexer.operand_index(op, 0, at.out, at.axes)
     # The root index: the operand's own index is 0 along a broadcast axis, even if that axis is

@@ -133,8 +133,8 @@ class _Axes:
     """The axes of an attention op, by letter: N (batch), H (heads), L (queries), S (keys), E and so
     on.
 
-    Axes of several operands with the same letter must have the same size. They become one axis of
-    the result.
+    Axes of several operands with the same letter must have the same size. These axes become one
+    axis of the result.
     """
 
     def __init__(

@@ -235,8 +235,8 @@ def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView
     """Returns `init`, the result of a reduction over no elements, where `repeated` is 0, else
     `out`.
 
-    `repeated` is the number of elements along the squeezed broadcast axes. It may be 0 in some runs
-    if the size of an expanded axis is symbolic.
+    `repeated` is the number of elements along the squeezed broadcast axes. The number may be 0 in
+    some runs if the size of an expanded axis is symbolic.
     """
     if sc.is_less(0, repeated):
         return out

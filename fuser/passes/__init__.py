@@ -6,7 +6,7 @@ Files, in reading order:
 
 - `concretize`: a copy for one class of inputs, with symbolic reshapes and extents decided.
 - `resolve_symbolic`: the results of symbolic reshapes.
-- `fusion_passes`: the list of passes before segmentation, and the small ones.
+- `fusion_passes`: the list of passes before segmentation, and the small passes.
 - `infer_layouts`: the memory order of results.
 - `view_ops`: which ops are views of stored tensors.
 - `segment`: the segments: the tensors that memory must hold, and the kernels between them.

@@ -544,7 +544,8 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 
 def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
-    """Returns the ops that replace `op` if its result has no elements or it reduces none.
+    """Returns the ops that replace `op` if its result has no elements, or if `op` reduces no
+    elements.
 
     Otherwise, returns `op` itself.
     """
@@ -630,10 +631,10 @@ def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[Te
 
 
 class Clamps:
-    """The integer minima and maxima (clamps) in the extents of a fusion.
+    """The integer minima and maxima (clamps) of sizes in the extents of a fusion.
 
-    A clamp that only operands contain is not decided, because it may differ between runs with equal
-    sizes.
+    For given sizes, each clamp equals one of its two arguments (`decide`). A clamp that occurs only
+    in scalar operands is not decided, because it may differ between runs with equal sizes.
     """
 
     def __init__(self, fusion: Fusion) -> None:

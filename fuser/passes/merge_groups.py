@@ -137,8 +137,8 @@ class Merger:
         The order of the kinds (`_merge_all` describes each kind) has these reasons:
 
         - "reduction" is first: a group that reads one of several sums mostly reads all of them.
-        - None and "tail" follow. They complete the kernels of reductions, so that groups that read
-          their results can merge.
+        - None and "tail" follow. These two kinds complete the kernels of reductions, so that groups
+          that read the results can merge.
         - "rows" and "whole" are last: kernels along rows and kernels of sums are complete by then.
         - "horizontal" needs a call of its own after all other kinds, because its groups share only
           an input.
@@ -355,7 +355,8 @@ class Merger:
 
     # ------------------------------------------------------------ order
     def _numbered(self, steps: Iterable[_Step]) -> dict[_Step, int]:
-        """Numbers groups and ops (steps) so that each one follows the ones on which it depends.
+        """Numbers groups and ops (steps) so that each has a larger number than those on which it
+        depends.
 
         Steps that do not depend on each other keep the order in `steps`.
         """
@@ -537,8 +538,8 @@ class _Decision:
         """Returns the tensors to store, in program order.
 
         The first loop chooses tensors from the last result to the first, as if all earlier results
-        were recomputed. The second loop goes from the first to the last chosen tensor. It drops a
-        tensor that is cheap to compute from the other stored tensors.
+        were recomputed. The second loop goes from the first to the last chosen tensor. The second
+        loop drops a tensor that is cheap to compute from the other stored tensors.
         """
         for bit, ops in enumerate(self.kernels):
             for op in ops:
@@ -564,8 +565,9 @@ class _Decision:
     def _spread(self, op: TensorOp) -> bool:
         """Sets the kernels that compute `op` to the kernels that compute the users of its result.
 
-        Returns whether storing the result can pay. This requires that several kernels compute the
-        users, and that not all users are computed by the same kernels. The op must have one result.
+        Returns whether storing the result can pay. Storing can pay only if several kernels compute
+        the users, and if not all users are computed by the same kernels. The op must have one
+        result.
         """
         self.computed_in[op] = readers = self._readers(op)
         users = {self.computed_in.get(u, 0) for out in op.outputs for u in self.fusion.uses(out)}

@@ -8,8 +8,8 @@ A tensor is *materialised* if memory must hold it:
 - the last tensors in the iteration space of a reduction's result.
 
 A kernel computes one materialised tensor from others. Each kernel recomputes the pointwise ops
-between them that it needs. This costs reads of inputs that are mostly read anyway, and saves a
-write. Kernels that share work are then merged as long as a scheduler accepts the result.
+between them that it needs. Recomputing costs reads of inputs that are mostly read anyway, and saves
+a write. Kernels that share work are then merged as long as a scheduler accepts the result.
 
 Source: the acyclic-partition view of fusion (Herrmann et al. 2017) reduced to cones; nvFuser's
 forwarding of cheap producer chains.
@@ -131,7 +131,10 @@ def segment_fusion(
 
 
 class _Segmenter:
-    """The state of one call of `segment_fusion`."""
+    """Divides one fusion into segments: kernels, library calls, views and communications.
+
+    The attributes hold what is decided so far. `kind` says for each op what executes the op.
+    """
 
     def __init__(
         self,
@@ -370,8 +373,8 @@ class _Segmenter:
 
         The level of a kernel is the number of library ops, views and communications before it.
         Kernels of different levels cannot be merged, because each waits for results of the level
-        before. In a deep program, each kernel would otherwise recompute everything before it. With
-        residuals
+        before. In a deep program, each kernel would otherwise recompute all earlier pointwise ops.
+        With residuals
 
             y1 = x + f(..), y2 = y1 + g(..), y3 = y2 + h(..), ..
 
@@ -499,7 +502,8 @@ class _Segmenter:
         return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
 
     def _split_rows(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
-        """Returns `groups` with each group that has `totals` replaced by two groups.
+        """Returns `groups`, with two kernels in place of each kernel that has sums over rows
+        (`totals`).
 
         The first of the two computes partial sums, and the second adds the partial sums up.
         """
@@ -535,7 +539,8 @@ class _Segmenter:
             self.kind.setdefault(e, "kernel")
 
     def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> SegmentGroup:
-        """Returns the accepted group of these ops.
+        """Returns one kernel, as a group with a scheduler, that computes `outputs` by the ops
+        `ops`.
 
         Raises:
             UnsupportedError: no scheduler accepts the group.
@@ -602,7 +607,7 @@ class _Segmenter:
 
 
 def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[TensorView]:
-    """Returns `tensors` and all results of `exprs` that depend on them.
+    """Returns `tensors` and all results of `exprs` that depend on one of `tensors`.
 
     `exprs` are in program order.
     """

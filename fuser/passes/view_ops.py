@@ -41,7 +41,7 @@ def is_copy(op: TensorOp) -> TypeGuard[nodes.LoadStoreOp]:
 def views_of_inputs(fusion: Fusion) -> set[TensorView]:
     """Returns the outputs that are views of an input, and the tensors between them and the input.
 
-    These are excluded:
+    Three kinds of tensors are excluded:
 
     - views of an input that an update overwrites, because outputs have the old values;
     - results that are written into an input, because they have its memory;

@@ -92,7 +92,8 @@ class _ThreadUser(threading.local):
 class Users:
     """The threads of this process that run programs.
 
-    A capture of a CUDA graph must know them, because another thread could end the capture.
+    Nothing is captured as a CUDA graph while other such threads exist, because another thread could
+    end the capture.
     """
 
     def __init__(self) -> None:
@@ -192,7 +193,7 @@ def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: An
 
 
 class _Template:
-    """A graph as captured. Executable graphs are instantiated from it."""
+    """A graph as captured, from which executable graphs are instantiated."""
 
     def __init__(self, graph: Any, library: Any, maker: CudaGraphs) -> None:
         self.graph, self.library = graph, library

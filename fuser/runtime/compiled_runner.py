@@ -38,7 +38,10 @@ _POLL_S = 0.01
 
 
 class _Absent(Exception):
-    """Raised if there can be no compiled runner. The message is the reason."""
+    """Raised if there can be no compiled runner (the C extension that repeats recorded calls).
+
+    The message is the reason.
+    """
 
 
 class _Build:
@@ -122,8 +125,10 @@ _state = _State()
 
 
 def find() -> ModuleType | None:
-    """Returns the compiled runner. Returns None if the runner is still being compiled or cannot be
-    compiled. Never waits."""
+    """Returns the compiled runner, the C extension that repeats recorded calls. Never waits.
+
+    Returns None if the runner is still being compiled or cannot be compiled.
+    """
     if _state.module is not None or _state.is_absent:
         return _state.module
     with _state.lock:
@@ -137,7 +142,9 @@ def find() -> ModuleType | None:
 
 
 def why_not() -> str:
-    """Returns the reason why there is no compiled runner (yet). Returns "" if there is one."""
+    """Returns the reason why there is no compiled runner (yet). Returns "" if the runner is
+    compiled.
+    """
     return _state.why
 
 
@@ -221,8 +228,11 @@ def _loaded(binary: Binary) -> ModuleType:
 
 
 def _tables() -> tuple[Any, ...]:
-    """Returns the arguments of the runner's `setup`: torch's exchange table, its attributes, and
-    the addresses of C functions."""
+    """Returns the arguments of the runner's function `setup`.
+
+    These are torch's table of C functions for tensors, descriptors of tensor attributes, and the
+    addresses of other C functions of torch.
+    """
     import torch
 
     table: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)

@@ -234,8 +234,11 @@ def _argument(param: KernelParam, slot: int, slots: int) -> str:
 
 
 def _unit(source: KernelSource, symbol: str, *, checked: bool) -> str:
-    """Returns the text of one kernel in its own namespace, with the exported function `symbol` that
-    unpacks a launch record."""
+    """Returns the C++ text of one kernel in its own namespace, with an exported function `symbol`.
+
+    The function takes a launch record: the grid, the block and the arguments of a launch as bytes.
+    The function runs the kernel with these arguments.
+    """
     count = len(source.params)
     arguments = ",\n      ".join(
         _argument(param, slot, count) for slot, param in enumerate(source.params)
@@ -322,8 +325,8 @@ def _load_or_compile(
     """Returns the C function of each kernel, by cache key.
 
     Kernels that are not on disk, or that cannot be loaded, are compiled together. While this
-    process waits for the lock, another process may compile some kernels. These are then loaded from
-    disk.
+    process waits for the lock, another process may compile some kernels. Such kernels are then
+    loaded from disk.
     """
     functions: dict[str, LaunchFunction] = {}
 
@@ -373,8 +376,9 @@ def compile_checked(sources: Iterable[KernelSource]) -> list[CompiledKernel]:
 
 # ---- loading ------------------------------------------------------------------------------------
 class _Library(ctypes.CDLL):
-    """A loaded library. It is unloaded when the last reference to it or to one of its functions is
-    dropped."""
+    """A loaded library. The library is unloaded when the last reference to the library or to one of
+    its functions is dropped.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -568,8 +572,9 @@ class CpuKernel(CompiledKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Packs the arguments into a launch record, and returns the launch; see
-        `CompiledKernel.prepare`."""
+        """Returns a launch for repeated use, whose arguments are packed once; see
+        `CompiledKernel.prepare`.
+        """
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -590,8 +595,11 @@ class CpuKernel(CompiledKernel):
 
 
 class PreparedCpuLaunch(PreparedLaunch):
-    """A launch of a CPU kernel with a packed launch record. The compiled runner uses its `address`
-    and `entry`."""
+    """A launch of a CPU kernel whose launch record is packed once, for repeated use.
+
+    The record has the grid, the block and the arguments, in the format that the kernel's C function
+    reads. The compiled runner in C calls the function `entry` with the record's `address`.
+    """
 
     def __init__(self, kernel: CpuKernel, record: bytes, grid: Dim3, block: Dim3) -> None:
         self._kernel = kernel

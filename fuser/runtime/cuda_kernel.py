@@ -141,7 +141,7 @@ class _Arguments:
 
 
 class CudaKernel(CompiledKernel):
-    """A kernel loaded from machine code. It can run on every device of its architecture."""
+    """A kernel loaded from machine code. The kernel can run on every device of its architecture."""
 
     def __init__(self, source: KernelSource, code: bytes) -> None:
         super().__init__(source)

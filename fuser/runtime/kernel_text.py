@@ -1,4 +1,6 @@
-"""The headers in front of a kernel's text, and the source excerpt in a compiler's error message."""
+"""Puts headers in front of a kernel's text, and adds source excerpts to a compiler's error
+messages.
+"""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ WORKSPACE_ALIGNMENT = 32
 class BoundLaunch:
     """A kernel's launch for all tensors of one shape, strides and alignment.
 
-    - `args`: the arguments by parameter. Those of `pointers`, `numbers` and `workspaces` are
-      replaced.
+    - `args`: the arguments by parameter. Each run replaces the arguments that `pointers`, `numbers`
+      and `workspaces` list.
     - `pointers`: pairs (parameter index, position of its tensor among the tensors of a call).
     - `numbers`: pairs (parameter index, function from the scalar inputs of a call to the argument).
     - `workspaces`: pairs (parameter index, bytes) of memory that is zero before and after each

@@ -318,7 +318,7 @@ class LaunchParams:
     def check(self, launch: Launched) -> None:
         """Checks that a launch satisfies the constraints.
 
-        A constraint does not change the launch, because the schedule alone decides it.
+        A constraint does not change the launch, because the schedule alone decides the numbers.
 
         Raises:
             DefinitionError: the schedule has another number of blocks or threads.

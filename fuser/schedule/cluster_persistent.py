@@ -91,8 +91,8 @@ def _waits(view: RowView) -> int:
     """Returns how often a cluster waits while it processes one row.
 
     The level of a tensor is the number of dependent reductions that lead to it. Each level of
-    reductions counts once, and a level with mean and variance adds one. For a tensor with only the
-    row's axes, each level that reads the tensor counts once.
+    reductions counts once. If some level computes mean and variance, one more wait is counted. For
+    a tensor with only the row's axes, each level that reads the tensor counts once.
     """
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]

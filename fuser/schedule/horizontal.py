@@ -97,7 +97,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[TensorOp, ...]]]:
-    """Returns the outputs of each part, and the ops that compute them.
+    """Returns, for each part, its outputs and the ops that compute these outputs.
 
     Outputs with the same axes form one part. Outputs and ops are in the fusion's order.
     """

@@ -1,7 +1,7 @@
 """The inner-outer persistent scheduler: ops along rows, and sums over the rows, in one kernel.
 
-The kernel reads the rows once. It serves the backward of layer and RMS norm: ops along rows, as in
-`inner_persistent`, and sums of their results over the rows.
+The kernel reads the rows once. Such kernels compute the backward of layer and RMS norm: ops along
+rows, as in `inner_persistent`, and sums of their results over the rows.
 
 The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A CUDA
 block adds several rows, one after another, to its own partial sum of each output. Another kernel

@@ -99,7 +99,8 @@ def waiting_rejection(fusion: Fusion) -> str | None:
     axes.
 
     Such a fusion, like a softmax, has reductions over the same axes. Other ops along these axes
-    depend on a reduction's result, so they wait for it. Returns None if the fusion has this form.
+    depend on a reduction's result, and must wait for the reduction. Returns None if the fusion has
+    this form.
     """
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
@@ -205,8 +206,8 @@ def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] |
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    This rewrites ops, adds copies into registers, and sets loops, parallel types and compute-at
-    positions.
+    Ops are rewritten, and copies into registers are added. Then loops, parallel types and
+    compute-at positions are set.
     """
     fusion.resident_threads = params.resident
     fusion.cluster = params.cluster

@@ -31,8 +31,8 @@ RESIZING: tuple[type[TensorOp], ...] = (SliceOp, PadOp, CatOp)
 class Access:
     """The memory layout of one input or output, in logical axes of the reference tensor.
 
-    - `order`: the positions of reference axes, outermost in memory first. It is None for a tensor
-      that is read through a resize, or that has other axes than the reference tensor.
+    - `order`: the positions of reference axes, outermost in memory first. The order is None for a
+      tensor that is read through a resize, or that has other axes than the reference tensor.
     - `contiguous[k]`: whether axis `order[k]` is contiguous with the next axis in `order`. Its
       stride then equals the size times the stride of that axis. For the last axis: whether the
       stride is 1.
@@ -197,8 +197,8 @@ def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | No
 
 
 def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) -> Access:
-    """Returns the memory layout of a lookup's table, without the axis along which it looks up
-    elements.
+    """Returns the memory layout of a lookup's table, without the axis along which elements are
+    looked up.
 
     `place` maps the number of a reference axis to its position.
     """
@@ -231,7 +231,7 @@ def direct_uses(tv: TensorView) -> list[TensorOp]:
 def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
     """Returns the tensors that a slice, pad or concatenation reads at a shifted index.
 
-    This includes tensors from which such an operand is computed.
+    Tensors from which such an operand is computed are included.
     """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):

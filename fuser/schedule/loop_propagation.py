@@ -335,9 +335,9 @@ def parallelize_like(
     """Copies the parallel types of the reference tensor's first `pos` loop axes to matching axes of
     other tensors.
 
-    By default, all tensors and all types are included; `selected_tensors` and
-    `selected_parallel_types` restrict them. Vectorize is copied only to selected tensors, because
-    it describes how one tensor is accessed. `propagate_padding` has no effect.
+    By default, all tensors get all types. `selected_tensors` and `selected_parallel_types` restrict
+    the tensors and the types. Vectorize is copied only to selected tensors, because it describes
+    how one tensor is accessed. `propagate_padding` has no effect.
     """
     del propagate_padding  # accepted for nvFuser's signature; axes are never padded here
     fusion = reference_tv.fusion

@@ -191,9 +191,10 @@ def most_rows(fusion: Fusion) -> int:
 
 
 def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
-    """Returns a view of a rewritten copy of the fusion along its rows.
+    """Copies the fusion, rewrites the copy as `apply` does, and returns (view along its rows,
+    bytes).
 
-    Also returns the bytes of registers that a thread needs for each element.
+    The bytes are the registers that a thread needs for each element of its rows.
     """
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
@@ -286,8 +287,8 @@ def _kept_params(
 def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    This rewrites ops, adds copies into registers, and sets loops, parallel types and compute-at
-    positions.
+    Ops are rewritten, and copies into registers are added. Then loops, parallel types and
+    compute-at positions are set.
     """
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
     if params.threads_x == 0:

@@ -381,7 +381,7 @@ def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
 
 
 def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
-    """Returns the bytes that one element takes in all inputs with all axes together.
+    """Returns the bytes of one element, added up over all inputs that have all axes.
 
     With `outputs`, returns the same for the outputs.
     """
@@ -421,8 +421,8 @@ def loads_for(wanted: int, nbytes: int, most: int = MAX_UNROLL) -> int:
 def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
     """Returns the number of vectors that a thread loads before it uses the first.
 
-    `loaded` has the bytes of one element of all inputs, `wanted` the bytes to load. Returns 1 if
-    some threads of the device would then have no work.
+    `loaded` is the number of bytes of one element, added up over all inputs. `wanted` is the number
+    of bytes to load. Returns 1 if some threads of the device would then have no work.
     """
     unroll = loads_for(wanted, loaded * vector)
     threads = device.sm_count * device.max_threads_per_sm
@@ -433,7 +433,7 @@ def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: Devi
 def apply(fusion: Fusion, params: PointwiseParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    This adds copies into registers, and sets loops, parallel types and compute-at positions.
+    Copies into registers are added. Then loops, parallel types and compute-at positions are set.
     """
     space = space_of(fusion)
     runs = space.runs(space.memory_order())

@@ -257,7 +257,7 @@ def _is_loaded(space: Space, access: Access) -> bool:
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
     """Returns the accesses that could be vectors if rows are shifted to aligned addresses.
 
-    These are inputs that are loaded in front of their uses, and outputs that are stored in vectors.
+    The accesses are loads of inputs in front of their uses, and stores of outputs in vectors.
     Returns an empty tuple if not all of them are dense rows of one order.
     """
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
@@ -270,7 +270,7 @@ def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
 def apply(fusion: Fusion, params: ReductionParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    This adds copies into registers, and sets loops, parallel types and compute-at positions.
+    Copies into registers are added. Then loops, parallel types and compute-at positions are set.
     """
     fusion.joined = tuple(joined_spaces(fusion))
     # A result that other ops read stays in registers; its copy becomes the output.
@@ -721,7 +721,7 @@ def outer_params(
 def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
     """Returns a copy of `chosen` in which one CUDA block sums each narrow group of columns alone.
 
-    A block has `x` threads along the columns, and reads `nbytes`. Because it reads few bytes, an
+    A block has `x` threads along the columns, and reads `nbytes`. The columns have few bytes, so an
     exchange between several blocks would take longer.
     """
     wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)

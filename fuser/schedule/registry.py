@@ -32,9 +32,10 @@ Params = Any
 class Scheduler:
     """One way to turn a fusion into a kernel, as a table entry of functions.
 
-    - `accepts` returns the reason why it rejects a fusion, or None if it accepts the fusion.
-    - `chooser` analyses a fusion once. It returns a function that chooses parameters from the sizes
-      and alignments of the inputs.
+    - `accepts` returns the reason why the scheduler rejects a fusion, or None if the scheduler
+      accepts the fusion.
+    - `chooser` analyses a fusion once, and returns a function. That function chooses parameters
+      from the sizes and alignments of the inputs.
     - `apply` schedules the fusion in place. The result depends on fusion and parameters alone.
     - `generic` returns parameters that are valid for every input.
     - `rungs` returns the parameters to try in turn, from the chosen parameters to the generic ones.

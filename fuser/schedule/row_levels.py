@@ -48,7 +48,8 @@ def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
 
 
 def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
-    """Returns, for each tensor, the levels in which reductions and outputs are computed from it.
+    """Returns, for each tensor, the levels in which reductions and outputs are computed from the
+    tensor.
 
     A level is a number of dependent reductions that are complete. A reduction or output counts only
     if no other reduction is on the way from the tensor.
@@ -255,8 +256,8 @@ def two_pass_welford(fusion: Fusion) -> None:
         avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
                                       var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
 
-    Inputs converted from half precision need no correction term. They deviate from their mean by 0
-    or at least 2^-12 of it, and the rounding error of the mean is far smaller.
+    Inputs converted from half precision need no correction term. Such inputs deviate from their
+    mean by 0, or by at least 2^-12 of the mean. The rounding error of the mean is far smaller.
 
     A Welford op is left unchanged in three cases:
 
@@ -362,8 +363,9 @@ class RowView:
 
     @cached_property
     def dense(self) -> tuple[Access, ...]:
-        """The accesses to tensors with all axes, or an empty tuple if these are not all dense in
-        one order.
+        """The inputs and outputs that have all axes of the reference tensor, as `Access`es.
+
+        The tuple is empty unless all of these tensors are dense and have one memory order.
         """
         found = [a for a in self.space.accesses if a.tv in self.full]
         return tuple(found) if self.space.are_dense(found) else ()
@@ -371,7 +373,7 @@ class RowView:
     def is_costly(self, op: TensorOp) -> bool:
         """Whether computing an op again costs more than holding its result in registers.
 
-        This is so if the op is expensive, or reads an input from memory that registers do not hold.
+        True if the op is expensive, or reads an input from memory that registers do not hold.
         """
         full = self.full
         return op.name in EXPENSIVE or any(

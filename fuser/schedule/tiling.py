@@ -119,7 +119,7 @@ class Loops:
 
         Without `only`, `tv` must have all axes of the reference tensor and no others; broadcast
         axes are ignored. With `only` (numbers of reference logical axes), `tv` must have exactly
-        these axes. If it does not, it is unchanged. A vector axis of the reference tensor becomes
+        these axes. Otherwise `tv` is unchanged. A vector axis of the reference tensor becomes
         serial.
         """
         if tv is self.reference:
@@ -156,9 +156,7 @@ def vectorize_last(tv: TensorView) -> None:
 
 
 def is_direct_input(access: Access) -> bool:
-    """Whether an input is read at the reference tensor's own index, so that it can be loaded in
-    advance.
-    """
+    """Whether an input is read at the reference tensor's own index, so it can be loaded early."""
     return not access.is_output and bool(access.order)
 
 

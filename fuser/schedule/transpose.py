@@ -62,12 +62,11 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def stays_coalesced(parts: Sequence[Fusion], union: Fusion) -> bool:
-    """Whether a kernel for `union` accesses tensors along their innermost axes as well as its parts
-    do.
+    """Whether a merged kernel still accesses every tensor along the tensor's innermost axis.
 
     `union` is a pointwise fusion that does the work of all `parts`. A tile in shared memory
     supports two different innermost axes. `union` must therefore have at most two, or no more than
-    some part.
+    some fusion in `parts`.
     """
     most = _innermost_axes(union)
     return most <= 2 or most <= max(map(_innermost_axes, parts))
@@ -329,9 +328,9 @@ class TransposeParams:
     """The parameters of a transpose kernel.
 
     A tile has `edge` elements along the direct tensors' innermost axis, which are accessed in
-    vectors of `vector` elements. It has `staged_edge` elements along the staged tensors' innermost
-    axis, in vectors of `staged_vector` elements. `threads` is the number of threads of a CUDA
-    block.
+    vectors of `vector` elements. Along the staged tensors' innermost axis, the tile has
+    `staged_edge` elements, in vectors of `staged_vector` elements. `threads` is the number of
+    threads of a CUDA block.
     """
 
     threads: int
@@ -351,7 +350,8 @@ class TransposeParams:
         )
 
     def is_alike(self, other: object) -> bool:
-        """Whether a kernel with `other` is about as fast as this one.
+        """Whether a kernel with the parameters `other` is about as fast as a kernel with these
+        parameters.
 
         Both must have tiles of the same extents, because a larger tile may be mostly empty.
         """
@@ -436,9 +436,11 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
 
 
 def accesses_along(space: Space) -> dict[int, list[Access]]:
-    """Returns the tensors that have all axes, by the position of their innermost axis in memory.
+    """Groups the accesses to tensors that have all axes by the innermost axis of the tensor in
+    memory.
 
-    Tensors that are not contiguous along this axis are left out.
+    The keys are positions of axes. Tensors that are not contiguous along their innermost axis are
+    left out.
     """
     along: dict[int, list[Access]] = {}
     for access in space.accesses:

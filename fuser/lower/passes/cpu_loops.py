@@ -325,8 +325,8 @@ def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
     """Returns the statements that add accumulators to the double-precision accumulators after
     `count` iterations.
 
-    `start` is the first of these iterations. If blocks are counted over several runs of the loop,
-    the statements run only where a block of terms ends.
+    `start` is the first of these iterations. If one block of terms spans several executions of the
+    loop (`is_counted`), the statements run only where a block ends.
     """
     moves = found.nest(found.move(), depth=found.depth)
     if not found.is_counted:
@@ -484,7 +484,7 @@ def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
 
     Returns the loop and the statements around it. For floating types, a separate flag records NaNs.
     Initially the flag says whether the accumulator is NaN, because an earlier iteration of an outer
-    loop may have met one.
+    loop may have read a NaN.
     """
     assert isinstance(step.target, Var)
     name, dtype = step.target.name, step.target.dtype

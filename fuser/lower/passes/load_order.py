@@ -158,9 +158,9 @@ NOTHING: Mapping[str, int] = {}
 def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
     """Inserts `Forget` statements, in place, so that 16-bit elements are converted again.
 
-    This applies to register arrays whose elements are converted before and after a reduction over
-    threads. Converted values would take twice the registers in between. `sizes` has the sizes of
-    arrays declared outside of the body.
+    The register arrays are those whose elements are converted both before and after a reduction
+    over threads. Converted values would take twice the registers in between. `sizes` has the sizes
+    of arrays declared outside of the body.
     """
     own = [s for s in body.statements if isinstance(s, Declare) and s.size is not None]
     sizes = {**sizes, **{s.name: s.size for s in own if s.size is not None}}

@@ -37,8 +37,8 @@ class _SharedArrayUses:
     def conflicts(self, later: _SharedArrayUses) -> bool:
         """Whether a barrier is necessary between these statements and the statements of `later`.
 
-        This is so if `later` reads an array that these statements write, or writes an array that
-        these statements read or write.
+        A barrier is necessary if `later` reads an array that these statements write, or writes an
+        array that these statements read or write.
         """
         return self.overlaps(later) or bool(self.writes & later.writes)
 
@@ -51,9 +51,9 @@ def insert_barriers(body: Body) -> None:
     """Inserts barriers (`Sync` statements) in place.
 
     Before: producers are in front of consumers, and nothing is synchronised. After: every thread
-    passes a barrier between two statements if one writes a shared array that the other uses. This
-    includes the step from the end of a loop's body to its start. Barriers are outside of
-    predicates, because all threads of a CUDA block must pass.
+    passes a barrier between two statements if one writes a shared array that the other uses. The
+    end of a loop's body and its start, in the next iteration, are such statements, too. Barriers
+    are outside of predicates, because all threads of a CUDA block must pass.
     """
     _process(body, _SharedArrayUses())
 

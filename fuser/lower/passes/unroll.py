@@ -171,8 +171,8 @@ def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
 def mark_unrolled(body: Body) -> None:
     """Marks the loops of constant extent that the compiler must unroll, in place.
 
-    These are loops that the schedule unrolls, and loops whose index selects a register, because
-    registers have no addresses.
+    Two kinds of loops are marked: loops that the schedule unrolls, and loops whose index selects a
+    register, because registers have no addresses.
     """
     for s in walk(body):
         if isinstance(s, For) and sc.int_value(s.extent) is not None:

@@ -129,7 +129,7 @@ def _tests(guard: Scalar) -> list[Scalar]:
 def _step(test: Scalar, v: Symbol) -> int | None:
     """Returns the change of (left side - right side) of a comparison when `v` grows by 1.
 
-    This is 0 for a test without `v`. Returns None if the change is not constant.
+    The change is 0 for a test without `v`. Returns None if the change is not constant.
     """
     if v not in sc.symbols(test):
         return 0

@@ -2,7 +2,8 @@
 
 - `KERNELS`: each kernel says which calls it supports, and computes output, log_sumexp and
   gradients.
-- `ORDERS`: the order in which kernels are tried. It depends on the call, its shape and the machine.
+- `ORDERS`: the order in which kernels are tried, which depends on the call, its shape and the
+  machine.
 - A call that no kernel supports is computed step by step, by matrix products and a softmax.
 
 The choice depends only on `AttentionCase`, which an op and its gradient share. The choice does not
@@ -885,7 +886,7 @@ def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
 def _met(call: Attention, operands: Operands) -> Operands:
     """Returns the operands broadcast to equal batch sizes, and to equal numbers of heads.
 
-    The heads of keys and values stay fewer if several query heads read each of them.
+    If several query heads read each head of keys and values, keys and values keep fewer heads.
     """
     shapes = [t.shape[:-3] for t in operands]
     heads = [t.shape[-3] for t in operands]
@@ -1005,8 +1006,8 @@ def plain_backward(
 ) -> PlainBackward | None:
     """Returns a function that computes the gradients in one torch call and copies nothing.
 
-    The function takes (grad_output, query, key, value, output, log_sumexp). It is valid for
-    operands with these shapes and strides. Returns None if operands need a copy.
+    The function takes (grad_output, query, key, value, output, log_sumexp). The function is valid
+    for operands with these shapes and strides. Returns None if operands need a copy.
     """
     if grad_output.dim() != 4 or grad_output.is_meta or results[1].dtype is not torch.float32:
         return None

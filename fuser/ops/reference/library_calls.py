@@ -41,7 +41,7 @@ class Returning(NamedTuple):
 
     - `make` takes a list of all operands, and returns the results.
     - `direct` does the same in less time. It takes only the operands at the positions `places`, as
-      separate arguments. It is used in repeated runs if only the first result is read.
+      separate arguments. Repeated runs use `direct` if only the first result is read.
     """
 
     make: Callable[[Sequence[Tensor]], Sequence[Tensor]]

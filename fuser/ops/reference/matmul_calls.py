@@ -69,7 +69,8 @@ def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Te
     """Returns the operands with equal sizes of the contracted axis.
 
     If the axis is empty in one operand and has size 1 in the other, the axis becomes empty in both.
-    This occurs for an empty part of a tensor in a loop. In all other cases, returns `inputs`.
+    Such operands occur for an empty part of a tensor in a loop. In all other cases, returns
+    `inputs`.
     """
     a, b, *bias = inputs
     at = -1 if isinstance(op, nodes.LinearOp) else max(b.dim() - 2, 0)
