@@ -580,7 +580,7 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
 
     Also returns these lines without the loop of a folded grid. The number of a CUDA block
     determines to which of the fused kernels the block belongs. The block computes the coordinates
-    that it would have in a launch of that kernel alone.
+    that the block would have in a launch of that kernel alone.
     """
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"

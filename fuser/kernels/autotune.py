@@ -194,8 +194,8 @@ class Tuning:
         return tuple((name, int(values[s]).bit_length()) for name, s in named)
 
     def known(self, asked: InputsClass) -> Params | None:
-        """Returns the tuned parameters for a class of inputs if they are cached in memory or on
-        disk, else None.
+        """Returns the tuned parameters for a class of inputs from memory or disk; None if not
+        cached.
 
         If the heuristic's choice has no neighbours, there is nothing to time, and that choice is
         returned.
@@ -543,7 +543,7 @@ class Scratch:
             flat.zero_()
 
     def difference(self, other: Scratch, tolerance: float) -> float | None:
-        """Compares two sets of results. Returns None if they agree within `tolerance`.
+        """Compares two sets of results. Returns None if the results agree within `tolerance`.
 
         Otherwise, returns the largest difference of floating-point results as a multiple of the
         allowed difference. Returns inf if values that are not finite floating-point numbers differ.

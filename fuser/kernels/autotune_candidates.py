@@ -2,8 +2,8 @@
 
     pointwise(threads 128x1, vector 8, unroll 1)  ->  threads 64, 256; vector 4; unroll 2; both; ..
 
-A neighbour of parameters differs from them in some values, each by a factor that is a power of two.
-Lowering or launching a neighbour may be impossible. The search skips such neighbours.
+Neighbours differ from the chosen parameters in some values, each by a factor that is a power of
+two. Lowering or launching a neighbour may be impossible. The search skips such neighbours.
 """
 
 from __future__ import annotations

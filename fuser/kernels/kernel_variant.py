@@ -102,8 +102,8 @@ class Variant:
         """Returns the text of the op that computes the tensor named in an error, with the user's
         source line.
 
-        If no op computes the tensor, returns the ops that read it. If the error names no tensor,
-        returns all ops. `tensors` are the fusion's inputs and outputs.
+        If no op computes the tensor, returns the ops that read the tensor. If the error names no
+        tensor, returns all ops. `tensors` are the fusion's inputs and outputs.
         """
         named = re.search(r"\bT(\d+)\b", str(error))
         number = int(named[1]) if named else None
@@ -316,8 +316,9 @@ def launch_of(
 
 
 class _ScalarArgument(NamedTuple):
-    """A kernel argument that depends on the scalar inputs. Calling it computes the argument from
-    the values of the scalar inputs."""
+    """A kernel argument that depends on the scalar inputs, as a function that computes the argument
+    from the values of the scalar inputs.
+    """
 
     scalar: Scalar
     known: Mapping[Symbol, Number]

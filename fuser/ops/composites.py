@@ -62,7 +62,8 @@ def _result_dtype(name: str, input: TensorView, dtype: DtypeLike | None) -> Data
 
 
 def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> TensorView:
-    """Returns `input`, cast to `dtype` if it is passed, and then to the dtype of the computation.
+    """Returns `input`, cast to `dtype` if `dtype` is passed, and then to the dtype of the
+    computation.
 
     Raises `DtypeError` for a dtype that is not floating.
     """
@@ -329,8 +330,8 @@ def cross_entropy(
     - `weight` [C] has a factor for the loss of each class.
     - Targets that are `ignore_index` have a loss of 0.
     - `reduction` is "none", "mean" or "sum". For class indices, the mean divides by the total
-      weight of the targets that are not `ignore_index`. For probabilities, it divides by the
-      number of losses.
+      weight of the targets that are not `ignore_index`. For probabilities, the
+      mean divides by the number of losses.
     - `label_smoothing` is the share of the target that is spread evenly over all classes.
     - An index that is not a class gives NaN; torch raises an error instead.
 

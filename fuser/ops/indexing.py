@@ -129,8 +129,8 @@ def embedding_fwd(
     - With `max_norm`, a row with a larger norm is scaled down to this norm. `norm_type` is the
       order of the norm; the default is 2. Order 0 counts the elements that are not 0.
     - `weight` is not changed, whereas torch writes the scaled rows back into `weight`.
-    - `padding_idx`, `scale_grad_by_freq` and `sparse` are ignored, because they affect gradients
-      only.
+    - `padding_idx`, `scale_grad_by_freq` and `sparse` are ignored, because these arguments affect
+      gradients only.
 
     Raises:
         DefinitionError: the weight does not have two axes.

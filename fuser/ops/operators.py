@@ -167,7 +167,7 @@ def _has_no_truth(self: TensorView) -> bool:
 def _equality(op: str) -> Callable[[TensorView, object], Any]:
     """Returns the method of `==` or `!=`.
 
-    In a user's definition, the method adds an op. Elsewhere, it compares by identity.
+    In a user's definition, the method adds an op. Elsewhere, the method compares by identity.
     """
     append = _binary(op)
 
@@ -243,7 +243,8 @@ def _chosen_by(item: object) -> str:
 def _bounds(
     tv: TensorView, key: object, item: Any, size: Scalar
 ) -> tuple[Scalar | int, Scalar | int]:
-    """Returns (start, end) that the slice `item` selects of an axis; (0, `size`) if it is no slice.
+    """Returns the part (start, end) of an axis that `item` selects; (0, `size`) if `item` is no
+    slice.
 
     `key` is the whole key, for errors.
     """

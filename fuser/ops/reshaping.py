@@ -453,7 +453,7 @@ def expand(arg: TensorView, shape: Sequence[SizeLike]) -> TensorView:
       added.
     - An expanded axis has one element in memory, with stride 0.
     - Any other axis keeps its size, which must equal the size in `shape`. If one of the two sizes
-      is symbolic, they are compared when the program gets its inputs.
+      is symbolic, the two are compared when the program gets its inputs.
     - If nothing is expanded, the result is a copy.
 
     Raises:

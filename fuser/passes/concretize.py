@@ -466,7 +466,7 @@ def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
     """Returns the replacements of extent symbols: 0 if the value is 0, else a symbol of at least 1.
 
-    `value` returns the value of a symbol, or None if it is unknown.
+    `value` returns the value of a symbol, or None if the value is unknown.
     """
     extents = {a.size: None for tv in fusion.tensors() for a in tv.domain.axes.values()}
     extents.update({x: None for pair in fusion.equal_extents() for x in pair})

@@ -219,7 +219,8 @@ def _viewed(op: TensorOp, strides: Mapping[TensorView, Strides]) -> Strides | No
 
 
 def _lay(tv: TensorView, order: Order, view: Strides | None) -> None:
-    """Declares the memory order of a tensor if it differs from the order of its axes.
+    """Declares the memory order of a tensor if this order differs from the order of the tensor's
+    axes.
 
     If `view` has strides, the gaps between these strides are declared, too.
     """

@@ -59,7 +59,8 @@ SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 @record
 class Segment:
-    """One unit of work of a compiled program, such as a kernel: ops, tensors it reads and writes.
+    """One unit of work of a compiled program, such as a kernel: its ops, and the tensors that are
+    read and written.
 
     `kind` says what executes the ops: a generated kernel, a library call, a view (alias) or a
     communication. For a kernel, `scheduler` is the name of the scheduler.
@@ -701,7 +702,9 @@ class RowParts:
 
 
 def row_parts(op: TensorOp) -> RowParts | None:
-    """Returns how an op computes partial sums over rows, or None if it does not compute any."""
+    """Returns how an op computes partial sums over rows, or None if the op computes no partial
+    sums.
+    """
     if not isinstance(op, ReductionOp) or not op.out.domain.root:
         return None
     domain = op.out.domain

@@ -30,7 +30,9 @@ Slots = list[Any]
 
 
 class Graph(Protocol):
-    """A captured graph. Its launches must not overlap, because they use the same memory."""
+    """A captured graph. Launches of one graph must not overlap, because all launches use the same
+    memory.
+    """
 
     def launch(self, stream: int) -> None:
         """Enqueues the whole graph on a stream, given by its raw handle.
@@ -334,8 +336,9 @@ class CudaGraphs:
         return found
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> CudaGraph:
-        """Captures the work that the actions enqueue in this thread, and returns it as an
-        executable graph."""
+        """Captures the work that the actions enqueue in this thread, and returns an executable
+        graph.
+        """
         import torch
 
         driver, entry = load_driver(), torch.cuda.ExternalStream(self.stream, device=self._device)

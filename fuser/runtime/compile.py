@@ -37,7 +37,7 @@ def compile_kernels(
     or disk cache are not compiled again.
 
     On the CPU, the missing kernels are compiled in one translation unit. On CUDA, a thread compiles
-    each kernel as soon as `sources` yields it. `checked` (CPU only) adds checks of bounds,
+    each kernel as soon as `sources` yields its source. `checked` (CPU only) adds checks of bounds,
     alignment and barriers, and of uninitialised reads and races in shared memory.
 
     Raises:

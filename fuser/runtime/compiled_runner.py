@@ -160,8 +160,9 @@ def waits_for() -> str:
 
 
 def wait(timeout_s: float) -> ModuleType | None:
-    """Waits for the compiled runner and returns the runner. Returns None if it cannot be compiled,
-    or not within `timeout_s` seconds."""
+    """Waits for the compiled runner and returns the runner. Returns None if the runner cannot be
+    compiled within `timeout_s` seconds.
+    """
     expiry = time.monotonic() + timeout_s
     while find() is None and not _state.is_absent and time.monotonic() < expiry:
         time.sleep(_POLL_S)
@@ -169,8 +170,9 @@ def wait(timeout_s: float) -> ModuleType | None:
 
 
 def _look() -> ModuleType | None:
-    """Loads the compiled runner from the cache. If the cache does not have it, starts the compiler,
-    or checks whether the compiler has ended."""
+    """Loads the compiled runner from the cache. If the cache does not have the runner, starts the
+    compiler, or checks whether the compiler has ended.
+    """
     if _state.build is not None:
         made = _state.build.poll()
         if made is None:

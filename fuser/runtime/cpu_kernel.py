@@ -132,7 +132,8 @@ def try_compiler(timeout_s: float) -> str:
     """Compiles one line of C++ with the flags of kernels. Returns the compiler's path and version.
 
     Raises:
-        CompileError: there is no compiler, it fails, or it does not end within `timeout_s` seconds.
+        CompileError: there is no compiler, or the compiler fails or does not end within
+            `timeout_s` seconds.
     """
     _run_compiler((), _TRIVIAL, {}, timeout_s=timeout_s)
     compiler = cxx_compiler()

@@ -109,7 +109,7 @@ def _architecture(index: int) -> str:
 def architecture(index: int | None) -> str:
     """Returns the GPU architecture to compile for, such as `sm_90a`.
 
-    `index` is the number of the CUDA device. If it is None, torch's current device is used.
+    `index` is the number of the CUDA device. If `index` is None, torch's current device is used.
 
     Raises:
         InputError: there is no CUDA device.
@@ -122,8 +122,9 @@ def architecture(index: int | None) -> str:
 
 
 def compile_for_device(sources: Iterable[KernelSource], arch: str) -> list[CompiledKernel]:
-    """Compiles kernels, or finds them in the disk cache, and loads them. Each kernel is compiled as
-    soon as `sources` yields it."""
+    """Compiles and loads kernels; kernels in the disk cache are only loaded. A kernel is compiled
+    as soon as `sources` yields its source.
+    """
     sources, compiled = tee(sources)
     codes = cubins(compiled, arch)
     return [CudaKernel(source, code) for source, code in zip(sources, codes, strict=True)]
@@ -442,8 +443,8 @@ def _load_or_compile(cache: KernelCache, key: str, source: KernelSource, arch: s
 def cubins(sources: Iterable[KernelSource], arch: str) -> list[bytes]:
     """Returns the machine code of each kernel, from the disk cache or from NVRTC.
 
-    A thread compiles each kernel as soon as `sources` yields it, while the caller lowers the next
-    kernel. NVRTC parses one program at a time, but optimises several in parallel.
+    A thread compiles each kernel as soon as `sources` yields its source, while the caller lowers
+    the next kernel. NVRTC parses one program at a time, but optimises several in parallel.
     """
     cache = KernelCache()
     keys: list[str] = []

@@ -237,7 +237,7 @@ class KernelCache:
         """Stores an object file, and an entry for each kernel in it. `symbols` maps each kernel's
         key to its symbol.
 
-        If the files cannot be written, one warning is given.
+        If the files cannot be written, the process warns once.
         """
         binary = Binary(f"{hashlib.sha256(data).hexdigest()}.{extension}", data)
         self._keep(lambda: self._write(binary, symbols), len(data))
@@ -372,8 +372,8 @@ class KernelCache:
         acquired within `deadline_s` seconds.
 
         The lock only avoids duplicate work. Without the lock, two processes compile the same
-        kernel, and either result is right. The lock belongs to the open file, so it ends when its
-        process dies.
+        kernel, and either result is right. The lock belongs to the open file, so the lock ends when
+        the process dies.
         """
         path = self.folder / "locks" / f"{key}.lock"
         handle = _open_lock(path)

@@ -99,7 +99,8 @@ class BoundLaunch:
 
         Each call must replace the pointers of these parameters. `names` has the name (an integer)
         of each tensor. The tensors in `fixed`, by name, are the same in all calls and are not in
-        the pairs. `memories` are the workspaces (`make_memories`). The caller must keep them alive.
+        the pairs. `memories` are the workspaces (`make_memories`), which the caller must keep
+        alive.
         """
         args, moving = list(self.args), list[tuple[int, int]]()
         for param, position in self.pointers:

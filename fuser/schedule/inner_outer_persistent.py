@@ -50,8 +50,10 @@ RESIDENT = 1024
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
-    fusion.
+    """Returns the reason why the inner-outer persistent scheduler rejects the fusion, or None.
+
+    The scheduler accepts fusions that `inner_persistent` accepts and that also sum over the rows,
+    in partial sums.
     """
     found = {op.out_tensor: parts for op in fusion.exprs if (parts := row_parts(op)) is not None}
     if not found:
@@ -126,7 +128,8 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 def generic(device: DeviceInfo) -> InnerPersistentParams:
     """Returns parameters for rows of any alignment, up to eight times as long as `suits` allows.
 
-    Such rows can occur, because the scheduler is chosen by global sizes.
+    Such rows can occur, because the scheduler is chosen by the sizes of whole tensors, and a rank's
+    shards have other sizes.
     """
     threads = device.max_threads_per_block
     return InnerPersistentParams(threads, kept=8 * LONGEST_ROW // threads, resident=RESIDENT)

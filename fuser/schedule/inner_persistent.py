@@ -85,8 +85,10 @@ ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
-    fusion.
+    """Returns the reason why the inner persistent scheduler rejects the fusion, or None.
+
+    The scheduler accepts reductions along the innermost axes in memory whose results are used along
+    the same axes, as in softmax.
     """
     if fusion.aliases:
         return "an output is written into an input"
@@ -165,7 +167,7 @@ def _order_rejection(fusion: Fusion) -> str | None:
 def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
     """Returns the number of rows of a reduction, and the number of elements in a row.
 
-    A row has the elements that one result of the reduction is computed from.
+    One result of the reduction is computed from the elements of one row.
     """
     sizes: dict[bool, list[Scalar]] = {False: [], True: []}
     for axis in reduction.domain.logical:

@@ -139,8 +139,10 @@ class OuterPersistentParams:
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
-    fusion.
+    """Returns the reason why the outer persistent scheduler rejects the fusion, or None.
+
+    The scheduler accepts reductions along outer axes in memory whose results are used along the
+    same axes, as in batch norm of channels-last inputs.
     """
     reason = inner_persistent.waiting_rejection(fusion)
     if reason is None:
@@ -180,9 +182,10 @@ def step_of(columns: int, rows: int) -> int:
 
 
 def most_rows(fusion: Fusion) -> int:
-    """Returns the largest number in `STEPS` of rows that a CUDA block can hold in registers, or 0.
+    """Returns the largest of the row counts in `STEPS` that one CUDA block can hold in registers.
 
-    The block then has the smallest number of columns that this scheduler uses.
+    The block then has the smallest number of columns that this scheduler uses. Returns 0 if even
+    the smallest count does not fit.
     """
     view, nbytes = _view_and_bytes(fusion)
     columns = max(SECTOR // _widest(view), 1)

@@ -371,7 +371,8 @@ def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
 
 
 def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
-    """Returns the vector width for a kernel that processes a number of elements.
+    """Returns `vector`, or half of it if the kernel has too few elements for all threads of the
+    device.
 
     Measured on an H200: if vectors of 8 elements leave threads of the device without work, vectors
     of 4 take a tenth less time.
@@ -412,8 +413,9 @@ def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
 
 
 def loads_for(wanted: int, nbytes: int, most: int = MAX_UNROLL) -> int:
-    """Returns how many loads of `nbytes` each have the wanted bytes, as a power of two up to
-    `most`.
+    """Returns how many loads of `nbytes` bytes each are needed to load `wanted` bytes.
+
+    The number is a power of two, at most `most`.
     """
     return min(power_of_two_at_least(-(-wanted // max(nbytes, 1))), most)
 

@@ -69,8 +69,10 @@ CPU_COLUMNS = 256
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why this scheduler rejects the fusion, or None if it accepts the
-    fusion.
+    """Returns the reason why the reduction scheduler rejects the fusion, or None.
+
+    The scheduler accepts independent reductions over the same axes, with pointwise ops before and
+    after the reductions.
     """
     reductions = _reductions(fusion)
     if not reductions:

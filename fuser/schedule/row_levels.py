@@ -304,7 +304,7 @@ def reference_of(fusion: Fusion) -> TensorView:
 class RowView:
     """A fusion seen along the rows of its first reduction, which is the reference tensor.
 
-    A row has the elements that one result of the reduction is computed from.
+    One result of the reduction is computed from the elements of one row.
 
     - `iterated`, `reduced`: the positions of the reference tensor's non-reduced and reduced axes,
       in groups that are contiguous in every tensor.

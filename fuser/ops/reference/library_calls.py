@@ -37,7 +37,8 @@ LibraryCall = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 
 
 class Returning(NamedTuple):
-    """A call of torch that returns the results in new memory, because it cannot write into tensors.
+    """A call of torch that returns the results in new memory, because torch cannot write into
+    tensors.
 
     - `make` takes a list of all operands, and returns the results.
     - `direct` does the same in less time. It takes only the operands at the positions `places`, as

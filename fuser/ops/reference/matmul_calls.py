@@ -284,7 +284,8 @@ def _can_write(out: Tensor) -> bool:
 
 
 def _fitting(x: Tensor) -> Tensor:
-    """Returns a tensor of one element without axes, so that it broadcasts with any tensor.
+    """Returns a tensor of one element without axes, because such a tensor broadcasts with any
+    tensor.
 
     Returns any other tensor unchanged.
     """
@@ -303,7 +304,7 @@ def _is_native(a: Tensor, b: Tensor) -> bool:
 def _in_one_call(given: Given, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
     """Returns the scaled product, bias and rounding included, by one kernel of torch.
 
-    Writes into `out` if it is passed. Returns None if the kernel cannot compute everything.
+    Writes into `out` if `out` is passed. Returns None if the kernel cannot compute everything.
     """
     bias = given.get("bias")
     if "alpha" in given or "beta" in given or dtype not in _NATIVE:
