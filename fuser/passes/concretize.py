@@ -187,7 +187,9 @@ class KeyOfSizes:
         return ConcretizationKey(tuple(plans), ones, empty, clamps, parts)
 
     def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
-        """Yields, for each size that decides about a `?` axis, whether the size is 1."""
+        """Yields, for each size that decides whether a `?` axis is a broadcast, whether the size is
+        1.
+        """
         sizes = self._deciding.scalars
         found = self._deciding.at_once(values) if sizes else ()
         known = (size_of(x, values) for x in sizes) if found is None else found
@@ -314,9 +316,11 @@ def _at(op: TensorOp) -> str:
 
 
 def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> ReshapePlan:
-    """Returns how a reshape with `?` axes is split into squeezes, merges, splits and broadcasts.
+    """Returns how a reshape is divided into squeezes, merges, splits and broadcasts, for known
+    sizes.
 
-    `values` are the sizes for which the reshape is decided.
+    The output axes of the reshape are `?` axes, because symbolic sizes do not decide this. `values`
+    are the sizes.
     """
     sources = op.inp.domain.no_reductions
     ins = [size_of(a.size, values) for a in sources]

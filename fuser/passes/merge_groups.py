@@ -206,8 +206,9 @@ class Merger:
         """Returns whether a pointwise part of a merged group could join another sum instead.
 
         An example is the gradient of rows: this part can join the kernel that sums a weight's
-        gradient. On an H200, for layer norm of 128 x 262144 in float32, this took 184 us. With the
-        row gradients in the kernel of the sums of their own rows (in clusters), it took 226 us.
+        gradient. Measured on an H200, layer norm of 128 x 262144 in float32: 184 us with the row
+        gradients in that kernel. With the row gradients in the kernel of the sums of their own rows
+        (in clusters): 226 us.
         """
         space, mine = self._space_of(part), self._space(place)
         return any(

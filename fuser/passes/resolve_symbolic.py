@@ -42,9 +42,9 @@ Values = Mapping[Symbol, Number] | None
 
 
 def is_undecided(op: TensorOp) -> bool:
-    """Returns whether the op is a reshape that is not decided yet.
+    """Returns whether the op is a reshape whose merges and splits only the input sizes can decide.
 
-    No transforms derive the `?` axes of such a reshape from root axes.
+    The result of such a reshape has `?` axes: axes that may turn out to be broadcasts.
     """
     if not isinstance(op, nodes.ReshapeOp):
         return False
@@ -53,7 +53,10 @@ def is_undecided(op: TensorOp) -> bool:
 
 
 def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
-    """Returns the `?` axes of a slice or pad. Such an axis becomes a broadcast if its size is 1."""
+    """Returns the `?` axes of a slice or pad: axes that may have size 1.
+
+    Such an axis becomes a broadcast axis if the size is 1, and otherwise an iteration axis.
+    """
     if not isinstance(op, SliceOp | PadOp):
         return ()
     domain = op.out.domain
@@ -62,9 +65,10 @@ def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
 
 
 def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
-    """Returns the sizes of `op` that decide about `?` axes by whether they are 1.
+    """Returns the sizes of `op` that decide about `?` axes: an axis of size 1 becomes a broadcast.
 
-    Sizes of reshapes are excluded, because a reshape has a plan (`ReshapePlan`) instead.
+    A `?` axis is an axis that may turn out to be a broadcast. Sizes of reshapes are excluded,
+    because a reshape has a plan (`ReshapePlan`) instead.
     """
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
@@ -91,17 +95,19 @@ def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
 
 
 def iterate_resized(fusion: Fusion) -> None:
-    """Makes every `?` axis of slices and pads an iteration axis, in place, whatever its size.
+    """Makes every `?` axis of slices and pads an iteration axis, in place, although its size may be
+    1.
 
-    Kernels that run for several input classes (sets of sizes) need this. Axes that an op joins with
-    such an axis must have the same size.
+    A `?` axis would otherwise be a broadcast for some sizes and not for others. Kernels that run
+    for several sets of sizes need the same kind for all. Axes that an op joins with such an axis
+    must have the same size.
     """
     if any(resized_axes(op) or _open_axes(op) for op in fusion.used_exprs()):
         resolve_symbolic(fusion, iter(()), None)
 
 
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
-    """Decides all `?` axes of `fusion`, in place.
+    """Decides the kind of all `?` axes of `fusion`, in place: iteration or broadcast.
 
     `plans` has one entry per reshape with `?` axes on which an output depends, in program order.
     `values` has the sizes. If `values` is None, `?` axes of slices and pads become iteration axes.
@@ -135,8 +141,9 @@ def _decide(
 ) -> list[TensorOp]:
     """Returns the squeeze, reshape and broadcast ops that replace a reshape with `?` axes.
 
-    If the tensor has no elements, the reshape stays. Axes of size 1 of the result become broadcast
-    axes, and its other axes become iteration axes.
+    A `?` axis is an axis that may turn out to be a broadcast. If the tensor has no elements, the
+    reshape stays. Axes of size 1 of the result then become broadcast axes, and all others iteration
+    axes.
     """
     out = op.out
     if plan.is_empty:
@@ -241,7 +248,10 @@ def _grouped_domain(
 
 
 def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
-    """Sets root axes, logical axes and transforms of `out`, and repeats its loop transforms."""
+    """Gives `out` the root axes, logical axes and transforms of `domain`.
+
+    The loop transforms that `out` had before are applied again.
+    """
     old = out.domain
     whole = old.having(
         root=domain.root_numbers,

@@ -417,7 +417,9 @@ def test_what_are_no_groups() -> None:
             ("nv_grouped_block_quantize", (None, 32, E4)),
         ):
             op = getattr(ops, name)
-            with pytest.raises(DefinitionError, match=rf"{name}: Expected \[m, k\], but found T"):
+            with pytest.raises(
+                DefinitionError, match=rf"{name}: Expected input of the axes \[m, k\], but found T"
+            ):
                 op(wide, two, two, *more)
             for other in (define_tensor([2], dtype=D.Int), define_tensor([2, 1], dtype=D.Int32)):
                 with pytest.raises(DtypeError, match=f"{name}: Expected input_offsets of one axis"):
@@ -439,7 +441,7 @@ def test_what_are_no_groups() -> None:
 def test_products_of_four_bits_are_refused() -> None:
     with FusionGuard(Fusion()):
         x, offsets = define_tensor([-1, -1]), define_tensor([-1], dtype=D.Int32)
-        text = r"cutlass_nvfp4_grouped_mm: of T\d.* and T\d.*capability 10\.0.*write grouped_mm"
+        text = r"cutlass_nvfp4_grouped_mm: the product of T\d.* and T\d.*capability 10\.0.*write grouped_mm"
         with pytest.raises(UnsupportedError, match=text):
             ops.cutlass_nvfp4_grouped_mm(x, x, x, x, x, x, offsets, offsets, dtype=D.Half)
 
