@@ -4,11 +4,12 @@ A block's language decides how it is tested. `python` and `bash` blocks are run.
 `text` blocks in the steps of CONTRIBUTING.md, are edits. A second word after the language says why
 a block is not run (`NOT_RUN`).
 
-README.md, the tutorials and the how-to guides are *walked*: one folder per page, all blocks in
-order, as a reader does it.
+README.md, the tutorials, the how-to guides and the pages of the examples are *walked*: one folder
+per page, all blocks in order, as a reader does it.
 
 - A `python` block after "Save this as `NAME.py`" becomes that file.
 - A `diff` block changes the first file that the paragraph before it names, into the last one.
+- A `python` block that includes a file of examples/ is that program, which commands run.
 - A `text` block has to be among what the blocks before it printed or wrote, line by line or, where
   the page wraps lines, as a whole; a line may end early, in ` ..`. A second word says why nothing
   on the page prints it.
@@ -42,7 +43,8 @@ PAGES = (
     "benchmarks/notes.md",
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
 )
-WALKED = tuple(p for p in PAGES if p.startswith(("README", "docs/tutorials/", "docs/how-to/")))
+_WALKED = ("README", "docs/tutorials/", "docs/how-to/", "docs/examples/")
+WALKED = tuple(p for p in PAGES if p.startswith(_WALKED))
 LANGUAGES = ("python", "bash", "text", "cpp", "diff")
 NOT_RUN = {
     "sketch": "a text that nothing prints",
@@ -68,7 +70,13 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        return self.language in ("python", "bash") and not self.why_not
+        return self.language in ("python", "bash") and not (self.why_not or self.included)
+
+    @property
+    def included(self) -> str:
+        """The path of the file that the block shows and does not contain, or an empty string."""
+        found = re.fullmatch(r'--8<-- "(.+)"\n', self.text)
+        return found[1] if found else ""
 
 
 def blocks(page: str) -> Iterator[Block]:

@@ -194,6 +194,7 @@ def test_blocks_that_are_not_run_are_few() -> None:
         ("benchmarks/notes.md", "python scripts/bench.py attention --json attention.jsonl"),
         ("benchmarks/notes.md", "python scripts/bench.py kernels --only main --shapes all --dtypes bfloat16 \\"),  # noqa: E501
         ("benchmarks/notes.md", "python scripts/bench.py library --json cells.jsonl"),
+        ("docs/examples/thunder_gpt_block.md", ".venv/bin/python examples/thunder_gpt_block.py"),
         ("docs/explanation/cost-model.md", "mpirun -np 4 python -m hostir calibrate"),
         ("docs/how-to/install.md", "pip install -e '.[mpi]'"),
         ("docs/how-to/use-with-thunder.md", ".venv/bin/pip install lightning-thunder"),

@@ -1,20 +1,114 @@
-"""The examples of the pages run."""
+"""The examples run on simulated ranks, and each has a page that shows it and how to start it.
+
+test_documents.py runs the commands of the pages, and compares their output with the page.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from multidevice import simulate
+from tests.repository.documents import blocks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-PAGE = EXAMPLES.parent / "docs" / "explanation" / "streams-and-overlap.md"
+ROOT = Path(__file__).parents[2]
+EXAMPLES, PAGES = ROOT / "examples", ROOT / "docs" / "examples"
+PAGE = ROOT / "docs" / "explanation" / "streams-and-overlap.md"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+MAX_LINES = 60
+# Example of several ranks -> how many collectives of each kind its program has.
+COLLECTIVES = {
+    "data_parallel_step": {"Allreduce": 2},
+    "sequence_parallel_mlp": {"Allgather": 1, "ReduceScatter": 1},
+    "attention_by_heads": {"Allreduce": 1},
+    "sharded_dropout": {},
+}
+
+
+def test_each_example_has_a_page_and_each_page_an_example() -> None:
+    assert sorted(page.stem for page in PAGES.glob("*.md")) == sorted([*NAMES, "index"])
+    index = (PAGES / "index.md").read_text()
+    for name in NAMES:
+        assert index.count(f"({name}.md)") == 1, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_shows_its_example_and_the_command_that_the_example_names(name: str) -> None:
+    found = list(blocks(f"docs/examples/{name}.md"))
+    assert [block.included for block in found if block.included] == [f"examples/{name}.py"]
+    (command,) = [block.text for block in found if block.language == "bash"]
+    command = re.sub(r"^FUSER_\S+ |\.venv/bin/", "", command.splitlines()[-1])
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
+    lines = [line.partition("  #")[0].strip() for line in docstring.splitlines()]
+    assert any(line and command.startswith(line) for line in lines[1:]), command
+    ranks = re.search(r"-np (\d)", command)
+    row = re.search(rf"\({name}\.md\).*\| (\d) \|$", (PAGES / "index.md").read_text(), re.MULTILINE)
+    assert row and row[1] == (ranks[1] if ranks else "1")
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "thunder_gpt_block"])
+def test_an_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_an_example_of_several_ranks(
+    name: str, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example compares itself with torch; its program has the collectives of its page."""
+    with simulate(ranks) as world:
+        results = world.run(runpy.run_path, str(EXAMPLES / f"{name}.py"))
+    printed = capsys.readouterr().out
+    assert sorted(re.findall(r"^rank (\d): ", printed, re.MULTILINE)) == [*map(str, range(ranks))]
+    fd = results[0]["on_all_ranks" if name == "sharded_dropout" else "fd"]
+    kinds = re.findall(r"\(type=(\w+)", str(fd.fec.host_program()))
+    assert Counter(kinds) == (COLLECTIVES[name] if ranks > 1 else {})
+
+
+def test_rms_norm_is_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "rms_norm.py"))
+    printed = capsys.readouterr().out
+    assert printed.count("LaunchKernel(") == printed.count("__global__") == 1
+
+
+def test_mixture_of_experts_has_two_grouped_products(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "mixture_of_experts.py"))
+    assert capsys.readouterr().out.count("GroupedMmaOp(") == 2
+
+
+def test_dynamic_sizes_share_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "dynamic_sizes.py"))
+    printed = capsys.readouterr().out
+    assert re.findall(r"(\d+) rows: program (\d)", printed) == [
+        ("8", "0"), ("100", "0"), ("1000", "0"), ("8", "0"), ("0", "1"),
+    ]  # fmt: skip
+
+
+def test_predicted_time_falls_with_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "predicted_time.py"))
+    rows = re.findall(r"^ +(\d) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.M)
+    assert [row[0] for row in rows] == ["1", "2", "4", "8"]
+    times, exposed, memory = zip(*[map(float, row[1:]) for row in rows], strict=True)
+    assert list(times) == sorted(times, reverse=True)
+    assert list(memory) == sorted(memory, reverse=True)
+    assert exposed[0] == 0 and list(exposed) == sorted(exposed)
+
+
+def test_missing_wait_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    names = runpy.run_path(str(EXAMPLES / "missing_wait.py"))
+    assert names["text"].count("Synchronize(") == names["edited"].count("Synchronize(") + 1
+    printed = capsys.readouterr().out
+    assert "this program must not run:\nreturned too early: " in printed
+    assert printed.endswith("[nan, nan, nan]\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

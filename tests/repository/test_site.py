@@ -97,8 +97,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "mkdocs.yml", folder)
-    for package in ("fuser", "multidevice", "hostir"):
-        (folder / package).symlink_to(ROOT / package)
+    for name in ("fuser", "multidevice", "hostir", "examples"):
+        (folder / name).symlink_to(ROOT / name)
     built = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict"],
         cwd=folder,
