@@ -1,5 +1,7 @@
-"""The part of a buffer that a tensor refers to, as a box (a range along each axis) of the tensor
-that owns the buffer."""
+"""Describes which elements of a buffer a tensor refers to, so that two accesses can be compared.
+
+The elements form a box: a range of indices along each axis of the tensor that owns the buffer.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +31,31 @@ Grid = tuple[tuple[Owned, Hashable], ...]
 
 
 def whole_box(shape: Iterable[int]) -> Box:
-    """Returns the box that contains all elements of a buffer of this shape."""
+    """Returns the box that contains all elements of a buffer with this `shape`: along each axis,
+    the range from 0 to the size of the axis."""
     return tuple((0, n) for n in shape)
 
 
 def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
-    """Returns the meaning of the axes of a tensor that refers to a whole buffer: each axis counts
-    the elements of one buffer axis.
+    """Describes the axes of a tensor that refers to a whole buffer: each tensor axis runs over one
+    buffer axis.
 
-    The meaning of an axis is a tuple of (buffer axis, elements per index, number of indices), with
-    one entry per merged buffer axis.
+    The result has, for each tensor axis, a tuple of triples (buffer axis, elements per index,
+    number of indices). The tuple has one triple here. It has several after a reshape that merges
+    buffer axes into one tensor axis.
     """
     return tuple(((k, 1, n),) for k, n in enumerate(shape))
 
 
 def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | None:
-    """Restricts a box to the range `start` to `start + length` along one axis of a tensor. Returns
-    the smaller box and the new meaning of that axis.
+    """Computes the elements of a buffer that remain if one tensor axis is restricted to the indices
+    `start` to `start + length`.
 
-    `owned` is the meaning of the axis: (buffer axis, elements per index, number of indices) for
-    each buffer axis that the axis merges. Returns None if the range is no box: such a range crosses
-    from one index of an outer merged axis to the next.
+    `box` has the elements before the restriction. `owned` has a triple (buffer axis, elements per
+    index, number of indices) for each buffer axis that the tensor axis runs over, outermost first.
+    Returns the smaller box, and the triples of the restricted axis. Returns None if the remaining
+    elements do not form a box. This happens if a range of a merged axis begins and ends within
+    different indices of the outer buffer axis.
     """
     kept: list[tuple[int, int, int]] = []
     inside = math.prod(count for _, _, count in owned)
@@ -74,11 +80,11 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
 def reshaped(
     shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
 ) -> list[Owned | None]:
-    """Returns the meaning of each axis of a reshape's result, in terms of the axes of the buffer.
+    """Computes which buffer axes each axis of a reshape's result runs over.
 
-    `shape` and `owned` are the sizes and the meanings of the operand's axes, `out` the sizes of the
-    result. The meaning of an axis is (buffer axis, elements per index, number of indices) for each
-    merged buffer axis.
+    `shape` and `owned` describe the axes of the reshape's operand, and `out` has the sizes of the
+    result. `owned` and the returned list describe an axis by triples of (buffer axis, elements per
+    index, number of indices). An axis is None if its buffer axes are unknown.
     """
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
@@ -108,11 +114,12 @@ def reshaped(
 
 
 def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Owned | None]:
-    """Divides merged buffer axes over new axes with these `sizes`. Returns the meaning of each new
-    axis; None if unknown.
-
-    `steps` has (buffer axis, elements per index, number of indices) for each merged axis, outermost
+    """Divides the indices of merged buffer axes among new tensor axes with these `sizes`, outermost
     first.
+
+    `steps` has a triple (buffer axis, elements per index, number of indices) for each merged buffer
+    axis, outermost first. Returns the triples of each new axis. If a size does not divide the
+    buffer axes, that axis and all later axes are None.
     """
     rest = list(reversed(steps))
     found: list[Owned | None] = []
@@ -134,13 +141,13 @@ def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[
 
 
 def overlap(a: Box, b: Box) -> bool:
-    """Whether two boxes have an element in common."""
+    """Returns whether the boxes `a` and `b` of one buffer have an element in common."""
     return all(i < j + m and j < i + n for (i, n), (j, m) in zip(a, b, strict=True))
 
 
 def box_text(box: Box, whole: Iterable[int]) -> str:
-    """Returns the text of a box, such as `[2:4, :]`. Returns "" if the box is the whole buffer of
-    shape `whole`."""
+    """Returns a box as text for messages, such as `[2:4, :]`. Returns "" if the box is the whole
+    buffer, whose shape is `whole`."""
     sizes = tuple(whole)
     if all(b == (0, n) for b, n in zip(box, sizes, strict=True)):
         return ""
@@ -152,8 +159,8 @@ def box_text(box: Box, whole: Iterable[int]) -> str:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """Returns the elements of a box that no box in `covers` contains, as boxes that do not
-    overlap."""
+    """Returns the elements of `box` that no box in `covers` contains, as a list of boxes that do
+    not overlap. An empty list means that `covers` contains every element."""
     left = [box]
     for cover in covers:
         left = [piece for one in left for piece in _subtract(one, cover)]
@@ -163,7 +170,8 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def _subtract(box: Box, cover: Box) -> list[Box]:
-    """Returns the elements of a box that are not in `cover`, as boxes that do not overlap."""
+    """Returns the elements of `box` that are not in the box `cover`, as a list of boxes that do not
+    overlap."""
     if not overlap(box, cover) or math.prod(n for _, n in box) == 0:
         return [box]
     pieces: list[Box] = []
@@ -184,10 +192,16 @@ def _subtract(box: Box, cover: Box) -> list[Box]:
 
 @dataclass(eq=False, slots=True)
 class Use:
-    """A read or write of a part of a buffer.
+    """One read or write of a part of a buffer, which the race check compares with later reads and
+    writes.
 
-    `began` is the stream on which the use began. `stream` and `tick` are the position at which the
-    use ended; `stream` is None while a communication is in flight.
+    - `site`: the op and the iteration of its loops; `is_write`: whether the op writes; `box`: the
+      elements.
+    - `began`: the stream on which the access began.
+    - `stream`, `tick`: the stream on which the access ended, and how many ops that stream had then
+      received. `stream` is None while a communication is in flight, because the access has not
+      ended.
+    - `communication`: the communication that reads or writes the buffer, or None for any other op.
     """
 
     site: Site
@@ -199,14 +213,20 @@ class Use:
     communication: InFlight[Any] | None
 
     def is_before(self, clock: Clock) -> bool:
-        """Whether the use ended before everything that is ordered after `clock`."""
+        """Returns whether this read or write has ended before the next op of the stream whose
+        vector clock is `clock`. Returns False while a communication is in flight, because its reads
+        and writes have not ended."""
         return self.stream is not None and clock.get(self.stream, 0) >= self.tick
 
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """The last write of one box, and the reads since this write. Earlier uses are ordered before
-    the last write or were reported."""
+    """The accesses of one box of a buffer with which the race check compares a later access: the
+    last write, and the reads after that write.
+
+    Accesses before the last write are not kept, because they were ordered before the write or were
+    reported as a race.
+    """
 
     write: Use | None = None
     reads: list[Use] = field(default_factory=list[Use])
@@ -215,8 +235,9 @@ class Cell:
     parts: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
     def add(self, use: Use) -> None:
-        """Records a use. A write replaces all earlier uses. A read replaces the earlier read of the
-        same stream."""
+        """Records an access of the box. A write replaces all earlier accesses. A read replaces an
+        earlier read on the same stream, because an op that runs after the later read also runs
+        after the earlier read."""
         if use.is_write:
             self.write, self.reads = use, []
         else:
@@ -227,10 +248,14 @@ class Cell:
 
 @dataclass(eq=False, slots=True)
 class TrackedBuffer:
-    """A buffer and its uses.
+    """A buffer, together with the reads and writes that the race check has seen so far.
 
-    `owner` is the tensor that owns the buffer. `home` is the stream that allocated the buffer.
-    `made` is the allocation, or None if the caller passed the buffer.
+    - `owner`: the tensor for which the buffer was allocated; `shape`: the shape of the buffer.
+    - `home`: the stream that allocated the buffer.
+    - `made`: the allocation, as a write; None if the caller passed the buffer.
+    - `is_filled`: whether all elements are known to be written.
+    - `cells`: the accesses, by box. Boxes are grouped by how they were cut from the buffer.
+    - `freed`: the op that freed the buffer; None before that.
     """
 
     owner: TensorView
@@ -243,11 +268,13 @@ class TrackedBuffer:
 
     @property
     def is_callers(self) -> bool:
-        """Whether the caller owns the buffer."""
+        """Whether the caller of the program passed the buffer. Otherwise the program allocated the
+        buffer."""
         return self.made is None
 
     def uses(self) -> Iterator[Use]:
-        """Yields the uses with which later uses are compared."""
+        """Yields the reads and writes of the buffer that the race check still compares with a new
+        access."""
         for cells in self.cells.values():
             for cell in cells.values():
                 if cell.write is not None:
@@ -255,9 +282,10 @@ class TrackedBuffer:
                 yield from cell.reads
 
     def unwritten(self, box: Box) -> list[Box]:
-        """Returns the parts of `box` that were never written, as boxes.
+        """Returns the elements of `box` that no op has written, as a list of boxes.
 
-        Returns none if writes whose positions are unknown may cover all these parts.
+        Some writes are known only by their number of elements, because their positions do not form
+        a box. Returns an empty list if such writes may have written all remaining elements.
         """
         cells = [(at, cell) for cells in self.cells.values() for at, cell in cells.items()]
         left = uncovered(box, (at for at, cell in cells if cell.is_written))
@@ -265,7 +293,8 @@ class TrackedBuffer:
         return left if sum(math.prod(n for _, n in at) for at in left) > somewhere else []
 
     def text(self, box: Box) -> str:
-        """Returns a box of the buffer as text, such as `T3[2:4, :]`."""
+        """Returns a box of the buffer as text for messages, such as `T3[2:4, :]`, where `T3` is the
+        tensor that owns the buffer."""
         return self.owner.label + box_text(box, self.shape)
 
 
@@ -274,12 +303,16 @@ class TrackedBuffer:
 
 
 class NamedRegion(Generic[N, A]):
-    """The part of a buffer that a tensor refers to.
+    """The part of a buffer that a tensor refers to, and how the tensor's axes run over the axes of
+    the buffer.
 
-    `BufferRegion` describes the part on one rank, and `ShardRegion`
-    (`hostir.analysis.rank_regions`) the parts on all ranks. `shape` is the shape of the tensor, in
-    numbers of one rank or in arrays over ranks. `axes` has for each axis of the tensor the elements
-    of the buffer that the axis counts; None if unknown.
+    This base class has the rules that are equal on one rank and on all ranks. `BufferRegion`
+    describes the part on one rank. `ShardRegion` (`hostir.analysis.rank_regions`) describes the
+    parts on all ranks at once.
+
+    - `shape`: the shape of the tensor, as numbers of one rank or as arrays over ranks.
+    - `axes`: for each axis of the tensor, the buffer axes that the tensor axis runs over; None if
+      they are unknown.
     """
 
     __slots__ = ()
@@ -288,16 +321,23 @@ class NamedRegion(Generic[N, A]):
     axes: tuple[A | None, ...]
 
     def having(self, shape: tuple[N, ...], axes: tuple[A | None, ...]) -> Self:
-        """Returns a region with the same elements, but with another shape and other axes."""
+        """Returns a region with the same elements of the buffer, described by another `shape` and
+        other `axes`. Each subclass defines this method, because each has further fields."""
         raise NotImplementedError
 
     def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
-        """Returns the region of the range `start` to `start + length` along an axis. `among`
-        identifies how the axis was divided, such as the number of chunks."""
+        """Returns the part of this region that has the indices `start` to `start + length` along
+        `axis`.
+
+        `among` identifies how the axis was divided, such as the number of chunks. Parts that were
+        divided in the same way are equal or disjoint, so they need no comparison. Each subclass
+        defines this method.
+        """
         raise NotImplementedError
 
     def element(self, axis: int, index: N) -> Self:
-        """Returns the region of element `index` along an axis. The result lacks this axis."""
+        """Returns the part of this region that has the index `index` along `axis`. The returned
+        region has one axis less, like `tensor.select(axis, index)` in torch."""
         found, one = self.chunk(axis, index, cast("N", 1), 0), slice(axis, axis + 1)
         shape, axes = [*found.shape], [*found.axes]
         del shape[one], axes[one]
@@ -306,10 +346,12 @@ class NamedRegion(Generic[N, A]):
     def part(
         self, part: Part, value: Callable[[Scalar], N], check: Callable[[Part, N, N], N]
     ) -> Self:
-        """Returns the region of a `Part` of the tensor.
+        """Returns the part of this region that a `Part` describes: one element or one chunk along
+        an axis.
 
-        `value` evaluates scalars. `check(part, index, limit)` reports an index that is not below
-        `limit`, and returns the index to use.
+        `value` evaluates a scalar, such as the index of the chunk. `check(part, index, limit)`
+        receives the evaluated index and the number of elements or chunks. `check` reports an index
+        that is out of range, and returns the index to use instead.
         """
         size: Any = self.shape[part.axis]
         chunks: Any = None if part.chunks is None else value(part.chunks)
@@ -327,10 +369,11 @@ class NamedRegion(Generic[N, A]):
         return self.chunk(part.axis, start, least(step, size - start), chunks)
 
     def viewed(self, kept: Mapping[int, int], sizes: Sequence[N]) -> Self:
-        """Returns the region of a view op's result.
+        """Returns the region of the result of a view op (such as a transpose), if this region is
+        that of the op's operand.
 
-        `kept` maps each axis of the result that the view does not change to the axis of the
-        operand. `sizes` is the result's shape.
+        `kept` maps each axis of the result that the view does not change to the same axis of the
+        operand. `sizes` is the shape of the result. The buffer axes of a changed axis are unknown.
         """
         shape = tuple(self.shape[kept[c]] if c in kept else n for c, n in enumerate(sizes))
         axes = tuple(self.axes[kept[c]] if c in kept else None for c in range(len(shape)))
@@ -341,10 +384,13 @@ class NamedRegion(Generic[N, A]):
 class BufferRegion(NamedRegion[int, Owned]):
     """The part of a buffer that a tensor refers to, on one rank.
 
-    `shape` is the shape of the tensor. `axes` has for each axis the elements of the buffer that the
-    axis counts; None if unknown. Two boxes with the same `grid` are equal or disjoint. If `parts`
-    is not empty, the tensor refers to only some elements of the box, and `parts` identifies these
-    elements.
+    - `box`: the elements of the buffer; `shape`: the shape of the tensor.
+    - `axes`: for each axis of the tensor, triples of (buffer axis, elements per index, number of
+      indices); None if unknown.
+    - `grid`: how the box was cut from the buffer, cut by cut. Two boxes with equal grids are equal
+      or disjoint.
+    - `parts`: the cuts that could not be expressed as a box. If `parts` is not empty, the tensor
+      refers to only some elements of the box.
     """
 
     buffer: TrackedBuffer
@@ -356,22 +402,29 @@ class BufferRegion(NamedRegion[int, Owned]):
 
     @staticmethod
     def whole(buffer: TrackedBuffer) -> BufferRegion:
-        """Returns the region of the whole buffer."""
+        """Returns the region of a tensor that refers to all elements of `buffer`."""
         return BufferRegion(buffer, whole_box(buffer.shape), buffer.shape, whole_axes(buffer.shape))
 
     @property
     def is_empty(self) -> bool:
-        """Whether the region has no element."""
+        """Whether the tensor has no elements, so that reading or writing the tensor cannot cause a
+        race."""
         # An axis of one element that is no axis of the buffer may be cut to zero elements.
         return 0 in self.shape or any(n == 0 for _, n in self.box)
 
     def having(self, shape: tuple[int, ...], axes: tuple[Owned | None, ...]) -> BufferRegion:
-        """Returns a region with the same elements, but with another shape and other axes."""
+        """Returns a region with the same elements of the buffer, described by another `shape` and
+        other `axes`, such as after a reshape."""
         return BufferRegion(self.buffer, self.box, shape, axes, self.grid, self.parts)
 
     def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:
-        """Returns the region of the range `start` to `start + length` along an axis. `among`
-        identifies how the axis was divided, and is added to the grid."""
+        """Returns the part of this region that has the indices `start` to `start + length` along
+        `axis`.
+
+        `among` identifies how the axis was divided, such as the number of chunks. If the part is a
+        box, `among` is added to the grid. Otherwise the box stays larger than the part, and the cut
+        is recorded in `parts`.
+        """
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]
         found = None if owned is None else cut(self.box, owned, start, length)

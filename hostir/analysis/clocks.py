@@ -1,5 +1,8 @@
-"""Vector clocks over streams. The clock of a stream says which ops of every other stream have ended
-before the stream's next op."""
+"""Vector clocks over streams, with which the race check decides whether one op runs after another.
+
+The vector clock of a stream says which ops of every other stream have ended before the stream's
+next op begins.
+"""
 
 from __future__ import annotations
 
@@ -16,64 +19,74 @@ Clock = dict[Hashable, int]
 
 
 class Clocks(StreamState[Hashable]):
-    """The streams of one rank, with a vector clock for each stream in the dictionary `of`.
+    """The streams of one rank during a walk over its program. `of` maps each stream to its vector
+    clock.
 
-    The entry of a stream in its own clock counts the ops that the stream has received. The caller's
-    stream begins with one op, which represents all earlier work of the caller.
+    A vector clock maps streams to numbers of ops. The entry of a stream in its own clock counts the
+    ops that the program has put on the stream. The caller's stream begins with a count of 1, which
+    stands for all work that the caller put on the stream before the program.
     """
 
     def __init__(self, number: Callable[[Scalar], Hashable], *, default: Hashable = ENTRY) -> None:
-        """`number` evaluates the scalar index of a stream. `default` identifies the device's
-        default stream."""
+        """`number` evaluates the scalar index of a stream, such as `i % numberOfStreams`. `default`
+        is the key under which the device's default stream is stored. In a program's text, this
+        stream is called `Default`."""
         super().__init__(number, ENTRY, default)
         self.of: dict[Hashable, Clock] = {ENTRY: {ENTRY: 1}}
 
     @property
     def now(self) -> Clock:
-        """The clock of the current stream."""
+        """The vector clock of the current stream, on which the program puts its next op."""
         return self.of[self.current]
 
     @property
     def tick(self) -> int:
-        """The number of ops that the current stream has received."""
+        """The number of ops that the program has put on the current stream."""
         return self.of[self.current][self.current]
 
     def advance(self) -> None:
-        """Counts one more op on the current stream."""
+        """Counts one more op on the current stream. The walk calls this method before it applies
+        the op's effects."""
         current = self.current
         self.of[current][current] += 1
 
     def unnamed(self, name: str) -> Hashable:
-        """Returns the stream for a name that no op captured: such a name is a stream of its own."""
+        """Returns the key of a stream whose name no `GetCurrentStream` has bound yet. Such a name
+        denotes a separate stream, and the key is the name itself."""
         return name
 
     def enter(self, stream: Stream) -> None:
-        """Makes `stream` the current stream."""
+        """Makes `stream` the current stream. The change orders no work: an op on the new stream may
+        run before earlier ops of the previous stream."""
         self.current = self.find(stream)
         self.of.setdefault(self.current, {self.current: 0})
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all work that was put on `stream` so far."""
+        """Makes the current stream wait for all ops that the program has put on `stream` so far."""
         other = self.find(stream)
         theirs = self.of.get(other)
         if theirs is not None and self.now.get(other, 0) < theirs[other]:
             self.learn(theirs)
 
     def learn(self, theirs: Clock) -> None:
-        """Orders the current stream after everything that the clock `theirs` contains."""
+        """Orders the next op of the current stream after all ops that the vector clock `theirs`
+        counts. For example, `theirs` is the clock of a stream for which the current stream
+        waits."""
         mine = self.now
         for stream, tick in theirs.items():
             if mine.get(stream, 0) < tick:
                 mine[stream] = tick
 
     def text(self, stream: Hashable) -> str:
-        """Returns a stream as the program's text shows the stream."""
+        """Returns a stream as the program's text prints it, such as `Stream 2`, or `Stream S0` for
+        the caller's stream."""
         if stream != ENTRY:
             return f"Stream {stream}"
         return f"Stream {next((n for n, s in self.captured.items() if s == ENTRY), 'Default')}"
 
     def name(self, stream: Hashable) -> str:
-        """Returns the name of a stream in messages: `Stream 2`, `Stream S0`."""
+        """Returns the name of a stream in messages: `Stream 2`, or `Stream S0 (the caller's)` for
+        the caller's stream."""
         return self.text(stream) + (" (the caller's)" if stream == ENTRY else "")
 
 
@@ -89,10 +102,10 @@ Moment = tuple[Hashable, int]
 
 
 class Lifetime(NamedTuple):
-    """The lifetime of a buffer.
+    """The part of a run in which a buffer is in use, from its `Allocate` to its `Deallocate`.
 
-    `begin` is the clock at the allocation. `end` is the position of the buffer's stream at the
-    deallocation.
+    - `begin`: the vector clock of the stream that allocated the buffer, at the allocation.
+    - `end`: (stream, number of ops put on the stream) at the deallocation.
     """
 
     begin: Clock
@@ -100,18 +113,19 @@ class Lifetime(NamedTuple):
 
 
 class StreamOrder:
-    """The clocks of a run, which are advanced op by op."""
+    """The vector clocks of the streams of a recorded run. The recorder passes each op in the order
+    in which the host issues the ops."""
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
-        """`number` evaluates the scalar index of a stream."""
+        """`number` evaluates the scalar index of a stream, such as `i % numberOfStreams`."""
         # The caller's stream may differ from the device's default stream.
         self.clocks = Clocks(number, default="Default")
         self._state = EffectState[None](self.clocks)
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def follow(self, op: Op) -> None:
-        """Counts an op on the current stream, and applies the op's effects on the order of
-        streams."""
+        """Counts `op` on the current stream. If the op changes, names or waits for a stream or a
+        communication, also updates the clocks."""
         self.clocks.advance()
         if isinstance(op, StreamOp | StartsCommunication | StartCoalescing | Wait):
             effects = self._effects.get(id(op))
@@ -121,20 +135,21 @@ class StreamOrder:
                 self._state.apply(effect)
 
     def now(self) -> Clock:
-        """Returns a copy of the current stream's clock."""
+        """Returns a copy of the current stream's vector clock. The caller can store the copy as the
+        beginning of a `Lifetime`."""
         return dict(self.clocks.now)
 
     def moment(self, stream: Hashable) -> Moment:
-        """Returns the current position of a stream: (stream, number of ops that the stream has
-        received)."""
+        """Returns the current position of a stream: (stream, number of ops that the program has put
+        on the stream)."""
         return stream, self.clocks.of[stream][stream]
 
     def is_within(self, lifetime: Lifetime) -> bool:
-        """Whether a buffer with this lifetime is used only during the run, as seen from the
-        caller's stream.
+        """Returns whether a buffer with this lifetime is in use only while the program runs, as
+        seen from the caller's stream.
 
-        Must be called at the end of the run. All uses must be ordered after the caller's work
-        before the run, and before the caller's work after the run.
+        Must be called after the last op of the run. Returns True if the caller's stream orders the
+        allocation after the caller's earlier work, and the last use before the caller's later work.
         """
         stream, tick = lifetime.end
         return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

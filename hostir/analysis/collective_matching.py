@@ -1,13 +1,13 @@
 """Matches the collectives and transfers of all ranks before anything runs.
 
 The program is unrolled once for all ranks. A value that differs between ranks (peer, root, slice,
-branch) is an array over ranks, so thousands of ranks cost little more than two. The findings:
+branch) is an array over ranks, so thousands of ranks cost little more than two. The check reports:
 
 - members of a team that enter different collectives, or that do not enter a collective;
 - transfers without a partner, or whose partner has another size or dtype;
 - cycles of ranks that wait for each other;
 - teams and sizes that do not fit the tensors;
-- parts of a tensor that arrive as other parts, according to the declared shardings.
+- elements of a tensor that arrive at another position than the declared shardings say.
 
 If partners communicate in different ops, or not in the same iteration, the ranks are followed one
 by one (`hostir.analysis.deadlocks`).
@@ -75,10 +75,11 @@ UNDEFINED = "no value"
 def find_mismatches(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Returns the mismatches between the ranks of a program, one finding per group of ops.
+    """Returns the mismatches between the communications of a program's ranks, such as a send
+    without a receive. There is at most one finding of each kind about the same ops.
 
-    `values` binds the symbols of the inputs (global extents) and `numberOfStreams`. `ranks`
-    defaults to the ranks of the program's meshes.
+    `values` maps the symbols of the inputs (global extents) and `numberOfStreams` to numbers.
+    `ranks` defaults to the ranks of the program's meshes.
     """
     if not has_communications(program):
         return []
@@ -89,11 +90,12 @@ def find_mismatches(
 
 
 class MatchingWalk(Walk[PerRank]):
-    """Walks the program of all ranks and matches the ranks' communications. The findings are in
-    `found`.
+    """Walks a program for all ranks at once, and matches the ranks' communications. `found`
+    collects the findings.
 
-    `hostir.analysis.unrolled_program` derives from this class and overrides `on_op`, `on_half`,
-    `met` and `paired`.
+    A communication that all partners start in the same op and iteration is matched at once. From
+    the first other communication on, all communications are recorded in `events`, and `finish`
+    follows the ranks one by one. `hostir.analysis.unrolled_program` derives from this class.
     """
 
     def __init__(
@@ -131,12 +133,13 @@ class MatchingWalk(Walk[PerRank]):
     # ------------------------------------------------------------ ops
     @property
     def mask(self) -> Array:
-        """A mask of the ranks that run the current op."""
+        """A mask of the ranks that run the current op: True for a rank that has taken this branch
+        and is in this iteration."""
         return self.domain.mask
 
     def on_op(self, op: Op) -> None:
-        """Matches the communication of an op, and tracks which parts of tensors the op's results
-        are views of."""
+        """Matches the communication of an op in the current iteration. If the op slices or views a
+        tensor, also records which elements the result refers to."""
         effects = self.facts.get(id(op))
         if effects is None:
             every = effects_of(op, self.storage.buffered)
@@ -145,7 +148,8 @@ class MatchingWalk(Walk[PerRank]):
             self._apply(effect, op, Site(op, self.indices))
 
     def _matters(self, effect: Effect) -> bool:
-        """Whether an effect changes which memory a tensor refers to, or synchronises ranks."""
+        """Returns whether this check needs the effect: it creates or frees a view, allocates one
+        block of a tensor, or concerns a communication."""
         if isinstance(effect, Makes):
             # The buffer has the shape of one step's block.
             return effect.step is not None and effect.tensor not in self.storage.named
@@ -185,11 +189,9 @@ class MatchingWalk(Walk[PerRank]):
             self._collective(movement, number, site)
 
     def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
-        """Returns the value of a loop bound or a condition, and reports the ranks on which the
-        value is undefined.
-
-        `what` is the word for the scalar in messages.
-        """
+        """Returns the value of `x`, which is a loop bound or the condition of the branch `op`.
+        Reports the ranks on which `x` divides by 0. `what` says in such reports which scalar `x`
+        is, such as "bound"."""
         return self._value(x, what, self.mask, self.site(op))
 
     # ------------------------------------------------------------ names
@@ -217,7 +219,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
-        """Returns the region that a tensor refers to in the current iteration."""
+        """Returns the elements of a tensor's shard to which `tv` refers in the current iteration,
+        on each rank."""
         shard = self.shard_regions.get(tv)
         if shard is None:
             shown = self.storage.shown_by(tv)
@@ -233,8 +236,9 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Returns the teams of a communication, and a mask of the active ranks that are in a
-        team."""
+        """Returns the teams of a communication, and a mask of the active ranks that are in a team.
+        Also reports a team that does not fit the tensors, and notices if only some members of a
+        team enter the communication."""
         if movement not in self.entered:
             team = movement.team
             assert team is not None, f"a {movement.kind} is entered by no team"
@@ -252,7 +256,7 @@ class MatchingWalk(Walk[PerRank]):
         return teams, here
 
     def _check_meshes(self, movement: Movement, team: TeamOf, site: Site) -> None:
-        """Reports a team whose mesh differs from the mesh of the tensors that are moved."""
+        """Reports a communication whose team is formed on another mesh than that of its tensors."""
         meshes = {tv.mesh for tv in movement.tensors if tv.mesh is not None}
         held = {r for mesh in meshes for r in mesh.devices}
         is_shaped = len(meshes) > 1 or all(m.shape == team.mesh.shape for m in meshes)
@@ -263,8 +267,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text, ((site, ""),)))
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
-        """Matches a collective at once if all members enter it in this op and iteration. Otherwise
-        records the collective for `follow`."""
+        """Matches a collective if all members of each team enter it in the same op and iteration.
+        Otherwise records the collective, so that `follow` matches it later."""
         self._begin()
         if self.is_uneven:
             self.events.append(event)
@@ -304,8 +308,8 @@ class MatchingWalk(Walk[PerRank]):
         self._enters(event, here)
 
     def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
-        """Matches a view of several ranks' shards. The view is treated as an allgather of the
-        shards."""
+        """Matches an op that makes one tensor out of several ranks' shards without copying. All
+        ranks of the team must reach the op, so the op is treated as an allgather of the shards."""
         gather = self.gathers.get(op)
         if gather is None:
             assert op.team is not None, f"{op.out} shows one rank's shard"
@@ -337,20 +341,17 @@ class MatchingWalk(Walk[PerRank]):
         return True
 
     def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
-        """Returns the value of a scalar, and reports the active ranks on which the value is
-        undefined.
-
-        `what` is the word for the scalar in messages.
-        """
+        """Returns the value of the scalar `x`, and reports the ranks in `here` on which `x` divides
+        by 0. `what` says in such reports which scalar `x` is, such as "root"."""
         value = self.values.of(x)
         self._check_defined(what, x, here, site)
         return value
 
     def _check_defined(self, what: str, x: Scalar, here: Array, site: Site) -> None:
-        """Reports the active ranks on which scalar `x` divides by 0. `x` must be the scalar that
-        was evaluated last.
+        """Reports the ranks in `here` on which the scalar `x` divides by 0. Must be called directly
+        after `x` was evaluated, because only the latest evaluation is remembered.
 
-        `what` is the word for the scalar in messages.
+        `what` says in the report which scalar `x` is, such as "peer".
         """
         undefined = self.values.undefined
         if undefined is not None and (wrong := undefined & here).any():
@@ -388,10 +389,10 @@ class MatchingWalk(Walk[PerRank]):
         return not wrong.any()
 
     def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
-        """Reports a gather or scatter along mesh dimensions that do not cut the sharded tensor.
+        """Reports a gather or scatter along mesh dimensions that do not divide the sharded tensor.
 
         Also reports a gather whose result is still sharded along the gathered mesh dimensions.
-        `row` describes the type of collective.
+        `row` describes the type of collective: which side has one piece per member.
         """
         growth = row.growth
         if not growth:
@@ -411,7 +412,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
 
     def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
-        """Returns the number of elements of a tensor that the communication moves."""
+        """Returns the number of elements that the communication moves of a tensor's shard, on each
+        rank. An expanded axis counts as one element, because memory holds only one."""
         return self.shard_region(tv).elements(movement.expanded[tv])
 
     def _permute(self, movement: Movement, number: int, site: Site) -> None:
@@ -456,11 +458,10 @@ class MatchingWalk(Walk[PerRank]):
             self._start(group)
 
     def _partners(self, scalar: Scalar, mask: Array, site: Site) -> Array:
-        """Evaluates the peers of a transfer. Returns the index of each rank's peer in the list of
-        ranks.
+        """Returns the index of each rank's peer in a transfer, in the list of ranks.
 
-        `scalar` is the peer's rank, and `mask` selects the ranks that take part. A peer outside of
-        the program is reported and has index -1.
+        `scalar` is the number of the peer's rank, and `mask` selects the ranks that take part in
+        the transfer. A peer that is no rank of the program is reported and has the index -1.
         """
         peer = self._value(scalar, "peer", mask, site)
         if not isinstance(peer, np.ndarray):
@@ -474,7 +475,8 @@ class MatchingWalk(Walk[PerRank]):
         return to
 
     def holds(self, tv: TensorView) -> Array:
-        """Returns a mask of the ranks that have a shard of a tensor."""
+        """Returns a mask of the ranks that have a shard of a tensor: the ranks in the tensor's
+        mesh, or all ranks if the tensor has no mesh."""
         mesh = tv.mesh
         if mesh not in self.held:
             here = np.ones(len(self.ranks), dtype=bool)
@@ -484,7 +486,8 @@ class MatchingWalk(Walk[PerRank]):
         return self.held[mesh]
 
     def on_half(self, half: Half) -> None:
-        """Handles a send or receive before it is matched. By default, does nothing."""
+        """Handles a send or receive before it is matched. By default, does nothing; `Unroller`
+        records the op's cost data."""
 
     def _close(self, effect: ClosesGroup, site: Site) -> None:
         group = self.state.apply(effect)
@@ -498,16 +501,16 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(group)
 
     def _begin(self) -> None:
-        """Ends the wait for a send's partner: a single send without a partner is recorded for
-        `follow`."""
+        """Gives up the search for the receive that belongs to the last single send, because another
+        communication begins first. The send is recorded, so that `follow` matches it later."""
         sent, self.sent = self.sent, None
         if sent is not None:
             self.is_uneven = True
             self.events.append(sent)
 
     def _meet(self, halves: Sequence[Half]) -> bool:
-        """Pairs sends with receives. If any transfer has no partner in `halves`, pairs nothing and
-        returns False."""
+        """Pairs the sends in `halves` with the receives in `halves`, and checks each pair. If any
+        transfer has no partner in `halves`, pairs nothing and returns False."""
         pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
         for pair in pairs or ():
             self.paired(*pair)
@@ -515,7 +518,7 @@ class MatchingWalk(Walk[PerRank]):
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
         """Pairs each send in `halves` with its receive. Returns (send, receive, indices of senders,
-        indices of receivers) for each pair.
+        indices of receivers) for each pair of ops.
 
         Returns None if a transfer has no partner in `halves`. Several transfers between two ranks
         are paired in program order.
@@ -537,11 +540,11 @@ class MatchingWalk(Walk[PerRank]):
         return found
 
     def _ends(self, halves: Sequence[Half], kind: str) -> tuple[Array, Array]:
-        """Returns two arrays with one entry per transfer of the given kind, both sorted by sender
-        and receiver.
+        """Lists the sends in `halves`, or the receives if `kind` is "recv". There is one entry per
+        rank that takes part, and entries are sorted by sender and receiver.
 
-        The first array has a number that encodes (sender, receiver). The second array has the index
-        of the transfer's `Half` in `halves`.
+        Returns two arrays. The first encodes the sender and the receiver of each entry in one
+        number. The second has the index in `halves`.
         """
         ends, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for number, half in enumerate(halves):
@@ -556,14 +559,16 @@ class MatchingWalk(Walk[PerRank]):
         return both[0][order], both[1][order]
 
     def finish(self) -> None:
-        """Follows the ranks one by one if some communication could not be matched at once."""
+        """Completes the check after the walk. If some communication could not be matched at once,
+        follows the ranks one by one through all recorded communications."""
         self._begin()
         if self.is_uneven and not self.is_lost:
             follow(self.events, self.ranks, self)
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Checks a matched collective of the ranks in `here`; see `Judge.met`."""
+        """Checks the collective or permutation `met`, which all members of some teams have entered.
+        Reports elements that arrive at a wrong position. `here` is a mask of these members."""
         sites = tuple((site, "") for site in met.sites)
         if met.peers is not None:
             self._permuted(met, here)
@@ -574,8 +579,8 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
 
     def _permuted(self, met: PostedCollective, here: Array) -> None:
-        """Reports members of a permutation whose target does not receive from them, or receives
-        another number of elements."""
+        """Reports a rank in a permutation that sends to a rank which receives from another rank, or
+        which receives another number of elements."""
         teams, sites = met.teams, tuple((site, "") for site in met.sites)
         to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())
         if ((to < 0) & here).any() or ((source < 0) & here).any():
@@ -605,7 +610,8 @@ class MatchingWalk(Walk[PerRank]):
         self.check_parts(met.inp, met.out, senders, receivers, met.sites)
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """Checks a send and its receive; see `Judge.paired`."""
+        """Checks the send `a` and the matching receive `b`: both must use the same library, dtype
+        and size. `senders` and `receivers` have the rank indices of each transfer."""
         own = senders == receivers
         if own.any():
             places: list[int] = senders[own].tolist()
@@ -638,9 +644,11 @@ class MatchingWalk(Walk[PerRank]):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Reports a part of a tensor that the receiver stores as another part of the tensor.
+        """Reports elements of a tensor that the receiver stores as other elements of the same
+        tensor.
 
-        `a` is the part that `senders` send, and `b` the part that `receivers` receive.
+        `a` has the elements that each of `senders` sends. `b` has the elements as which each of
+        `receivers` stores the received data. `sites` are the ops.
         """
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
@@ -654,7 +662,7 @@ class MatchingWalk(Walk[PerRank]):
         return ranks_text([self.ranks[i] for i in places])
 
     def note(self, finding: Finding) -> None:
-        """Adds a finding, unless there is already one of the same kind about the same ops."""
+        """Adds a finding, unless there is already a finding of the same kind about the same ops."""
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
 
 
@@ -678,11 +686,14 @@ Wrong = tuple[str, Array | None, str]
 
 
 def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Checks a matched collective `met`. Returns (message, mask of ranks, note) if a part of a
-    tensor arrives as another part, and None otherwise.
+    """Checks whether a matched collective delivers each element of a tensor to its declared
+    position.
 
-    `here` is a mask of the ranks that entered the collective, and `ranks` lists the global ranks.
-    The returned mask is None if the message already names ranks.
+    - `met`: the collective; `here`: a mask of the ranks that entered the collective.
+    - `ranks`: the global ranks, in the order of the mask.
+
+    Returns None if all is right. Otherwise returns (message, mask of the wrong ranks, note). The
+    mask is None if the message already names ranks.
     """
     inp, out = met.inp, met.out
     if inp is None or out is None or inp.whole != out.whole or not here.any():
@@ -719,10 +730,11 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Returns a note if the memory order of the tensor explains the error; otherwise "".
+    """Returns a note that explains a misplaced piece by the order of the tensor's axes in memory.
+    Returns "" if the whole tensor is moved.
 
-    `left` and `right` are the parts that should be equal, and `i` is the index of a rank on which
-    they differ.
+    `left` is sent and `right` is expected to be equal. `i` is the index of a rank on which they
+    differ.
     """
     if left is not inp:
         return f"in memory, {left.text(i)} is the piece for position {met.teams.position[i]}"
@@ -732,7 +744,8 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Reports team members that gather or reduce different parts of a tensor."""
+    """Reports two members of a team that gather or reduce different parts of a tensor. `part` has
+    the elements on each rank, and `here` is a mask of the ranks to check."""
     teams = met.teams
     for x in part.starts:
         two = first_difference(x, teams, here)
@@ -746,7 +759,7 @@ def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int
 
 def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> Wrong | None:
     """Checks an all-to-all: piece k of member i's input must arrive as piece i of member k's
-    output."""
+    output. Returns None if all is right, and otherwise (message, mask of the wrong ranks, note)."""
     teams, count = met.teams, met.teams.members.shape[1]
     for shift in range(0, count, -(-count // _MAX_PARTNERS)):
         to = (teams.position + shift) % count
@@ -763,8 +776,8 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
 
 
 def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:
-    """Returns the indices of two members of one team that have different values of `x`; None if all
-    teams agree."""
+    """Returns the indices of two members of one team that have different values of `x`. Returns
+    None if the members of each team agree."""
     if not isinstance(x, np.ndarray):
         return None
     by_team = x[teams.members]
@@ -779,12 +792,15 @@ def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] |
 def lost_on_the_way(
     shapes: Shapes, a: Region | None, b: Region | None, senders: Array, receivers: Array
 ) -> tuple[str, int] | None:
-    """Returns (message, index of a transfer) if a part of a tensor is received as another part, and
-    None otherwise.
+    """Checks whether transfers store each element of a tensor at the position that it had at the
+    sender.
 
-    Each of `senders` sends part `a`, and the rank at the same position in `receivers` receives part
-    `b`. A buffer that no device axis cuts is not checked, because the user may have divided the
-    buffer in another way. Ranks may also exchange whole shards.
+    Each of `senders` sends the elements `a`. The rank at the same position in `receivers` stores
+    the data as the elements `b`. Returns None if all is right, and otherwise (message, index of the
+    first wrong transfer). Two cases are not checked, because they can be intended:
+
+    - No mesh dimension divides the tensor. The user may then divide the buffer in any way.
+    - Ranks exchange whole shards.
     """
     if a is None or b is None or a.whole != b.whole or (a.is_alike and b.is_alike):
         return None

@@ -1,7 +1,9 @@
-"""Finds deadlocks and communications without a partner in the unrolled program of all ranks.
+"""Finds deadlocks, and communications without a partner, in the unrolled program of all ranks.
 
-If all partners start a communication at the same op and iteration, the communication matches at
-once, and no order of ranks can block it. Otherwise the ranks are followed one by one (`follow`):
+A communication matches at once if all partners start it at the same op and loop iteration. Such
+communications cannot block each other. `hostir.analysis.collective_matching` matches these. If
+partners start a communication at different ops or iterations, `follow` follows the ranks one by
+one:
 
 - A collective, or a group of transfers, blocks a rank until all partners have started it, as on a
   stream.
@@ -35,26 +37,29 @@ _VERB: dict[str, str] = {"send": "send", "recv": "receive"}
 
 
 class Judge(Protocol):
-    """Receives the matched communications, checks them, and collects findings."""
+    """The receiver of matched communications and of findings, while `follow` follows the ranks one
+    by one. `MatchingWalk` is the implementation."""
 
     def note(self, finding: Finding) -> None:
-        """Adds a finding."""
+        """Adds a finding, such as a deadlock, to the result of the check."""
         ...
 
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Handles the collective `met`, which all members of some teams have entered. `here` is a
+        """Checks the collective `met`, which all members of some teams have entered. `here` is a
         mask of these members."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """Handles a send `a` and its receive `b`. `senders` and `receivers` are the indices of both
-        ranks of each transfer."""
+        """Checks the send `a` and the matching receive `b`. One send op can run on several ranks:
+        `senders` and `receivers` have the rank indices of each transfer."""
 
 
 class Teams:
-    """The teams of all ranks. A rank is represented by its index in the list `ranks`.
+    """The division of the ranks into the teams of a communication. A rank is represented by its
+    index in the list `ranks`.
 
-    `members` [teams, size] has the members of each team. For each rank, `team` is the rank's team
-    and `position` the rank's position in the team; both are -1 for a rank without a team.
+    `members` [teams, size] has the ranks of each team. For each rank, `team` is the number of the
+    rank's team, and `position` is the rank's position in this team. Both are -1 for a rank outside
+    the mesh.
     """
 
     def __init__(self, of: TeamOf, ranks: Sequence[int]) -> None:
@@ -72,20 +77,26 @@ class Teams:
 
     @cached_property
     def sets(self) -> list[frozenset[int]]:
-        """The members of each team, as a set of indices."""
+        """The members of each team as a set of rank indices, in the order of `members`."""
         rows: list[list[int]] = self.members.tolist()
         return [frozenset(row) for row in rows]
 
 
 @dataclass(eq=False)
 class PostedCollective:
-    """A communication that all members of a team enter.
+    """A collective or permutation that ranks enter in one op and loop iteration. All members of a
+    team must enter it.
 
-    - `sites`: the ops in which ranks enter the communication; `mask`: these ranks.
-    - `terms`: values that must be equal on all members, with the words for them in messages.
-    - `inp`, `out`: the parts of tensors that are moved, None if unknown; `sizes`: the numbers of
-      elements of both parts.
-    - `root`, `peers`: positions in the team.
+    - `sites`: the op and iteration; several if the members of a team use different ops.
+    - `kind`: the type, such as "Allreduce"; `number`: the number by which a `Wait` refers to the
+      communication.
+    - `mask`: the ranks that enter; `teams`: the teams of these ranks.
+    - `terms`: values on which all members must agree, each with its name in messages, such as
+      "dtype".
+    - `inp`, `out`: the elements that are sent and received, None if unknown; `sizes`: their
+      numbers.
+    - `root`: the root's position in the team; `peers`: for a permutation, the positions of the
+      receiver and the sender.
     """
 
     sites: tuple[Site, ...]
@@ -103,11 +114,13 @@ class PostedCollective:
 
 @dataclass(eq=False)
 class Half:
-    """One end of a transfer: a send or a receive.
+    """One end of a transfer between two ranks: a send or a receive.
 
-    `mask` selects the ranks that start the transfer. `to` has the index of each rank's peer.
-    `elements` is the number of elements, and `part` the part of a tensor that is moved. Each
-    analysis may use `note` for its own data.
+    - `site`: the op and loop iteration; `movement`: the tensor and the library of the transfer.
+    - `mask`: the ranks that start the transfer; `to`: the index of each rank's peer.
+    - `elements`: the number of elements; `part`: which elements of the whole tensor, None if
+      unknown.
+    - `note`: data of the class that overrides `MatchingWalk.on_half`.
     """
 
     site: Site
@@ -120,15 +133,18 @@ class Half:
 
     @property
     def kind(self) -> TransferKind:
-        """The kind of transfer: "send" or "recv"."""
+        """The end of the transfer: "send", or "recv" for a receive."""
         return "recv" if self.movement.sent is None else "send"
 
 
 @dataclass(eq=False)
 class TransferGroup:
-    """Sends and receives that start together.
+    """Sends and receives that start together, at the end of a group or as a single op.
 
-    `blocks` says whether the group blocks its rank until all its transfers are matched.
+    - `halves`: the sends and receives; `mask`: the ranks that start the group.
+    - `number`: the number by which a `Wait` refers to the group.
+    - `blocks`: whether a rank stops at the group until all transfers are matched. Otherwise the
+      rank stops at the `Wait`.
     """
 
     site: Site
@@ -140,7 +156,8 @@ class TransferGroup:
 
 @dataclass(eq=False)
 class Await:
-    """A `Wait` for communication `number`, by the ranks in `mask`."""
+    """A `Wait` for the communication with the given `number`, in one loop iteration, by the ranks
+    in `mask`."""
 
     site: Site
     number: int
@@ -153,34 +170,44 @@ Event = PostedCollective | TransferGroup | Await
 # ------------------------------------------------------------------ rank by rank
 @dataclass(eq=False)
 class _Meeting:
-    """A collective of one team. `come` maps each member that has entered the collective to the op
-    in which the member entered."""
+    """One collective of one team while ranks are followed one by one.
+
+    `members` are the ranks of the team. `come` maps each member that has entered the collective to
+    the op in which it entered. `is_alike` becomes False if two members disagree, for example on the
+    dtype.
+    """
 
     members: frozenset[int]
     come: dict[int, PostedCollective] = field(default_factory=dict[int, PostedCollective])
     is_alike: bool = True
 
     def missing(self) -> set[int]:
-        """Returns the members that have not yet entered the collective."""
+        """Returns the members of the team that have not yet entered the collective."""
         return set(self.members.difference(self.come))
 
 
 @dataclass(eq=False)
 class _Open:
-    """A group of transfers on one rank. `lonely` has the transfers that have no partner yet, each
-    with the index of the peer."""
+    """A group of transfers that one rank has started. `lonely` has the sends and receives that no
+    peer has matched yet, each with the index of its peer."""
 
     rank: int
     group: TransferGroup
     lonely: list[tuple[int, Half]]
 
     def missing(self) -> set[int]:
-        """Returns the peers that have not yet started their end of a transfer."""
+        """Returns the peers that have not yet started the matching end of a transfer in this
+        group."""
         return {peer for peer, _ in self.lonely}
 
 
 class _Follower:
-    """Follows every rank through its communications until the rank blocks or ends."""
+    """Runs through the communications of each rank until the rank blocks or its program ends. Then
+    reports the ranks that are still blocked.
+
+    `events` are the communications and waits of all ranks in program order. `judge` receives
+    matches and findings.
+    """
 
     def __init__(self, events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
         self.ranks, self.judge = ranks, judge
@@ -204,8 +231,8 @@ class _Follower:
         self.brought: dict[tuple[int, int], set[tuple[TensorView, TensorView]]] = {}
 
     def run(self) -> None:
-        """Follows all ranks, passes the matched communications to the judge, and reports blocked
-        ranks."""
+        """Follows all ranks, passes the matched communications to the judge, and reports ranks that
+        stay blocked."""
         while self.runnable:
             i = self.runnable.popleft()
             while self.at[i] < len(self.todo[i]):
@@ -296,7 +323,8 @@ class _Follower:
             self.judge.paired(a, b, senders, receivers)
 
     def _compare_tensors(self, meeting: _Meeting) -> None:
-        """Reports two members that bring two tensors to two collectives in opposite order."""
+        """Reports two members that pass two tensors to two collectives in opposite order. One rank
+        reduces T1 and then T2, and the other T2 and then T1."""
         (i, first), *others = sorted(meeting.come.items())
         for k, event in others:
             if first.inp is None or event.inp is None:
@@ -341,10 +369,11 @@ class _Follower:
                 self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
-        """Yields a finding for each transfer of a blocked rank that the peer does not answer.
+        """Yields a finding for each transfer of blocked rank `i` whose peer does not start the
+        matching transfer.
 
-        The first value of each pair says whether the peer answers the transfer elsewhere in the
-        program.
+        Each finding is paired with a flag. The flag is True if the peer starts enough matching
+        transfers elsewhere in its program. Then the ranks only disagree on the order.
         """
         wait = self.blocked[i]
         for k, half in wait.lonely if isinstance(wait, _Open) else ():
@@ -367,20 +396,24 @@ class _Follower:
             yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
 
     def _count(self, i: int, k: int, kind: str) -> int:
-        """Returns how often rank `i` sends to rank `k`, or receives from rank `k`, in its whole
-        program. `kind` is "send" or "recv"."""
+        """Returns how many transfers with rank `k` the program of rank `i` has: sends if `kind` is
+        "send", receives if `kind` is "recv"."""
         groups = (e for e in (self.todo[i] if i >= 0 else ()) if isinstance(e, TransferGroup))
         halves = (h for g in groups for h in g.halves if h.kind == kind and h.mask[i])
         return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
-        """Returns the op in which rank `i` is blocked."""
+        """Returns the op and loop iteration in which rank `i` is blocked."""
         event = self.todo[i][self.at[i] - 1]
         return event.sites[0] if isinstance(event, PostedCollective) else event.site
 
     def _cycle(self, i: int) -> list[int]:
-        """Returns the chain of ranks, from rank `i` on, in which each rank waits for the next. If
-        the chain ends in a cycle, returns only the cycle."""
+        """Returns the ranks of a deadlock, found by following from rank `i` which rank waits for
+        which.
+
+        The result has only the ranks of the cycle, each waiting for the next. If a rank outside the
+        blocked ones is reached, the result is the whole chain.
+        """
         path: list[int] = []
         while i in self.blocked and i not in path:
             path.append(i)
@@ -395,7 +428,8 @@ class _Follower:
         return f"rank {self.ranks[i]}" if i >= 0 else "a rank outside of the job"
 
     def _sites(self, i: int) -> list[tuple[Site, str]]:
-        """Returns the unmatched communications of blocked rank `i`, each with a note."""
+        """Returns the ops in which rank `i` is blocked, each with a note such as "rank 0 waits for
+        rank 1"."""
         wait, me = self.blocked[i], f"rank {self.ranks[i]}"
         if isinstance(wait, _Open):
             return [
@@ -407,9 +441,10 @@ class _Follower:
 
 
 def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
-    """Combines the ops in which the members entered one collective into one `PostedCollective`.
+    """Combines the ops in which the members of a team entered one collective into one
+    `PostedCollective`.
 
-    `came` has a mask of the members for each op.
+    `came` maps each op to a mask of the members that entered the collective there.
     """
     parts = [(ranks, event) for event, ranks in came.items()]
 
@@ -433,10 +468,10 @@ def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
 
 
 def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
-    """Follows the ranks one by one. Reports ranks that disagree, that block each other, or that
-    have no partner.
+    """Follows the ranks one by one through their communications. Reports ranks that disagree, that
+    block each other, or whose transfers have no partner.
 
-    `events` are the communications and waits of all ranks, in order. Findings and matches are
-    passed to `judge`.
+    `events` are the communications and waits of all ranks, in program order. The `judge` receives
+    the findings, and the matched communications, which it checks.
     """
     _Follower(events, ranks, judge).run()

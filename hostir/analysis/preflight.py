@@ -1,8 +1,9 @@
-"""The checks of a program before its first run: races on this rank, and mismatches between all
+"""Checks a program before its first run, for races on this rank and for mismatches between all
 ranks.
 
 `hostir.verify` checks the structure of a program after every pass. Races and mismatches depend on
-sizes, so they are checked before the first run with given sizes and control scalars.
+sizes. So they are checked before the first run with given sizes, and with given values of the
+scalars that decide which ops run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ _Key = tuple[int | None, frozenset[TensorView], tuple[Number, ...]]
 
 @dataclass
 class _Checks:
-    """The checks of one program that passed (`done`), and the program's control symbols."""
+    """The checks of one program that have passed, so that later runs skip them.
+
+    `control` lists the program's control symbols: the scalars that decide which ops run, how often,
+    and on which stream. `done` has a key for each passed check, with the values of these symbols.
+    """
 
     control: tuple[Symbol, ...]
     done: Recent[_Key, bool]
@@ -65,14 +70,16 @@ def check_before_run(
     rank: int,
     given: Iterable[TensorView] = (),
 ) -> None:
-    """Raises `VerifyError` if a program would race on this rank, or if the ranks would wait for
-    each other forever.
+    """Raises `VerifyError` if a program has a race on this rank, or if the program's ranks would
+    wait for each other forever. The evaluator calls this function before it runs a program.
 
-    `values` binds the symbols of the inputs. `given` are the results for which the caller passes
-    buffers. A program is checked once per rank, per set of such results, and per values of its
-    control scalars. Findings that some programs intend are accepted (`TOLERATED`). A program
-    without any `Synchronize` leaves the order with other work to its caller, so such a program
-    causes only a `RuntimeWarning`.
+    - `values` maps the symbols of the inputs to numbers.
+    - `given` are the results for which the caller passes buffers.
+
+    A program is checked once for each rank, each set `given`, and each combination of values that
+    decide which ops run. Two kinds of findings are accepted, because programs built by hand may
+    intend them (`TOLERATED`). A program without any `Synchronize` leaves the order with other work
+    to its caller. A fault in this order only causes a `RuntimeWarning`.
     """
     checks = _checked.get(program)
     if checks is None:
@@ -110,11 +117,13 @@ def check_before_run(
 def findings(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, ranks: Sequence[int] = ()
 ) -> list[Finding]:
-    """Returns the faults on single ranks and between ranks. Also returns waits that needlessly
-    serialise the iterations of a loop.
+    """Returns the faults of a program: races on single ranks, and mismatches between ranks. Also
+    returns waits that needlessly serialise the iterations of a loop. `python -m hostir verify`
+    prints these findings.
 
-    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to the ranks of
-    the program's meshes. The faults on single ranks are those of the first rank that has any.
+    `values` maps the symbols of the inputs and `numberOfStreams` to numbers. `ranks` defaults to
+    the ranks of the program's meshes. Single ranks are checked until one has a fault, and the
+    faults of this rank are returned.
     """
     ranks = ranks or program.devices() or (0,)
     found = find_mismatches(program, values, ranks=ranks)
@@ -127,7 +136,8 @@ def findings(
 
 
 def _once(found: Iterable[Finding]) -> list[Finding]:
-    """Removes index errors on one rank that the check of all ranks has also found."""
+    """Removes an out-of-range index that the check of one rank found, if the check of all ranks has
+    reported the same op."""
     found = list(found)
     known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}
     return [f for f in found if f.kind != OUT_OF_RANGE or f.sites[0][0] not in known]
@@ -136,10 +146,11 @@ def _once(found: Iterable[Finding]) -> list[Finding]:
 def ranks_to_look_at(
     program: HostIrContainer, values: Mapping[Symbol, Number], ranks: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Returns the ranks on which `findings` checks the streams, and the number of classes of ranks.
+    """Returns the ranks on which `findings` looks for races, and the number of classes of ranks.
+    Ranks of one class run the same ops on the same sizes, so only one rank of each class is
+    checked.
 
-    Ranks of one class run the same program. One rank per class is checked. If there are more than
-    `MAX_RANKS` classes, only some classes are checked.
+    If there are more than `MAX_RANKS` classes, only some of the classes are checked.
     """
     classes = first_of_each_class(program, ranks, values)
     step = -(-len(classes) // MAX_RANKS)
@@ -158,10 +169,12 @@ def ranks_to_look_at(
 def first_of_each_class(
     program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
 ) -> list[int]:
-    """Returns the first rank of each class. Ranks of one class have equal values of all scalars,
-    meshes and roots.
+    """Divides the ranks into classes that would have the same races, and returns the first rank of
+    each class.
 
-    `values` binds the symbols of the inputs.
+    Two ranks are in one class if all scalars of the program have equal values, and if both are in
+    the same meshes. Moreover, both must be roots of the same collectives. `values` maps the symbols
+    of the inputs to numbers.
     """
     walk_of_all = _RankClasses(program, ranks, dict(values))
     walk_of_all.run(program.ops)
@@ -170,8 +183,11 @@ def first_of_each_class(
 
 
 class _RankClasses(Walk[PerRank]):
-    """Divides the ranks into classes with equal values of all scalars in the program. Stops when
-    each rank is alone in its class."""
+    """Walks a program for all ranks at once, and divides the ranks into classes on which all
+    scalars have equal values. `classes` has the class number of each rank.
+
+    The walk ends early when each rank has a class of its own.
+    """
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: dict[Symbol, Number]
@@ -194,20 +210,22 @@ class _RankClasses(Walk[PerRank]):
         }
 
     def split(self, column: PerRank) -> None:
-        """Divides the classes further: ranks that run the current op and differ in `column` get
-        different classes."""
+        """Divides the classes further by a value. Ranks that run the current op and have different
+        values in `column` get different classes."""
         here = np.where(self.domain.mask, np.asarray(column), 0)
         both = np.unique(np.stack([self.classes, here]), axis=1, return_inverse=True)
         self.classes = both[1].reshape(-1)
         self.is_over = both[0].shape[1] == len(self.classes)
 
     def on_region(self, op: Op) -> None:
-        """Divides the classes by the bounds of a loop, or by the condition of a branch."""
+        """Divides the classes by the bounds of a loop, or by the condition of a branch, if they
+        depend on the rank."""
         for x in self.differing[id(op)]:
             self.split(self.domain.value(x))
 
     def on_op(self, op: Op) -> None:
-        """Divides the classes by the scalars of an op, and by which rank is the op's root."""
+        """Divides the classes by the scalars of an op that depend on the rank, and by which rank is
+        the root of a collective."""
         self.on_region(op)
         if isinstance(op, Communication) and op.root is not None:
             self.split(self.teams[op.team].position == self.domain.value(op.root))

@@ -1,16 +1,16 @@
-"""Race detector: finds accesses of a buffer that no wait between streams orders, before the program
-runs.
+"""Race detector: finds two accesses of a buffer that no wait between streams orders, before the
+program runs.
 
-The program is unrolled for one rank and one set of sizes, from the effects of its ops. An op is
-ordered after an earlier op if the clock of its stream says so (`hostir.analysis.clocks`).
-`Synchronize` and `Wait` join clocks. Making a stream current does not order any work. A
-communication is a separate timeline: it begins after all earlier work of the stream that starts the
-communication, and ends at its `Wait`.
+The program is unrolled for one rank and one set of sizes. The effects of each op say which tensors
+the op reads and writes. An op is ordered after an earlier op if the vector clock of its stream
+counts the earlier op (`hostir.analysis.clocks`). `Synchronize` and `Wait` join clocks. Making a
+stream current does not order any work. A communication is a separate timeline: it begins after all
+earlier work of the stream that starts the communication, and ends at its `Wait`.
 
 The order in which the host issues ops does not count, except for memory. A buffer is new at its
-allocation, and belongs to the stream that allocates the buffer. After the `Deallocate`, or when no
-name refers to the buffer any longer, two streams may reuse the memory at once: the stream that
-allocated the buffer, and the stream that frees it.
+allocation, and belongs to the stream that allocates the buffer. The memory is free after the
+`Deallocate`, or when no tensor refers to the buffer any longer. Two streams may then reuse the
+memory at once: the stream that allocated the buffer, and the stream that frees it.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ OUT_OF_RANGE = "index out of range"
 
 
 class Reports:
-    """Collects the findings of a walk. Of several findings of one kind about the same ops, only the
-    first is kept."""
+    """Collects the findings of the race check in `found`, and formulates their messages. Of several
+    findings of one kind about the same ops, only the first is kept."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
@@ -102,7 +102,8 @@ class Reports:
     def _note(self, kind: str, what: str, *sites: tuple[Site, str], fix: str = "") -> None:
         """Adds a finding, unless there is already a finding of the same kind about the same ops.
 
-        `what` describes the fault, and `fix` the change that would repair the program.
+        - `kind`: the heading of the finding, such as "race"; `what`: a description of the fault.
+        - `sites`: the ops, each with a note; `fix`: the change that would repair the program.
         """
         key = (kind, *(id(site.op) for site, _ in sites))
         if key not in self.found:
@@ -169,8 +170,11 @@ class Reports:
         return f"{who}: {verb} {buffer.text(use.box)}"
 
     def _elsewhere(self, to: Hashable) -> str:
-        """Returns advice on how to wait on stream `to` if this is not the current stream. Returns
-        "" for the current stream."""
+        """Returns advice that follows a missing wait, if the stream that must wait is not the
+        current one. The user must then switch to stream `to` for the wait, and back.
+
+        Returns "" if `to` is the current stream.
+        """
         current = self.clocks.current
         if to == current:
             return ""
@@ -181,11 +185,12 @@ class Reports:
         )
 
     def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
-        """Returns a sentence about the missing wait: the stream that must wait, the stream or
-        communication to wait for, and where.
+        """Returns a sentence about the wait that is missing, such as "Stream 1 must wait for Stream
+        0 before line 5: Synchronize(Stream 0) is missing".
 
-        `use` is the use to wait for, `waiter` the stream that must wait, and `before` the place in
-        words.
+        - `use`: the read or write to wait for; `waiter`: the stream that must wait.
+        - `before`: the position of the wait in words, such as "before {1}", where {1} is the second
+          op of the finding.
         """
         who = self.clocks.name(waiter)
         if use.stream is None and use.communication is not None:
@@ -209,10 +214,13 @@ def find_races(
     rank: int = 0,
     given: Iterable[TensorView] = (),
 ) -> list[Finding]:
-    """Returns the races of a program on one rank, each pair of ops once.
+    """Returns the races of a program on one rank: pairs of accesses of a buffer that no wait
+    orders. Also returns related faults, such as a use after `Deallocate`. Each pair of ops is
+    reported once.
 
-    `values` binds every symbol: those of the inputs (global extents), `rank` and `numberOfStreams`.
-    `given` are the results for which the caller passes buffers.
+    - `values` maps every symbol to a number: the symbols of the inputs (global extents), `rank` and
+      `numberOfStreams`.
+    - `given` are the results for which the caller passes buffers.
     """
     if not has_streams(program):
         return []
@@ -224,9 +232,13 @@ def find_races(
 
 @dataclass(slots=True)
 class _Facts:
-    """Facts about an op that are the same in every loop iteration.
+    """The properties of an op that the race check computes once, because they are equal in every
+    loop iteration.
 
-    `is_absent` says that the op runs only on other ranks.
+    - `effects`: the op's effects; `follow`: each effect with the method that applies it.
+    - `starts`: the effect that starts a communication, or None.
+    - `is_absent`: whether the op runs only on other ranks.
+    - `shared`: pairs of an operand (or earlier result) and a result that share a buffer.
     """
 
     effects: tuple[Effect, ...]
@@ -239,8 +251,12 @@ class _Facts:
 
 
 class RaceWalk(Walk[Number], Reports):
-    """Walks the unrolled program of one rank in the order in which the host issues the ops.
-    Collects findings in `found`."""
+    """Walks the program of one rank in the order in which the host issues the ops, iteration by
+    iteration. Compares each access of a buffer with earlier accesses, and collects the races in
+    `found`.
+
+    `given` are the results for which the caller passes buffers.
+    """
 
     def __init__(
         self,
@@ -270,14 +286,15 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ ops
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Records the communications of ops that do not run, because a later `Wait` for such a
-        communication does nothing."""
+        """Records which communications are not started, because their ops do not run on this rank.
+        A later `Wait` for such a communication does nothing, and is no fault."""
         if ops:
             numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
             self.absent |= numbers - self.state.in_flight.keys()
 
     def on_op(self, op: Op) -> None:
-        """Checks the shapes of an op once, and applies the op's effects in each iteration."""
+        """Applies the effects of an op in the current iteration. Also checks the shapes of the op's
+        tensors, once for each op."""
         facts = self.facts.get(id(op))
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
@@ -319,7 +336,8 @@ class RaceWalk(Walk[Number], Reports):
         return tv.mesh is None or tv.mesh.has(self.rank)
 
     def _shape(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the local shape of a tensor, according to the tensor's domain."""
+        """Returns the shape of a tensor's shard on this rank, which its declared placement
+        determines."""
         shape = self.shapes.get(tv)
         if shape is None:
             shape = local_sizes(tv, [self._integer(x) for x in tv.shape()])
@@ -328,8 +346,8 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ names and buffers
     def _place(self, tv: TensorView, site: Site) -> BufferRegion | None:
-        """Returns the part of a buffer that a tensor refers to. After the `Deallocate`, adds a
-        finding and returns None."""
+        """Returns the part of a buffer to which the tensor `tv` refers. If the buffer has been
+        freed, adds a finding about the use at `site`, and returns None."""
         place = self.places.get(tv)
         if place is None:
             shown = self.storage.shown_by(tv)
@@ -377,8 +395,9 @@ class RaceWalk(Walk[Number], Reports):
         self.freed.pop(effect.out, None)
 
     def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
-        """Returns the region of a view op's result, given the region `source` of the operand. Parts
-        along axes that the view does not change stay exact."""
+        """Returns the part of a buffer to which the result of a view op refers. `source` is the
+        part to which the op's operand refers. Axes that the view does not change stay exact, and
+        other axes become unknown."""
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
             return source.having(sizes, tuple(reshaped(source.shape, source.axes, sizes)))
@@ -424,8 +443,9 @@ class RaceWalk(Walk[Number], Reports):
             buffer.freed = site
 
     def _drop(self, buffer: TrackedBuffer, site: Site | None) -> None:
-        """Frees a buffer to which no name refers any longer. The memory returns to the stream that
-        allocated the buffer."""
+        """Frees a buffer to which no tensor refers any longer. The memory returns to the stream
+        that allocated the buffer, so this stream must be ordered after all accesses. `site` is None
+        at the end of the program."""
         if not buffer.is_callers and buffer.freed is None:
             self._given_back(buffer, site, buffer.home)
 
@@ -463,11 +483,11 @@ class RaceWalk(Walk[Number], Reports):
         return None
 
     def _use(self, planned: _Planned, communication: InFlight[_Planned] | None = None) -> None:
-        """Compares a read or write with all earlier overlapping reads and writes of the buffer, and
-        records it.
+        """Compares a read or write of a part of a buffer with all earlier accesses that overlap,
+        reports races, and records the access.
 
-        `planned` has the op, the region, and whether the use is a write. If the use belongs to a
-        communication in flight, `communication` is that communication.
+        `planned` has the op, the part of the buffer, and whether the op writes. `communication` is
+        given if the access lasts until the `Wait` for a communication.
         """
         site, place, is_write = planned
         buffer, box, grid = place.buffer, place.box, place.grid
@@ -509,9 +529,10 @@ class RaceWalk(Walk[Number], Reports):
                     self._race(read, use, buffer)
 
     def _check_shared(self, one: Reads | Writes, other: Writes, site: Site) -> None:
-        """Reports an op whose result wrongly overwrites an operand or another result.
+        """Reports an op whose result overwrites an operand, or another result, in a way that the op
+        does not allow.
 
-        `one` is the effect on the operand or the first result, and `other` the effect on the
+        `one` is the effect on the operand or the other result, and `other` the effect on the
         result.
         """
         if not (self._takes_part(one) and self._takes_part(other)):
@@ -558,8 +579,8 @@ class RaceWalk(Walk[Number], Reports):
         return self._start(starts, site, uses)
 
     def _takes_part(self, effect: Reads | Writes) -> bool:
-        """Whether the effect reads or writes this rank's shard. Some effects apply only to the
-        shard of the root."""
+        """Returns whether this rank performs the read or write. In a broadcast, for example, only
+        the root reads the operand."""
         if not self._is_mine(effect.tensor):
             return False
         if effect.by is None:
@@ -622,13 +643,17 @@ class RaceWalk(Walk[Number], Reports):
         self.on_join(effect, site)
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Makes the current stream wait for another stream."""
+        """Makes the current stream wait for another stream. `_ChainWalk` overrides this method to
+        find needless waits."""
         self.state.apply(effect)
 
     # ------------------------------------------------------------ the end
     def finish(self) -> None:
-        """Checks the end of the program: missing waits, the current stream, and the contents of
-        outputs."""
+        """Checks the state at the end of the program.
+
+        Reports communications without a `Wait`, a current stream that is not the caller's, outputs
+        that are not completely written, and accesses that the caller's stream does not wait for.
+        """
         for communication in self.state.in_flight.values():
             assert communication.site is not None
             self._note(
@@ -680,8 +705,8 @@ class RaceWalk(Walk[Number], Reports):
             self._note(UNWRITTEN, f"{part}, part of an output, is never written", *writers)
 
     def _return(self, buffer: TrackedBuffer) -> None:
-        """Reports uses of a buffer for which the caller's stream does not wait at the end of the
-        program."""
+        """Reports accesses of an output or of a buffer of the caller that may still run when the
+        program ends. The caller's stream must wait for such accesses."""
         for use in buffer.uses():
             if (use.is_write or buffer.is_callers) and not use.is_before(self.clocks.now):
                 self._note(
@@ -709,8 +734,9 @@ APPLY: dict[type, Callable[[RaceWalk, Any, Site], None]] = {
 
 
 def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
-    """Whether the smaller of two boxes is slot number `place` of the larger box. The larger box
-    consists of `members` equal slots."""
+    """Returns whether the smaller of two boxes is slot number `place` of the larger box. The larger
+    box consists of `members` equal slots, one for each member of a team. A member may keep its
+    operand in its own slot of a collective's result."""
     small, large = sorted((one, other), key=lambda box: [n for _, n in box])
     cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
     if len(cut) != 1:
@@ -738,8 +764,12 @@ MAX_WALKS = 16
 def find_chains(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, rank: int = 0
 ) -> list[Finding]:
-    """Returns the waits that needlessly serialise the iterations of loops. The arguments are those
-    of `find_races`."""
+    """Returns the waits that needlessly serialise the iterations of a stream loop, so that no
+    iterations overlap. The results are right, so such a wait is no race.
+
+    A wait is needless if the program has no races when the wait runs in a separate earlier loop.
+    The arguments are those of `find_races`.
+    """
     if not has_streams(program):
         return []
     first = _ChainWalk(program, dict(values), rank, ())
@@ -763,8 +793,12 @@ def find_chains(
 
 
 class _ChainWalk(RaceWalk):
-    """Finds waits that serialise the iterations of a loop. Waits in `hoisted` are treated as if
-    they ran in an earlier loop."""
+    """Walks the program of one rank, and finds waits through which each iteration of a loop waits
+    for the iteration before. `chains` maps each such wait to a finding.
+
+    Waits in `hoisted` are treated as if they ran in a separate earlier loop. If the walk then finds
+    no race, these waits are needless.
+    """
 
     def __init__(self, *args: object, hoisted: frozenset[Op] = frozenset()) -> None:
         super().__init__(*args)  # pyright: ignore[reportArgumentType]
@@ -780,17 +814,19 @@ class _ChainWalk(RaceWalk):
         self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site, object]] = {}
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Stores the clocks of all streams at the beginning of a loop."""
+        """Stores copies of all streams' vector clocks at the beginning of a loop. A wait in
+        `hoisted` waits only for the work that these clocks count."""
         if isinstance(op, ForLoop):
             self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
 
     def on_left(self, op: ForLoop) -> None:
-        """Discards the clocks that were stored at the beginning of the loop."""
+        """Discards the clocks that `on_region` stored at the beginning of the loop."""
         self.at_entry.pop()
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Records a wait that serialises iterations. A hoisted wait only waits for work before the
-        loop."""
+        """Makes the current stream wait for another stream, and records a finding if the wait makes
+        an iteration wait for the iteration before. A wait in `hoisted` waits only for work before
+        the loop."""
         me, other = self.clocks.current, self.clocks.find(effect.stream)
         if site.op in self.conditional:
             return super().on_join(effect, site)

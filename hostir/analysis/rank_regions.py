@@ -1,4 +1,7 @@
-"""Describes which elements of a whole tensor each rank has, for all ranks at once."""
+"""Describes which elements of a whole tensor the shard of each rank has, for all ranks at once.
+
+The check of communications uses this description to find elements that arrive at a wrong position.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,12 @@ _MAX_PIECES = 4
 
 
 class Extent(NamedTuple):
-    """The elements that a region has along one axis: `start` + i0 * stride0 + i1 * stride1 + ...,
-    each i below its count.
+    """The indices of a whole tensor that each rank has along one axis.
 
-    `levels` has one (count, stride) per index; the last index changes fastest. There are several
-    levels if devices cut an axis inside of a stream axis: a rank then has a piece of every block.
+    The indices are `start` + i0 * stride0 + i1 * stride1 + ..., where each ik runs from 0 to its
+    count. `levels` has (count, stride) for each ik; the last one varies fastest. There are several
+    levels if a stream axis divides the axis into blocks, and devices then divide each block. A rank
+    has a piece of every block.
     """
 
     start: PerRank
@@ -46,12 +50,12 @@ class Extent(NamedTuple):
 
     @property
     def size(self) -> PerRank:
-        """The number of elements of the extent, on each rank."""
+        """The number of indices that each rank has along the axis."""
         return math.prod(n for n, _ in self.levels)
 
     def cut(self, start: PerRank, length: PerRank) -> Extent | None:
-        """Returns elements `start` to `start + length` of this extent; None if these elements
-        cannot be written as an `Extent`."""
+        """Returns the part of this extent from its `start`-th index on, with `length` indices.
+        Returns None if the part cannot be described by a start and levels."""
         (_, stride), *rest = self.levels
         if not rest:
             return Extent(self.start + start * stride, ((length, stride),))
@@ -64,7 +68,7 @@ class Extent(NamedTuple):
         return None
 
     def is_same(self, other: Extent) -> PerRank:
-        """Returns a mask of the ranks on which both extents have the same elements."""
+        """Returns a mask of the ranks on which both extents have the same indices."""
         if len(self.levels) != len(other.levels):
             return False
         same = self.start == other.start
@@ -74,12 +78,14 @@ class Extent(NamedTuple):
         return same
 
     def on(self, places: PerRank) -> Extent:
-        """Returns the extents of the ranks at the indices `places` of the list of ranks."""
+        """Returns the extents of some ranks. `places` has the indices of these ranks in the list of
+        ranks."""
         levels = tuple((pick(n, places), step) for n, step in self.levels)
         return Extent(pick(self.start, places), levels)
 
     def text(self, i: int) -> str:
-        """Returns the extent on the rank at index `i`, such as `8:10` or `{2:4, 6:8}`."""
+        """Returns the extent on one rank as text for messages, such as `8:10` or `{2:4, 6:8}`. `i`
+        is the index of the rank in the list of ranks."""
         starts, (count, stride) = [int(str(at(self.start, i)))], self.levels[-1]
         for outer, step in self.levels[:-1]:
             starts = [s + k * step for s in starts for k in range(int(str(at(outer, i))))]
@@ -93,10 +99,13 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a whole tensor that a name refers to, on each rank.
+    """The elements of a whole tensor that take part in a communication, on each rank.
 
-    `whole` is the global shape, and `extents` has the elements along each axis. `order` lists the
-    axes in memory order, outermost first.
+    - `owners`: the tensors, each with a mask of ranks; None stands for all ranks. There are several
+      tensors if ranks communicate in different ops.
+    - `whole`: the global shape; `extents`: the indices along each axis.
+    - `order`: the axes in memory order, outermost first.
+    - `by_rank`: whether the program selected the part by an index that depends on the rank.
     """
 
     # The tensor of each rank, if ranks name different tensors.
@@ -108,37 +117,39 @@ class Region:
     by_rank: bool
 
     def label(self, i: int) -> str:
-        """Returns the name of the tensor on the rank at index `i`."""
+        """Returns the name of the tensor on one rank, such as `T1`. `i` is the index of the rank in
+        the list of ranks."""
         return next(tv.label for ranks, tv in self.owners if ranks is None or ranks[i])
 
     def text(self, i: int) -> str:
-        """Returns the region on the rank at index `i`, such as `T1[0, 4:8]`."""
+        """Returns the region on one rank as text for messages, such as `T1[0, 4:8]`. `i` is the
+        index of the rank in the list of ranks."""
         return f"{self.label(i)}[{', '.join(e.text(i) for e in self.extents)}]"
 
     @property
     def starts(self) -> list[PerRank]:
-        """The index of the first element along each axis, per rank."""
+        """The first index along each axis, as a number or an array over ranks."""
         return [e.start for e in self.extents]
 
     @property
     def is_alike(self) -> bool:
-        """Whether the region has the same first element on all ranks."""
+        """Whether the region begins at the same element on all ranks."""
         return not any(isinstance(x, np.ndarray) for x in self.starts)
 
     def having(self, extents: Sequence[Extent]) -> Region:
-        """Returns a region of the same tensor with other extents."""
+        """Returns a region of the same tensor with other indices along its axes."""
         return replace(self, extents=tuple(extents))
 
     def on(self, places: PerRank) -> Region:
-        """Returns the regions of the ranks at the indices `places`, with the names of the tensors
-        on these ranks."""
+        """Returns the regions of some ranks. `places` has the indices of these ranks in the list of
+        ranks."""
         owners = tuple((ranks if ranks is None else ranks[places], tv) for ranks, tv in self.owners)
         extents = tuple(e.on(places) for e in self.extents)
         return replace(self, owners=owners, extents=extents)
 
     def piece(self, count: int, place: PerRank) -> Region | None:
-        """Divides the memory of the region into `count` equal pieces, and returns the piece with
-        index `place`.
+        """Divides the memory of the region into `count` contiguous pieces of equal size. Returns
+        the piece with index `place`, such as the data that a scatter sends to one member.
 
         Returns None if the piece is not a range along each axis.
         """
@@ -158,7 +169,7 @@ class Region:
 
     def is_same(self, other: Region) -> PerRank:
         """Returns a mask of the ranks on which both regions have the same elements in the same
-        order."""
+        memory order."""
         if self._filled() != other._filled():
             return False
         same: PerRank = True
@@ -167,16 +178,18 @@ class Region:
         return same
 
     def _filled(self) -> list[int]:
-        """Returns the axes that have more than one element, in memory order."""
+        """Returns the axes along which the region has more than one element, in memory order. Other
+        axes do not affect the order of the elements."""
         sizes = [e.size for e in self.extents]
         return [a for a in self.order if not isinstance(sizes[a], int) or sizes[a] > 1]
 
 
 def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
-    """Combines the regions of ranks that run different ops into one region; None if the regions
-    cannot be compared.
+    """Combines the regions of ranks that enter one collective in different ops into one `Region`
+    over all ranks.
 
-    `parts` pairs a mask of ranks with the region of these ranks.
+    `parts` pairs a mask of ranks with the region of these ranks. Returns None if a region is
+    unknown, or if shapes, memory orders or strides differ.
     """
     first = parts[0][1]
     every = [(ranks, r) for ranks, r in parts if r is not None]
@@ -202,7 +215,8 @@ def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
 
 
 def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
-    """Combines the values of ranks that run different ops into one value.
+    """Combines the values of ranks that enter one collective in different ops into one value over
+    all ranks.
 
     `parts` pairs a mask of ranks with the value on these ranks.
     """
@@ -221,11 +235,15 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion(NamedRegion[PerRank, int]):
-    """A part of the local shard of `owner`, on each rank.
+    """The part of a tensor's shard that another tensor refers to, on all ranks at once. For
+    example, the other tensor is a slice of the shard.
 
-    `extents` has the elements of the whole tensor along each axis of the owner (None: unknown).
-    `axes` has the owner's axis for each axis of the name (None: a view op made the axis). `by_rank`
-    says that an index that depends on the rank selected the part.
+    - `owner`: the tensor whose shard is meant.
+    - `extents`: for each axis of the owner, the indices of the whole tensor; None if unknown.
+    - `axes`: for each axis of the other tensor, the same axis of the owner; None if a view op
+      created the axis.
+    - `shape`: the shape of the other tensor.
+    - `by_rank`: whether the program selected the part by an index that depends on the rank.
     """
 
     owner: TensorView
@@ -235,16 +253,19 @@ class ShardRegion(NamedRegion[PerRank, int]):
     by_rank: bool = False
 
     def elements(self, expanded: Sequence[int] = ()) -> PerRank:
-        """Returns the number of elements in memory. Axes in `expanded` count as one element."""
+        """Returns the number of elements that the region has in memory. An axis in `expanded` has
+        stride 0, so it counts as one element."""
         return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
 
     def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> ShardRegion:
-        """Returns a region with the same elements, but with another shape and other axes."""
+        """Returns a region with the same elements of the owner, described by another `shape` and
+        other `axes`, such as after a transpose."""
         return ShardRegion(self.owner, self.extents, axes, shape, self.by_rank)
 
     def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> ShardRegion:
-        """Returns the region of the range `start` to `start + length` along an axis. The argument
-        `among` is ignored."""
+        """Returns the part of this region that has the indices `start` to `start + length` along
+        `axis`. The elements become unknown if a view op created the axis. `among` is ignored,
+        because regions on all ranks are compared by their indices."""
         owner = self.axes[axis]
         extents: list[Extent | None] = list(self.extents)
         if owner is None:
@@ -257,8 +278,11 @@ class ShardRegion(NamedRegion[PerRank, int]):
 
 
 class Shapes:
-    """Evaluates the local and global shapes of tensors, and the position of each rank's shard in
-    the whole tensor."""
+    """Evaluates the global and local shapes of a program's tensors, and the elements of each rank's
+    shard.
+
+    A `Shapes` belongs to one check of a program, and caches its results.
+    """
 
     def __init__(self, values: RankValues) -> None:
         self._values = values
@@ -269,26 +293,28 @@ class Shapes:
         self._frames: dict[object, tuple[tuple[int, ...], ...]] = {}
 
     def whole(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the global shape of a tensor."""
+        """Returns the global shape of a tensor: the shape before the tensor is divided among
+        ranks."""
         if tv not in self._whole:
             self._whole[tv] = tuple(int(self._values.of(x)) for x in tv.shape())
         return self._whole[tv]
 
     def local(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the shape of the local shard, which is equal on all ranks."""
+        """Returns the shape of a tensor's shard. All ranks have shards of the same shape."""
         if tv not in self._local:
             self._local[tv] = local_sizes(tv, self.whole(tv))
         return self._local[tv]
 
     def device_cuts(self, tv: TensorView) -> tuple[frozenset[ParallelType], ...]:
-        """Returns, for each axis of a tensor, the device parallel types that cut this axis."""
+        """Returns, for each axis of a tensor, the mesh dimensions that divide this axis among
+        ranks."""
         if tv not in self._cuts:
             cuts = placement(tv, DEVICE_TYPES)
             self._cuts[tv] = tuple(frozenset(c.ptype for c in mine) for mine in cuts)
         return self._cuts[tv]
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
-        """Returns the region of the whole local shard of a tensor."""
+        """Returns a region with all elements of a tensor's shard, on each rank."""
         if tv not in self._shard_regions:
             shape = self.local(tv)
             every = zip(placement(tv), self.whole(tv), strict=True)
@@ -297,16 +323,16 @@ class Shapes:
         return self._shard_regions[tv]
 
     def step(self, tv: TensorView, index: Scalar) -> ShardRegion:
-        """Returns the region of a tensor whose buffer holds only one block: that of iteration
-        `index` of a stream loop."""
+        """Returns the region of a tensor whose buffer holds only one block of a stream axis.
+        `index` is the stream loop iteration that uses the block."""
         axis, chunks = stream_cut(tv)
         return self.shard_region(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
 
     def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
-        """Returns the elements of one axis, of `size` elements, that each rank has. `cuts` says how
-        the axis is divided.
+        """Returns the indices that each rank has along one axis of `tv`. The axis has `size`
+        elements in the whole tensor, and `cuts` says how the axis is divided.
 
-        If devices cut the axis inside of a stream axis, a rank has a piece of every block.
+        If devices divide the blocks of a stream axis, a rank has a piece of every block.
         """
         start: PerRank = 0
         levels: list[tuple[PerRank, int]] = []
@@ -330,10 +356,11 @@ class Shapes:
         return self._values.along(mesh, ptype)
 
     def region(self, shard: ShardRegion, *, without: int | None = None) -> Region | None:
-        """Returns the elements in memory that a shard region refers to; None if the elements are
-        unknown.
+        """Returns the elements of the whole tensor that a shard region stores in memory. Returns
+        None if some elements are unknown.
 
-        `without` is an axis that counts partial sums, and is left out.
+        An expanded axis is left out, because it has one element in memory. The axis `without` is
+        left out too: an axis along which each rank has one partial sum, which an allreduce removes.
         """
         whole, keep, order = self._frame(shard.owner, without)
         extents = tuple(e for a in keep if (e := shard.extents[a]) is not None)
@@ -342,10 +369,11 @@ class Shapes:
         return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns three tuples: the global sizes, the axes in memory, and the order of these axes
-        in memory.
+        """Returns the properties of a tensor that all its regions share: the global sizes of its
+        axes, the numbers of these axes, and their memory order.
 
-        Expanded axes and the axis `without` are left out.
+        Expanded axes and the axis `without` are left out. The memory order has positions in the
+        tuple of the remaining axes, outermost first.
         """
         if (tv, without) not in self._frames:
             gone = {without, *expanded_positions(tv)}
@@ -355,10 +383,10 @@ class Shapes:
         return self._frames[tv, without]
 
     def partial_axis(self, shard: ShardRegion, ptypes: Sequence[ParallelType]) -> int | None:
-        """Returns the axis that counts the partial sums of a team, in the owner of `shard`; None if
-        there is no such axis.
+        """Returns the axis of `shard.owner` along which each member of a team has one partial sum.
+        Returns None if the tensor has no such axis.
 
-        `ptypes` are the mesh dimensions of the team.
+        `ptypes` are the mesh dimensions along which the team is formed.
         """
         sizes, cuts = self.local(shard.owner), self.device_cuts(shard.owner)
         return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
@@ -371,8 +399,12 @@ class Shapes:
         op: Op,
         check: Callable[[Part, PerRank, PerRank], PerRank],
     ) -> ShardRegion:
-        """Returns the region that `effect.out` refers to, a part or a view of `shard`. For `check`
-        see `NamedRegion.part`."""
+        """Returns the region of a tensor that becomes a view of another tensor. `shard` is the
+        region of the other tensor, and `effect.out` the new view.
+
+        The view is a slice if `effect.part` is given, and otherwise the result of the view op `op`.
+        `check` reports an index that is out of range, as in `NamedRegion.part`.
+        """
         if effect.part is not None:
             return shard.part(effect.part, self._values.of, check)
         return self._view(shard, op) if isinstance(op, TensorOp) else shard
@@ -392,5 +424,6 @@ class Shapes:
 
 
 def _unchecked(part: Part, index: PerRank, limit: PerRank) -> PerRank:
-    """Returns the index unchanged, because the block of an allocation is never out of range."""
+    """Returns the index without a check. `Shapes.step` passes this function as `check`, because the
+    block of an allocation is never out of range."""
     return index

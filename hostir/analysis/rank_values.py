@@ -1,5 +1,8 @@
-"""Evaluates scalars on all ranks at once. A value is one number if all ranks agree, and an array
-over ranks otherwise."""
+"""Evaluates the scalars of a program on all ranks at once, so that an analysis need not repeat a
+program for each rank.
+
+A value is one number if all ranks agree, and a numpy array with one element per rank otherwise.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,11 @@ _DIVIDES = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 class RankValues:
-    """The values of scalars on all `ranks`.
+    """Evaluates the scalars of a program on all `ranks` at once. A value is one number, or an array
+    with one element per rank.
 
-    `undefined` is a mask of the ranks on which the last evaluation divided by 0; None for no rank.
-    Values are cached until the index of a loop changes.
+    Values are cached until the index of a loop changes. `undefined` describes the most recent
+    evaluation: a mask of the ranks on which a divisor was 0, or None if there was no such rank.
     """
 
     def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
@@ -73,8 +77,8 @@ class RankValues:
         self._along: dict[tuple[DeviceMesh, ParallelType], Array] = {}
 
     def along(self, mesh: DeviceMesh, ptype: ParallelType) -> Array:
-        """Returns the coordinate of each rank along a mesh dimension; 0 for a rank outside of the
-        mesh."""
+        """Returns the coordinate of each rank along the dimension `ptype` of a device mesh. A rank
+        outside the mesh gets the coordinate 0."""
         if (mesh, ptype) not in self._along:
             devices = np.asarray(mesh.devices, dtype=np.int64)
             order = np.argsort(devices, kind="stable")
@@ -85,7 +89,8 @@ class RankValues:
         return self._along[mesh, ptype]
 
     def bind(self, index: Symbol, value: Number | None) -> None:
-        """Sets the value of a loop's index. The value None removes the index after the loop."""
+        """Sets the value of a loop's index before each iteration. The value None removes the index
+        after the loop."""
         self._computed.clear()
         if value is None:
             self._values.pop(index, None)
@@ -93,10 +98,12 @@ class RankValues:
             self._values[index] = value
 
     def of(self, x: Scalar) -> PerRank:
-        """Returns the value of `x`: one number, or an array over ranks.
+        """Returns the value of the scalar `x`: one number if all ranks agree, otherwise an array
+        over ranks.
 
-        Raises `InputError` for a symbol that no input binds. Raises `DivisionByZeroError` for a
-        division by 0 that does not depend on the rank.
+        If ranks divide by 0, these ranks are recorded in `undefined`. Raises `InputError` for a
+        symbol that no input of the program binds. Raises `DivisionByZeroError` if a divisor is 0 on
+        every rank.
         """
         known = self._computed.get(x)
         if known is None:
@@ -110,14 +117,16 @@ class RankValues:
         return value
 
     def depends(self, x: Scalar) -> bool:
-        """Whether the value of `x` depends on the rank."""
+        """Returns whether the formula of `x` contains the rank, so that the value may differ
+        between ranks."""
         found = self._depends.get(x)
         if found is None:
             found = self._depends[x] = RANK in sc.symbols(x)
         return found
 
     def integer(self, x: Scalar) -> int | None:
-        """Returns the value of an integer scalar; None if ranks have different values."""
+        """Returns the value of an integer scalar if all ranks have the same value, and None
+        otherwise."""
         value = self.of(x)
         if isinstance(value, np.ndarray):
             return int(value[0]) if len(value) and (value == value[0]).all() else None
@@ -163,8 +172,8 @@ class RankValues:
         return total
 
     def _chosen(self, cond: Scalar, a: Scalar, b: Scalar) -> PerRank:
-        """Returns `where(cond, a, b)`. A division by 0 counts only if it is in the value that is
-        selected."""
+        """Returns `where(cond, a, b)` on each rank. Ranks that divide by 0 only in the operand that
+        `cond` does not select are not recorded as undefined."""
         holds = self._array(cond)
         before = self.undefined
         found: list[PerRank] = []
@@ -184,33 +193,38 @@ class RankValues:
 
 
 def least(a: PerRank, b: PerRank) -> PerRank:
-    """Returns the smaller of two values, on each rank."""
+    """Returns the smaller of two values, rank by rank. Each value is a number or an array over
+    ranks."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
 
 
 def most(a: PerRank, b: PerRank) -> PerRank:
-    """Returns the larger of two values, on each rank."""
+    """Returns the larger of two values, rank by rank. Each value is a number or an array over
+    ranks."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
 
 
 def everywhere(x: PerRank) -> bool:
-    """Whether a condition is true on all ranks."""
+    """Returns whether the condition `x` is true on all ranks. `x` is a truth value or an array over
+    ranks."""
     return bool(x.all()) if isinstance(x, np.ndarray) else bool(x)
 
 
 def at(value: PerRank, i: int) -> object:
-    """Returns the value on the rank at index `i` of the list of ranks."""
+    """Returns the value on one rank. `i` is the index of the rank in the list of ranks. A number
+    that all ranks share is returned unchanged."""
     return value[i].item() if isinstance(value, np.ndarray) else value
 
 
 def pick(x: PerRank, places: PerRank) -> PerRank:
-    """Returns the values on the ranks at the indices `places` of the list of ranks."""
+    """Returns the values on some ranks. `places` has the indices of these ranks in the list of
+    ranks. A number that all ranks share is returned unchanged."""
     return x[places] if isinstance(x, np.ndarray) else x
 
 
 def outside_of(x: PerRank, limit: int, here: Array) -> Array | None:
-    """Returns a mask of the ranks in `here` whose value is not in 0 <= value < limit. Returns None
-    if there is no such rank."""
+    """Returns a mask of the ranks in `here` on which the index `x` is out of range: not in 0 <= x <
+    `limit`. Returns None if there is no such rank."""
     wrong = (x < 0) | (x >= limit)
     if not isinstance(wrong, np.ndarray):
         return here if wrong and here.any() else None

@@ -1,10 +1,10 @@
-"""Finds replicated inputs that are only read by local slices, so that every call slices the same
-input again.
+"""Finds inputs that every rank passes whole, although each rank only uses a slice of the input.
 
     T2 = linear(h [m, DIDx(k)], w [n, k]), w replicated  ->  w2 = LocalSlice(w), in each call
 
-The results are right, but each rank stores and reads the whole tensor to use a part of the tensor.
-`why`, `cost` and the report on overlap mention each such input once.
+The results are right. But each rank stores the whole tensor, and every call slices the tensor
+again. The reports of `why`, `cost` and `overlap` mention each such input once, with the annotation
+that avoids the slice.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ Slice = tuple[ParallelType, int]
 
 
 def sliced_inputs(program: HostIrContainer) -> tuple[str, ...]:
-    """Returns a sentence for each input that only local slices read, if all slices cut the same
-    axis by the same mesh dimension."""
+    """Returns a sentence of advice for each input that only local slices read.
+
+    An input is reported if all slices divide the same axis along the same mesh dimension. The user
+    can then annotate the input and pass shards instead.
+    """
     shown: dict[TensorView, TensorView] = {}
     slices: dict[TensorView, dict[TensorView, Slice]] = {}
     others: set[TensorView] = {*program.outputs}
@@ -75,9 +78,10 @@ def _sentences(
 
 
 def _placements(tv: TensorView, ptype: ParallelType, axis: int) -> str:
-    """Returns the placement with which the user should annotate an input, as text.
+    """Returns the placement with which the user should annotate the input `tv`, as text such as
+    `Shard(0), Replicate()`.
 
-    This is the declared placement, and in addition `axis` is sharded along the mesh dimension
+    This is the declared placement of the input, but with `axis` sharded along the mesh dimension
     `ptype`.
     """
     assert tv.mesh is not None, f"{tv} has no mesh"

@@ -1,9 +1,10 @@
-"""The unrolled program of all ranks at once: each op in each iteration of its loops.
+"""Unrolls a program for all ranks at once: lists each op in each iteration of its loops, as an
+`UnrolledOp`.
 
-An item has the ranks that run the op, the stream on each rank, and the local sizes of the op's
-tensors. An item also has the communication partners of each rank, which
-`hostir.analysis.collective_matching` finds. `hostir.cost.simulator` groups ranks whose items are
-equal, and simulates the first rank of each group.
+An `UnrolledOp` has the ranks that run the op, the stream on each rank, the local sizes of the op's
+tensors, and each rank's communication partners. `hostir.analysis.collective_matching` finds the
+partners. `hostir.cost.simulator` reads the list. It groups ranks whose ops are equal, and simulates
+the first rank of each group.
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ Shape = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class UnrolledOp:
-    """One op in one iteration of its loops. In the following, an item is an `UnrolledOp`.
+    """One op in one iteration of the loops around it, on all ranks that run the op.
 
-    - `mask`: the ranks that run the op; `stream`: the stream on each rank.
+    - `site`: the op and the loop indices; `mask`: the ranks that run the op; `stream`: the stream
+      on each rank.
     - `joins`: the stream that the op waits for; `waits`: the number of the communication that the
       op waits for.
     - `starts`: the number of the communication or group that the op starts; `movement`: the data
-      that is moved.
-    - `shapes`: the local shapes of the op's tensors.
+      that the op sends or receives.
+    - `shapes`: the local shape of each tensor of the op.
     - `teams`, `root`, `peers`: the partners in a collective or permutation.
-    - `pairs`: for a send or receive, (item of the other end, indices of this op's ranks, indices of
-      the partner ranks).
-    - `group`: the sends and receives of a group that the op starts.
-    - `far`: for operands that are spread evenly over the ranks of a team, (teams, number of ranks).
+    - `pairs`: for a send or receive, triples of (the partner's `UnrolledOp`, indices of this op's
+      ranks, indices of the partner ranks).
+    - `group`: for the end of a group, the sends and receives that start together.
+    - `far`: the operands that are views of the shards of a team's ranks, each with (teams, number
+      of ranks in a team). Most of such an operand is in the memory of other ranks.
     """
 
     site: Site
@@ -75,13 +78,18 @@ class UnrolledOp:
     together: tuple[UnrolledOp, ...] = ()
 
     def sizes(self, place: int) -> dict[TensorView, Shape]:
-        """Returns the tensors' shapes on the rank at index `place` of the list of ranks."""
+        """Returns the shapes of the op's tensors on one rank. `place` is the index of the rank in
+        the list of ranks."""
         return {tv: tuple(int(at(n, place)) for n in s) for tv, s in self.shapes.items()}  # pyright: ignore[reportArgumentType]
 
 
 class Unroller(MatchingWalk):
-    """Walks a program like `hostir.analysis.collective_matching`, and also records an `UnrolledOp`
-    for each op and iteration."""
+    """Walks a program for all ranks, matches their communications, and records an `UnrolledOp` for
+    each op and iteration.
+
+    `items` has the recorded ops in program order. `peak` is the largest number of bytes that are
+    allocated at once, per rank, and `inputs` the number of bytes of the inputs.
+    """
 
     def __init__(
         self, program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
@@ -101,7 +109,8 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ ops
     def on_op(self, op: Op) -> None:
-        """Records an `UnrolledOp` for an op, and matches the communication of the op."""
+        """Records an `UnrolledOp` for an op in the current iteration, and matches the communication
+        that the op starts."""
         effects = self.known.get(id(op))
         if effects is None:
             effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
@@ -117,7 +126,8 @@ class Unroller(MatchingWalk):
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:
-        """Stores the `UnrolledOp` of a send or receive in the note of its `Half`."""
+        """Stores the `UnrolledOp` of a send or receive in `half.note`, so that `paired` can link
+        both ends."""
         half.note = self.at[id(half.site.op), self.indices][-1]
 
     def _effect(self, effect: Effect) -> None:
@@ -140,7 +150,8 @@ class Unroller(MatchingWalk):
                 self.buffers[tv] = held - gone
 
     def _held(self, tv: TensorView) -> PerRank:
-        """Returns the number of bytes of a tensor on each active rank."""
+        """Returns the number of bytes of a tensor's shard on each active rank. The number is 0 on a
+        rank without a shard."""
         elements = self.shard_region(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
         has = self.holds(tv) & self.mask
         return elements if has.all() else np.where(has, elements, 0)
@@ -183,8 +194,8 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Records the partners of a collective or permutation in the `UnrolledOp` of each
-        member."""
+        """Records the partners of a collective or permutation in the `UnrolledOp` of each member of
+        the team."""
         super().met(met, here)
         if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):
             return  # readers of the view move the bytes; the barrier has no known cost
@@ -201,10 +212,12 @@ class Unroller(MatchingWalk):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Does nothing, because the cost does not depend on which parts of tensors are sent."""
+        """Does nothing. The base class checks which parts of tensors arrive, but the simulated cost
+        does not depend on them."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """Records the partners of a send and its receive in both `UnrolledOp` objects."""
+        """Links a send and the matching receive: each `UnrolledOp` gets the other one in its
+        `pairs`."""
         super().paired(a, b, senders, receivers)
         sends: UnrolledOp = a.note
         receives: UnrolledOp = b.note

@@ -1,14 +1,14 @@
 """The traversal of host programs that all analyses use.
 
-`Walk` unrolls a program in the order in which the host issues the ops. It does so for one rank or
-for all ranks at once, or visits each op once. Its *domain* has the values of scalars and the ranks
-that run the current op.
+`Walk` visits the ops of a program in the order in which the host issues the ops, iteration by
+iteration. Its *domain* evaluates the scalars of the program, and knows which ranks run the current
+op. There are three domains: one rank, all ranks at once, and each op once without values.
 
-`EffectState` applies the effects of ops to the current stream, the open group of transfers, and the
-communications in flight. Unrolled walks use `EffectState`, and so does a run that is followed op by
-op (`hostir.runtime.recorder`).
+`EffectState` tracks the current stream, the open group of transfers, and the communications in
+flight. It is used by the walks that follow iterations, and by `hostir.runtime.recorder`, which
+follows a real run op by op.
 
-An analysis derives from `Walk` and overrides the methods for the events that the analysis needs.
+An analysis derives a class from `Walk`, and overrides the methods for the events that it needs.
 """
 
 from __future__ import annotations
@@ -45,109 +45,126 @@ G = TypeVar("G")
 
 # ------------------------------------------------------------------ domains
 class Domain(Protocol[N]):
-    """The values of scalars during a walk, and the ranks that run the current op."""
+    """The way in which a `Walk` evaluates scalars, loop ranges and conditions: on one rank, on all
+    ranks at once, or not at all."""
 
     def value(self, x: Scalar) -> N:
-        """Returns the current value of a scalar."""
+        """Returns the value of a scalar in the current loop iteration."""
         ...
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Sets the value of a loop's index. The value None removes the index after the loop."""
+        """Sets the value of a loop's index before each iteration. The value None removes the index
+        after the loop."""
         ...
 
     def ranges(self, bounds: Sequence[N]) -> Iterator[range]:
-        """Yields each distinct range of a loop's index, given the `bounds` (start, stop, step).
+        """Yields the range of a loop's index, once for each group of ranks with an equal range.
+        `bounds` are the loop's (start, stop, step).
 
-        Until the next range is yielded, only the ranks with this range are active.
+        Until the next range is yielded, only the ranks of the current group are active.
         """
         ...
 
     def branches(self, holds: N) -> Iterator[bool]:
-        """Yields the truth value of each branch that some ranks take, given the condition `holds`.
+        """Yields True if some ranks run the first region of a branch, and False if some ranks run
+        the second. `holds` is the value of the branch's condition.
 
-        Until the next value is yielded, only the ranks that take this branch are active.
+        Until the next value is yielded, only the ranks that run the current region are active.
         """
         ...
 
 
 class OneRank:
-    """The values of scalars on one rank. `values` binds every symbol."""
+    """The domain of a walk for one rank, such as the race check. `values` maps every symbol of the
+    program to a number."""
 
     def __init__(self, values: dict[Symbol, Number]) -> None:
         self.values = values
 
     def value(self, x: Scalar) -> Number:
-        """Returns the value of a scalar. Raises `InputError` for a symbol that no input binds."""
+        """Returns the value of a scalar on this rank. Raises `InputError` for a symbol that no
+        input of the program binds."""
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
             raise InputError(f"{x}: no input binds {missing.args[0]}") from None
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Sets the value of a loop's index. The value None removes the index after the loop."""
+        """Sets the value of a loop's index before each iteration. The value None removes the index
+        after the loop."""
         if value is None:
             self.values.pop(index, None)
         else:
             self.values[index] = value
 
     def ranges(self, bounds: Sequence[Number]) -> Iterator[range]:
-        """Yields the only range of the loop's index. `bounds` are start, stop and step."""
+        """Yields the range of a loop's index. There is exactly one range, because there is one
+        rank. `bounds` are the loop's start, stop and step."""
         start, stop, step = map(int, bounds)
         yield range(start, stop, max(step, 1))
 
     def branches(self, holds: Number) -> Iterator[bool]:
-        """Yields `holds`, the value of the condition, as the only truth value."""
+        """Yields the value of a branch's condition. There is exactly one value, because there is
+        one rank."""
         yield bool(holds)
 
 
 class EachOpOnce:
-    """A domain without values: one iteration of each loop is visited, and both regions of each
-    branch."""
+    """A domain without values, for walks that need each op of a program once. A loop has one
+    iteration, and both regions of a branch are visited."""
 
     def value(self, x: Scalar) -> None:
-        """Returns None: no scalar is evaluated."""
+        """Returns None instead of a value, because this domain evaluates no scalars."""
         return
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Does nothing, because no scalar is evaluated."""
+        """Does nothing, because this domain evaluates no scalars and so needs no value of a loop's
+        index."""
 
     def ranges(self, bounds: Sequence[None]) -> Iterator[range]:
-        """Yields a range of one iteration."""
+        """Yields a range of one iteration, so that the walk visits the body of each loop once."""
         yield range(1)
 
     def branches(self, holds: None) -> Iterator[bool]:
-        """Yields both truth values, so that both regions are visited."""
+        """Yields True and then False, so that the walk visits both regions of each branch."""
         yield True
         yield False
 
 
 class AllRanks:
-    """The values of scalars on all ranks at once. `mask` selects the ranks that run the current
-    op."""
+    """The domain of a walk for all ranks of a program at once. A value is a number if the ranks
+    agree, and an array over ranks otherwise.
+
+    `mask` selects the active ranks: those that run the current op. The other ranks have taken
+    another branch, or are not in the current iteration.
+    """
 
     def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
         self.values = RankValues(ranks, values)
         self.mask: Array = np.ones(len(ranks), dtype=bool)
 
     def value(self, x: Scalar) -> PerRank:
-        """Returns the value of a scalar: a number that all ranks share, or an array over ranks."""
+        """Returns the value of a scalar in the current iteration: one number if all ranks agree,
+        otherwise an array over ranks."""
         return self.values.of(x)
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Sets the value of a loop's index. The value None removes the index after the loop."""
+        """Sets the value of a loop's index before each iteration. The value None removes the index
+        after the loop."""
         self.values.bind(index, value)
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns `new` on the active ranks, and `old` on all other ranks."""
+        """Returns `new` on the active ranks, which run the current op, and `old` on all other
+        ranks."""
         return new if self.mask.all() else np.where(self.mask, new, old)
 
     # The body of a loop or branch runs while the generator is suspended. A walk must exhaust it, or
     # the mask keeps the ranks of the body.
     def ranges(self, bounds: Sequence[PerRank]) -> Iterator[range]:
-        """Yields each distinct range of the loop's index, with `mask` set to the ranks that have
-        this range.
+        """Yields each distinct range of a loop's index. Meanwhile, `mask` selects the ranks whose
+        loop has this range.
 
-        `bounds` are start, stop and step, each a number or an array over ranks.
+        `bounds` are the loop's start, stop and step, each a number or an array over ranks.
         """
         if not any(isinstance(b, np.ndarray) for b in bounds):
             start, stop, step = map(int, bounds)
@@ -161,10 +178,10 @@ class AllRanks:
         self.mask = outer
 
     def branches(self, holds: PerRank) -> Iterator[bool]:
-        """Yields the truth value of each branch that some ranks take, with `mask` set to these
-        ranks.
+        """Yields True if some active ranks run the first region of a branch, and False if some run
+        the second. Meanwhile, `mask` selects these ranks.
 
-        `holds` is the condition, a truth value or an array over ranks.
+        `holds` is the value of the branch's condition: a truth value, or an array over ranks.
         """
         if not isinstance(holds, np.ndarray):
             yield bool(holds)
@@ -179,11 +196,15 @@ class AllRanks:
 
 # ------------------------------------------------------------------ control flow
 class Walk(Generic[N]):
-    """Unrolls a program in the order in which the host issues the ops.
+    """Visits the ops of a program in the order in which the host issues the ops, loop iteration by
+    loop iteration.
 
-    A subclass defines `on_op`, which is called for each op without regions, in each iteration of
-    its loops. If needed, the subclass also defines `on_region`, `on_left`, `on_skipped` and
-    `needed`.
+    A subclass defines `on_op`, which is called for each op that is not a loop or a branch, in each
+    iteration. A subclass may also define:
+
+    - `on_region` and `on_left`: called before a loop or branch, and after a loop.
+    - `on_skipped`: called for ops that do not run.
+    - `needed`: evaluates loop bounds and conditions.
     """
 
     def __init__(self, domain: Domain[N]) -> None:
@@ -193,31 +214,35 @@ class Walk(Generic[N]):
         self.is_over = False
 
     def on_op(self, op: Op) -> None:
-        """Handles an op without regions. A subclass must define this method."""
+        """Handles an op that is not a loop or a branch, in one iteration of the loops around the
+        op. A subclass must define this method."""
         raise NotImplementedError
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Handles a loop or branch, before its bounds or its condition are evaluated. By default,
+        """Handles a loop or branch before the walk evaluates its bounds or condition. By default,
         does nothing."""
 
     def on_left(self, op: ForLoop) -> None:
-        """Handles the end of a loop. By default, does nothing."""
+        """Handles the end of a loop, after its last iteration. By default, does nothing."""
 
     def on_skipped(self, ops: Sequence[Op]) -> None:
         """Handles ops that do not run: those of a branch that is not taken, or of a loop without
         iterations. By default, does nothing."""
 
     def needed(self, x: Scalar, what: str, op: Op) -> N:
-        """Returns the value of a loop bound or a condition. `what` is the word for the scalar in
-        messages."""
+        """Returns the value of `x`, which is a loop bound or the condition of the branch `op`.
+        Subclasses override this method to report an undefined value. `what` says in such reports
+        which scalar `x` is, such as "bound"."""
         return self._domain.value(x)
 
     def site(self, op: Op) -> Site:
-        """Returns the op together with the current indices of its loops."""
+        """Returns the op together with the current values of the loop indices, for use in a
+        finding."""
         return Site(op, self.indices)
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Visits the given ops, and the ops of their regions in each iteration."""
+        """Visits `ops` in order. For a loop, visits its body in each iteration; for a branch, the
+        regions that some rank runs."""
         for op in ops:
             if self.is_over:
                 return
@@ -256,11 +281,14 @@ class Walk(Generic[N]):
 
 # ------------------------------------------------------------------ streams
 class StreamState(Generic[N]):
-    """The current stream of a run, and the stream to which each captured name refers.
+    """The current stream of a run or walk, and the streams to which the names in the program (such
+    as `S0`) refer.
 
-    A stream is represented by any value on one rank, or by an array over ranks. `number` evaluates
-    the index of a stream. `entry` is the caller's stream, and `default` the stream with the name
-    `Default`.
+    A stream is represented by any hashable value on one rank, or by an array over ranks.
+
+    - `number`: a function that evaluates the scalar index of a stream.
+    - `entry`: the caller's stream, on which the program begins.
+    - `default`: the stream that the program calls `Default`.
     """
 
     def __init__(self, number: Callable[[Scalar], N], entry: N, default: N) -> None:
@@ -269,7 +297,7 @@ class StreamState(Generic[N]):
         self.captured: dict[str, N] = {}
 
     def find(self, stream: Stream) -> N:
-        """Returns the stream that the number or name in an op refers to."""
+        """Returns the stream to which an op refers by an index or by a name."""
         if stream.index is not None:
             return self._number(stream.index)
         if stream.name in self.captured:
@@ -277,43 +305,47 @@ class StreamState(Generic[N]):
         return self._default if stream.name == "Default" else self.unnamed(stream.name)
 
     def unnamed(self, name: str) -> N:
-        """Returns the stream for a name that no op captured. A subclass must define this method."""
+        """Returns the stream for a name that no `GetCurrentStream` has bound. A subclass must
+        define this method."""
         raise NotImplementedError
 
     def merge(self, new: N, old: N) -> N:
-        """Returns the stream after a change from `old` to `new`. By default `new`; for all ranks at
-        once, `new` only on the active ranks."""
+        """Returns the current stream after an op has changed it from `old` to `new`. By default,
+        the result is `new`. A subclass for all ranks returns `new` only on the ranks that run the
+        op."""
         return new
 
     def enter(self, stream: Stream) -> None:
-        """Makes `stream` the current stream."""
+        """Makes `stream` the current stream, on which the program puts its next ops."""
         self.current = self.merge(self.find(stream), self.current)
 
     def capture(self, stream: Stream) -> None:
-        """Binds the name of `stream` to the current stream."""
+        """Binds the name of `stream`, such as `S0`, to the current stream. Later ops can then refer
+        to the current stream by this name."""
         before = self.captured.get(stream.name, self._entry)
         self.captured[stream.name] = self.merge(self.current, before)
 
     # This class keeps no order of streams. `hostir.analysis.clocks.Clocks` adds vector clocks.
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for another stream. Does nothing here, because this class
-        has no clocks."""
+        """Makes the current stream wait for another stream. Does nothing in this class, which does
+        not track the order of work. `hostir.analysis.clocks.Clocks` overrides this method."""
 
     def learn(self, theirs: dict[Hashable, int]) -> None:
-        """Orders the current stream after everything in the clock `theirs`. Does nothing here,
-        because this class has no clocks."""
+        """Orders the current stream after all work that the vector clock `theirs` counts. Does
+        nothing in this class, which has no clocks."""
 
     @property
     def now(self) -> dict[Hashable, int]:
-        """The clock of the current stream; {} because this class has no clocks."""
+        """The vector clock of the current stream. It is empty in this class, which does not track
+        the order of work."""
         return {}
 
 
 class StreamNumbers(StreamState[PerRank]):
-    """Streams as numbers, on one rank or in arrays over ranks.
+    """The streams of a run or walk as integers, on one rank or in arrays over ranks.
 
-    The caller's stream has the number -1. Streams for names that no op captured have numbers below
-    -1.
+    `Stream i` has the number i, and the caller's stream has the number -1. A stream whose name no
+    `GetCurrentStream` has bound has a number below -1.
     """
 
     def __init__(
@@ -321,32 +353,38 @@ class StreamNumbers(StreamState[PerRank]):
         number: Callable[[Scalar], PerRank],
         merge: Callable[[PerRank, PerRank], PerRank] | None = None,
     ) -> None:
-        """`number` evaluates the index of a stream. `merge` is `AllRanks.merge` if the streams are
-        those of all ranks."""
+        """`number` evaluates the scalar index of a stream. `merge` is None for one rank. For all
+        ranks at once, pass `AllRanks.merge`, so that a change of stream affects only the ranks that
+        run the op."""
         super().__init__(number, CALLER, CALLER)
         self._merge = merge
         # The streams of names that no op captured.
         self.uncaptured: dict[str, int] = {}
 
     def unnamed(self, name: str) -> PerRank:
-        """Returns a number below -1 for a name that no op captured. Equal names have equal
-        numbers."""
+        """Returns a number below -1 for a stream name that no `GetCurrentStream` has bound. The
+        same name always has the same number."""
         return self.uncaptured.setdefault(name, CALLER - 1 - len(self.uncaptured))
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns `new` on the active ranks, and `old` on all other ranks. For one rank, returns
-        `new`."""
+        """Returns the current stream after an op has changed it from `old` to `new`. For all ranks
+        at once, the ranks that do not run the op keep `old`."""
         return new if self._merge is None else self._merge(new, old)
 
 
 # ------------------------------------------------------------------ groups and communications
 @dataclass(eq=False)
 class InFlight(Generic[G]):
-    """A communication in flight: the communication has started and has no `Wait` yet.
+    """A communication in flight: an op has started the communication, and no `Wait` has followed
+    yet.
 
-    `began` is the stream that started the communication, and `clock` the clock of that stream at
-    the start. `touched` are the uses of buffers by the op, or by all transfers of the group. Each
-    analysis may use `site` and `note` for its own data.
+    - `number`: the number by which a `Wait` refers to the communication.
+    - `began`: the stream that started the communication; `clock`: this stream's vector clock at the
+      start.
+    - `touched`: an analysis's records of the tensors that the communication reads and writes. For a
+      group, these are the records of all its transfers.
+    - `site`, `note`: the op, and data of the analysis; both are set by the analysis that needs
+      them.
     """
 
     number: int
@@ -358,7 +396,11 @@ class InFlight(Generic[G]):
 
 
 class EffectState(Generic[G]):
-    """The streams, the open group of transfers, and the communications in flight during a walk."""
+    """The state that stream and communication ops change during a walk or run.
+
+    It consists of the current stream, the open group of transfers, and the communications in
+    flight.
+    """
 
     def __init__(self, streams: StreamState[Any]) -> None:
         self.streams = streams
@@ -366,11 +408,16 @@ class EffectState(Generic[G]):
         self.in_flight: dict[int, InFlight[G]] = {}
 
     def apply(self, effect: Effect, touched: Sequence[G] = ()) -> InFlight[G] | None:
-        """Applies an effect on streams or communications. Ignores all other effects.
+        """Applies the effect of an op on streams or communications. Ignores effects on buffers and
+        views.
 
-        `touched` are the uses of buffers by a communication that starts. Returns the communication
-        that the effect starts or waits for. Returns None if a transfer is added to the open group,
-        if no communication with the number is in flight, or for other effects.
+        `touched` has the analysis's records of the tensors that a communication reads and writes.
+        Returns the communication that the effect starts or waits for. Returns None in all other
+        cases:
+
+        - The effect adds a transfer to the open group, which starts later.
+        - The effect waits for a communication that is not in flight.
+        - The effect concerns no communication.
         """
         match effect:
             case Enters(stream):
