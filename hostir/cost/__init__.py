@@ -1,13 +1,13 @@
-"""Predicts the time of host programs.
+"""Predicts how long host programs take, without running them.
 
-Question: how long will this program take, and where would overlap help?
-Imports: `hostir.ir`, `hostir.analysis`, `hostir.lowering`, and the packages that they may import.
-Files, in reading order:
+Question: how long will this program take, and where would overlap help? Imports: `hostir.ir`,
+`hostir.analysis`, `hostir.lowering`, and the packages that they may import. Files, in reading
+order:
 
-- `machine_model`: the description of a machine.
-- `op_costs`: the time of each op.
-- `simulator`: the simulated schedule of a program on its resources.
-- `report`: the busy times of a rank; the text of the report.
-- `overlap_search`: decides which communications are divided into pipelined steps.
-- `calibrate`: measures a machine and writes its description.
+- `machine_model`: the speeds and latencies of a machine, as a JSON file.
+- `op_costs`: the time of each op when nothing else runs.
+- `simulator`: the times at which ops begin and end when they share a GPU and its links.
+- `report`: the predicted times of a program, and the text of `python -m hostir cost`.
+- `overlap_search`: decides which communications are divided into steps that overlap with matmuls.
+- `calibrate`: measures a machine and writes its JSON file.
 """

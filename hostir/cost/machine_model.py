@@ -1,5 +1,5 @@
-"""The description of a machine: the numbers with which the cost model (`hostir.cost.op_costs`)
-computes.
+"""The description of a machine: the speeds and latencies from which the cost model
+(`hostir.cost.op_costs`) predicts times.
 
 A description is a JSON file. Missing fields have the values of the built-in machine "h200".
 `hostir.cost.calibrate` measures a machine once and writes such a file.
@@ -61,8 +61,8 @@ def _frozen(values: Mapping[str, float]) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Machine:
-    """The description of a machine. Fields in `_s` are seconds, fields in `_bandwidth` bytes per
-    second.
+    """The description of a machine. Fields that end in `_s` are seconds, and fields that end in
+    `_bandwidth` are bytes per second.
 
     - `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
     - `matmul`: points (operations, operations per second) for float16 with a tile on every
@@ -71,15 +71,18 @@ class Machine:
       two points is interpolated in the logarithm of the operations, and is constant outside of the
       points.
     - `matmul_dtypes`: the speed of matmuls in each dtype, relative to float16.
-    - `tiles`: for each tile that the library can choose, rows, columns, and relative speed.
+    - `tiles`: for each tile shape that the matmul library (cuBLAS) can choose: rows, columns, and
+      relative speed.
     - `nccl`: the bus bandwidth of each type of collective; `nccl_other_bandwidth`: the bandwidth of
       all other collectives and of sends.
     - `nccl_fill_s`: the extra time, beyond `nccl_latency_s`, that a large message needs to reach
       full bandwidth. A message of `nccl_fill_nbytes` needs half of this time.
+    - `copy_latency_s`, `pull_bandwidth`: for copies out of another rank's memory.
     - `allreduce_kernel_s`: the time of allreduces that are one kernel, by their algorithm
       (`multidevice.transports.base.allreduce_model`). The time to send data at
       `allreduce_kernel_bandwidth` is not included.
-    - `host_*`: the host's time for one op, and at the beginning of a run.
+    - `host_*`: the host's time to issue one op (kernel, library call or communication), and at the
+      beginning of a run.
     """
 
     name: str = "h200"
@@ -129,23 +132,24 @@ class Machine:
             _check(self, f.name, getattr(self, f.name))
 
     def numbers_of(self, library: str) -> str:
-        """Returns the name of another library whose measured numbers are used to predict `library`;
-        "" if `library` has its own.
+        """Returns the communication library whose measured numbers stand in for those of `library`.
+        Returns "" if the description has numbers for `library` itself.
 
-        Descriptions of GPUs have numbers for NCCL and for peer copies.
+        Descriptions of GPUs have numbers for NCCL and for peer copies only, so any other library is
+        predicted like NCCL.
         """
         is_known = self.device == CPU or library.upper() in (_NCCL_NAME, PEER_COPIES)
         return "" if is_known else _NCCL_NAME
 
     def to_json(self) -> str:
-        """Returns the text of a description file. `machine_from_json` reads this text."""
+        """Returns this description as JSON text. `machine_from_json` reads the text back."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         return json.dumps(values, indent=2, default=dict)
 
 
 def _check(machine: Machine, name: str, value: Any) -> None:
-    """Raises `InputError` if the value of field `name` has a wrong type or is not positive.
-    Latencies may be 0."""
+    """Raises `InputError` if `value` has a wrong type for the field `name` of a machine
+    description, or is not positive. Latencies may be 0."""
     default = _DEFAULTS[name]
     if isinstance(default, str):
         fits, wanted = isinstance(value, str) and bool(value), "a name"
@@ -195,8 +199,8 @@ MACHINES: Mapping[str, Machine] = MappingProxyType({"h200": H200})
 def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
     """Returns the machine that a JSON text describes. Missing fields have the values of "h200".
 
-    `where` names the text in messages. Raises `InputError` for an unknown field, or a value of a
-    wrong type.
+    `where` names the text in messages, such as the path of its file. Raises `InputError` for an
+    unknown field, or a value of a wrong type.
     """
     try:
         found: Any = json.loads(text)
@@ -217,8 +221,8 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Converts the value of field `name` from JSON data: lists become tuples, and missing entries
-    of a table get their defaults."""
+    """Converts the JSON value of the field `name` of a machine description: lists become tuples,
+    and missing entries of a table get the values of "h200"."""
     default = _DEFAULTS[name]
     if isinstance(default, tuple) and isinstance(value, list):
         rows: Any = value  # pyright: ignore[reportUnknownVariableType]
@@ -238,11 +242,11 @@ MEASURED = "measured"
 
 
 def measured_file(device: torch.device | None = None) -> Path:
-    """Returns the path of the file that `python -m hostir calibrate` writes. The file may not
-    exist.
+    """Returns the path of the file to which `python -m hostir calibrate` writes the description of
+    this machine. The file may not exist.
 
-    The file describes this machine's GPUs or its CPU. If `device` is None, the GPUs are chosen if
-    there are any.
+    The file describes this machine's GPUs or its CPU, as `device` says. If `device` is None, the
+    file describes the GPUs if there are any.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device.type
     if kind == "cuda":
@@ -255,9 +259,10 @@ def measured_file(device: torch.device | None = None) -> Path:
 
 @functools.cache
 def read_once(file: Path) -> Machine | None:
-    """Returns the machine that a file describes; None if the file does not exist.
+    """Returns the machine that a JSON file describes, or None if the file does not exist.
 
-    Each process reads a file only once, so that inputs of equal sizes always get equal programs.
+    Each process reads a file only once. A calibration during a job therefore does not change later
+    predictions, and inputs of equal sizes always get equal programs.
     """
     try:
         text = file.read_text()
@@ -267,8 +272,9 @@ def read_once(file: Path) -> Machine | None:
 
 
 def machine_of(device: torch.device) -> Machine | None:
-    """Returns the measured description of a device. If there is none, returns a built-in
-    description; None if there is none either."""
+    """Returns the description with which times on `device` are predicted: the measured one, or else
+    the built-in one for an H200. Returns None if there is neither. An unreadable file causes a
+    warning."""
     found = None
     try:
         found = read_once(measured_file(device))
@@ -280,18 +286,18 @@ def machine_of(device: torch.device) -> Machine | None:
 
 
 def usual_machine() -> str:
-    """Returns "measured" if this machine's GPUs have a measured description, and "h200"
-    otherwise."""
+    """Returns the name of the machine that a command predicts for by default: "measured" if this
+    machine's GPUs were calibrated, and "h200" otherwise."""
     is_measured = torch.cuda.is_available() and measured_file().exists()
     return MEASURED if is_measured else H200.name
 
 
 def find_machine(name: str, device: torch.device | None = None) -> Machine:
-    """Returns the machine with a given name: a built-in machine, `measured`, or a description file
-    (`*.json`).
+    """Returns the machine description with a given name, for the option `--machine`.
 
-    `device` selects the measured file; see `measured_file`. Raises `InputError` for an unknown
-    name, an unreadable file, or `measured` without a calibration.
+    `name` is a built-in machine, "measured", or a file `*.json`. `device` selects which measured
+    file is read; see `measured_file`. Raises `InputError` for an unknown name, an unreadable file,
+    or "measured" without a calibration.
     """
     if name in MACHINES:
         return MACHINES[name]

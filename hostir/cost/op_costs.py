@@ -1,12 +1,12 @@
-"""The time that each op takes when nothing else runs, and the fraction of the machine that the op
-uses.
+"""The time that each op takes when nothing else runs, and the fraction of the GPU that the op uses.
 
-A host op returns the bytes that the op reads and writes (`HostOp.work`). A tensor op that is more
-than one kernel has a function in the table `COSTS`.
+The cost of a host op follows from the bytes that the op reads and writes (`HostOp.work`). A tensor
+op is costed as one kernel that reads its operands and writes its results. A tensor op that takes
+more than one kernel has a function in the table `COSTS`.
 
-Sizes are those of one rank. A cost is the time of the GPU. The field `host_s` is the host's time to
-issue the op. Kernels are limited by memory. Matmuls are limited by arithmetic or by memory,
-whichever takes longer.
+Sizes are those of one rank's shards. A cost is the time of the GPU. The field `host_s` is the
+host's time to issue the op. Kernels are limited by memory. Matmuls are limited by arithmetic or by
+memory, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ NOTHING: Found = {}
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an op when nothing else runs.
+    """The cost of one op on one rank when nothing else runs.
 
-    `share` is the fraction of the multiprocessors that the op uses, `nbytes` the bytes moved, and
-    `flops` the floating-point operations.
+    - `seconds`: the time on the GPU; `host_s`: the host's time to issue the op.
+    - `share`: the fraction of the GPU's multiprocessors that the op uses.
+    - `nbytes`: the bytes that are moved; `flops`: the floating-point operations.
     """
 
     seconds: float
@@ -60,7 +61,8 @@ class Cost:
 
 # ------------------------------------------------------------------ kernels
 def _kernel(op: TensorOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of a kernel that reads every operand and writes every result once."""
+    """Returns the cost of a tensor op that runs as one kernel. The kernel reads every operand and
+    writes every result once."""
     both = dict.fromkeys((*op.inputs, *op.outputs))
     return _moves(sum(_held(v, sizes) for v in both if isinstance(v, TensorView)), machine)
 
@@ -73,8 +75,8 @@ def _moves(nbytes: int, machine: Machine) -> Cost:
 
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of grouping scales: writing the result, copying the groups one by one, and
-    rearranging the result into tiles."""
+    """Returns the cost of an op that arranges the scales of a grouped product. The op writes the
+    result, copies the groups one by one, and rearranges the result into tiles."""
     groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
     cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)
     more = groups + 1
@@ -87,14 +89,15 @@ def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost
 
 # ------------------------------------------------------------------ sorts
 def _argsort(op: ArgsortOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of a radix sort: for each byte of an element, one pass over all elements and
-    indices."""
+    """Returns the cost of an argsort, which runs as a radix sort. For each byte of an element, the
+    sort makes one pass over all elements and indices."""
     passes = nbytes_of(op.inp.dtype())
     return _moves(passes * 2 * sum(_held(tv, sizes) for tv in (op.inp, op.out)), machine)
 
 
 def _topk(op: TopKOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of a radix select: for each byte of an element, one read of all elements."""
+    """Returns the cost of a top-k, which runs as a radix select. For each byte of an element, the
+    select reads all elements once."""
     passes = nbytes_of(op.inp.dtype())
     written = sum(_held(tv, sizes) for tv in (op.found, op.places))
     return _moves(passes * _held(op.inp, sizes) + written, machine)
@@ -128,8 +131,9 @@ def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of one matrix product per group, in sequence. The ragged axis is assumed to
-    be divided into equal parts."""
+    """Returns the cost of a grouped product: one matrix product per group, one after another. The
+    groups are assumed to have equal sizes, because their sizes are only known when the program
+    runs."""
     extents = {
         c: n for f, tv in op.tensors() for c, n in zip(op.letters(f), sizes(tv), strict=True)
     }
@@ -154,9 +158,10 @@ def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
 def _product_cost(
     batch: int, m: int, n: int, k: int, op: ProductOp, sizes: Sizes, machine: Machine
 ) -> Cost:
-    """Returns the cost of `batch` matrix products [m, k] x [k, n] whose operands are on the device.
+    """Returns the cost of `batch` matrix products [m, k] x [k, n] of the op `op`.
 
-    Floats of one byte are costed like a wider dtype, because their speed is not measured.
+    Scaled products of floats of one byte are costed like a wider dtype, because their speed is not
+    measured.
     """
     nbytes = sum(_held(tv, sizes) for f, tv in op.tensors() if f not in ("offsets", "out"))
     wider = DataType.Float if machine.device == CPU else DataType.BFloat16
@@ -175,10 +180,11 @@ def _matmul_cost(
     packed: int = 0,
     dtype: DataType | None = None,
 ) -> Cost:
-    """Returns the cost of `batch` matrix products [m, k] x [k, n].
+    """Returns the cost of `batch` matrix products [m, k] x [k, n] of the op `op`.
 
-    `nbytes` are the bytes of the operands, and `packed` the bytes moved to make an operand
-    contiguous. `dtype` is the dtype of the computation, by default that of the result.
+    - `nbytes`: the bytes of the operands.
+    - `packed`: the bytes moved by an extra copy that makes an operand contiguous.
+    - `dtype`: the dtype of the computation; None for the dtype of the result.
     """
     flops, result = 2 * batch * m * n * k, op.out_tensor
     scale = _speed(op, result, machine, dtype or result.dtype())
@@ -195,18 +201,20 @@ def _matmul_cost(
 
 
 def _occupancy(tiles: int, machine: Machine) -> float:
-    """Returns the average fraction of the multiprocessors that a matmul with this number of tiles
-    uses.
+    """Returns the average fraction of the GPU's multiprocessors that a matmul with this number of
+    tiles uses.
 
-    The last wave of tiles leaves some multiprocessors to other work, such as an NCCL collective.
+    Each multiprocessor computes one tile at a time, so the tiles run in waves. The last wave leaves
+    some multiprocessors to other work, such as an NCCL collective.
     """
     waves = math.ceil(tiles / machine.multiprocessors)
     return tiles / (waves * machine.multiprocessors)
 
 
 def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> float:
-    """Returns the speed of matrix products in `dtype`, relative to the fastest dtype. `tv` is the
-    result, for messages."""
+    """Returns the speed of matrix products in `dtype`, relative to float16. Raises
+    `UnsupportedError` if the machine has no measured speed for `dtype`. The message names `op` and
+    its tensor `tv`."""
     scale = machine.matmul_dtypes.get(dtype.name)
     if scale is None:
         raise UnsupportedError(
@@ -223,8 +231,8 @@ _PRODUCTS: dict[type[Op], tuple[int, int]] = {SdpaFwdOp: (1, 1), SdpaBwdOp: (3, 
 
 
 def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of attention. Operands are read and results are written once, because the
-    scores stay on the chip."""
+    """Returns the cost of an attention op. The operands are read once and the results are written
+    once, because the attention scores stay on the chip."""
     tensors = [tv for _, tv in op.tensors()]
     nbytes = sum(held_nbytes(tv, sizes(tv)) for tv in tensors)
     extents = {
@@ -248,11 +256,12 @@ def _attention(op: AttentionOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, int]:
-    """Returns (elements of the result per multiprocessor, number of tiles) for the fastest tile
-    shape.
+    """Computes how the result of matrix products, of shape [batch, m, n], is divided into tiles.
+    Each multiprocessor computes one tile at a time, so the tiles run in waves.
 
-    The result has the shape [batch, m, n]. The tiles are computed in waves of one tile per
-    multiprocessor. The elements are divided by the relative speed of the tile shape.
+    Returns (elements per multiprocessor, number of tiles) for the fastest tile shape of `machine`.
+    The elements are counted in whole tiles and waves, and divided by the relative speed of the tile
+    shape.
     """
     return min(
         (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
@@ -262,10 +271,11 @@ def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, in
 
 
 def under_load(machine: Machine, flops: float) -> Machine:
-    """Returns the machine with the matmul rate of a call that does `flops` operations in matmuls.
+    """Returns the machine with a constant matmul rate: that of a call with `flops` operations in
+    all its matmuls.
 
-    A GPU's clock depends on how long the GPU is busy, with any number of ops. A CPU's rates depend
-    on the size of one product, so the machine is returned unchanged.
+    A GPU lowers its clock when it is busy for long, so the rate depends on all matmuls of the call.
+    On a CPU, the rate depends on the size of each matmul, so the machine is returned unchanged.
     """
     if machine.device == CPU or not flops:
         return machine
@@ -273,8 +283,11 @@ def under_load(machine: Machine, flops: float) -> Machine:
 
 
 def _rate(flops: float, points: Sequence[tuple[float, float]]) -> float:
-    """Returns the operations per second for `flops` operations. `points` are (operations, rate),
-    interpolated in the logarithm of the operations."""
+    """Returns the matmul speed in operations per second for a matmul of `flops` operations.
+
+    `points` has measured (operations, operations per second). Between two points, the speed is
+    interpolated in the logarithm of the operations.
+    """
     if flops <= points[0][0]:
         return points[0][1]
     for (a, slow), (b, fast) in pairwise(points):
@@ -296,12 +309,13 @@ def collective_cost(
     reduce: RedOp = "SUM",
     staged: int = 0,
 ) -> Cost:
-    """Returns the cost of a collective. `nbytes` is the size of a rank's input or output, whichever
-    is larger.
+    """Returns the cost of a collective such as an allgather.
 
-    `row` describes the type of collective, `members` is the size of the team, and `reduce` the
-    reduction. `staged` is the number of bytes that peer copies first copy into memory that other
-    ranks can map.
+    - `row`: the type of the collective; `members`: the number of ranks in the team.
+    - `nbytes`: the bytes of a rank's input or output, whichever is larger.
+    - `backend`: the communication library; `reduce`: the reduction.
+    - `staged`: with peer copies, the bytes that are first copied into memory that other ranks can
+      map.
     """
     moved = nbytes * row.bus(members)
     if row is ALLREDUCE:
@@ -320,10 +334,11 @@ def collective_cost(
 def allreduce_kernel_cost(
     members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
 ) -> Cost | None:
-    """Returns the cost of an allreduce of `nbytes` that is one kernel among `members` GPUs of a
-    host.
+    """Returns the cost of an allreduce of `nbytes` that runs as one kernel of this project on each
+    of `members` GPUs of one host.
 
-    Returns None if a library does the allreduce, because no kernel exists for these arguments.
+    Returns None if there is no such kernel for these arguments. The library `backend` then does the
+    allreduce.
     """
     if machine.device == CPU:
         return None
@@ -339,7 +354,7 @@ def allreduce_kernel_cost(
 
 
 def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
-    """Returns the cost of a transfer of `nbytes` from one rank to another."""
+    """Returns the cost of sending `nbytes` from one rank to another by the library `backend`."""
     if backend != PEER_COPIES:
         return _nccl(nbytes, machine.nccl_other_bandwidth, machine)
     seconds = machine.copy_latency_s + nbytes / machine.pull_bandwidth
@@ -347,8 +362,8 @@ def transfer_cost(nbytes: int, backend: str, machine: Machine) -> Cost:
 
 
 def _copy_share(machine: Machine) -> float:
-    """Returns the fraction of the multiprocessors that a peer copy uses: 0 on a GPU, because a GPU
-    has copy engines, and 1 on a CPU."""
+    """Returns the fraction of the multiprocessors that a copy out of another rank's memory uses. On
+    a GPU the fraction is 0, because copy engines make the copy. On a CPU the fraction is 1."""
     return 1.0 if machine.device == CPU else 0.0
 
 
@@ -360,7 +375,7 @@ def _nccl(moved: float, bandwidth: float, machine: Machine) -> Cost:
 
 
 def staging_cost(nbytes: int, machine: Machine) -> Cost:
-    """Returns the cost of a copy of `nbytes` within one GPU."""
+    """Returns the cost of a copy of `nbytes` within the memory of one GPU."""
     return _moves(2 * nbytes, machine)
 
 
@@ -382,8 +397,11 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
     """Returns the cost of an op that computes. Returns None for an op that only makes views, waits,
     or changes streams.
 
-    `sizes` returns the local shape of a tensor. `found` has the bytes that a kernel reads of its
-    lookup tables. Raises `UnsupportedError` for an op that the model does not know.
+    - `sizes`: a function that returns the shape of a tensor's shard.
+    - `found`: for a kernel, how many bytes it reads of each lookup table; see `found_in_tables`.
+
+    Raises `UnsupportedError` for a dtype whose speed is unknown, and for an op that is not yet
+    scheduled into kernels.
     """
     if isinstance(op, TensorOp):
         return COSTS.get(type(op), _kernel)(op, sizes, machine)
@@ -400,9 +418,11 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
 
 
 def found_in_tables(op: LaunchKernel, kernel: Fusion, values: Mapping[Symbol, Number]) -> Found:
-    """Returns how many bytes a rank's launch of a kernel reads of each of its lookup tables.
+    """Returns, for each lookup table of a kernel, how many bytes one launch reads of the table. A
+    lookup of few rows reads much less than the whole table.
 
-    Only operands that nothing but lookups reads are counted. `values` binds the symbols of extents.
+    An operand is included only if nothing but lookups reads the operand. `values` maps the symbols
+    of extents to numbers.
     """
     if not any(isinstance(e, LookupOp) for e in kernel.exprs):
         return NOTHING

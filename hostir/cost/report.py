@@ -1,7 +1,7 @@
 """The predicted costs of a program: times, communication, memory, and the critical path.
 
-The program is not run. `predict` returns the numbers, and `report` the text of `python -m hostir
-cost`.
+The program is simulated, not run. `predict` returns the numbers, and `report` the text of `python
+-m hostir cost`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of a rank or stream within a period of time.
+    """How a rank or a stream spends a period of time, in seconds.
 
-    - `compute`: something computes; `communication`: something communicates.
-    - `exposed`: something communicates while the rank computes nothing.
-    - `idle`: nothing computes or communicates.
+    - `compute`: time in which it computes; `communication`: time in which it communicates.
+    - `exposed`: time in which it communicates while the rank computes nothing.
+    - `idle`: time in which it neither computes nor communicates.
 
     For a whole rank, `compute + exposed + idle` is the length of the period.
     """
@@ -51,11 +51,11 @@ class Busy:
 def busy_of(
     pieces: Iterable[tuple[float, float, bool]], seconds: float, computing: Intervals | None = None
 ) -> Busy:
-    """Returns the busy times for pieces of work (begin, end, whether the work communicates) within
-    a period of `seconds`.
+    """Computes how pieces of work fill a period of `seconds`. A piece is (begin, end, whether it
+    communicates).
 
-    If the pieces are those of one stream, `computing` has the intervals in which the whole rank
-    computes. By default, these intervals are computed from the pieces.
+    If the pieces are those of one stream, `computing` has the intervals in which any stream of the
+    rank computes. By default, the pieces are those of the whole rank.
     """
     given = list(pieces)
     mine = union((a, b) for a, b, is_transfer in given if not is_transfer)
@@ -67,7 +67,8 @@ def busy_of(
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Returns the union of intervals, sorted, without overlaps."""
+    """Returns the time that is covered by at least one of the intervals, as sorted intervals that
+    do not touch."""
     found: Intervals = []
     for a, b in sorted(intervals):
         if found and a <= found[-1][1]:
@@ -78,13 +79,14 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Returns the total length of the intervals."""
+    """Returns the total length of intervals that do not overlap."""
     return sum(b - a for a, b in intervals)
 
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """Seconds of one stream. The fields are those of `Busy`."""
+    """How one stream of a rank spends the predicted time, in seconds. For the fields `compute`,
+    `communication`, `exposed` and `idle`, see `Busy`."""
 
     stream: str
     compute: float
@@ -95,11 +97,14 @@ class StreamTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The times, memory and traffic of every rank of one class.
+    """The predicted times, memory and traffic of one rank. All `ranks` of a class have the same.
 
-    `seconds` is the time of the GPU. `host_seconds` is the time in which the host issues the work,
-    in parallel with the GPU. `input_nbytes` is the size of the inputs. `peak_nbytes` is the largest
-    number of bytes allocated at one time.
+    - `seconds`: the time of the GPU; `host_seconds`: the time in which the host issues the work, in
+      parallel with the GPU.
+    - `compute`, `communication`, `exposed`: see `Busy`; `streams`: the same for each stream.
+    - `input_nbytes`: the size of the inputs; `peak_nbytes`: the largest number of bytes allocated
+      at one time.
+    - `sent_nbytes`, `received_nbytes`: the traffic with other ranks.
     """
 
     ranks: tuple[int, ...]
@@ -122,10 +127,11 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class CriticalOp:
-    """An op on the critical path.
+    """An op on the critical path: the chain of work that determines the total time.
 
-    `seconds` is the time that the op adds to the path, `times` how often the op is on the path, and
-    `part` the fraction of the path's time.
+    - `seconds`: the time that the op adds to the path, in all its iterations.
+    - `times`: how often the op is on the path.
+    - `part`: the fraction of the path's time that the op takes.
     """
 
     op: str
@@ -138,9 +144,13 @@ class CriticalOp:
 class Prediction:
     """The predicted costs of one program on one machine.
 
-    `seconds` is the time per call in a sequence of calls: the time of the device or of the host,
-    whichever is longer. `links` has (sender, receiver, bytes). `notes` suggest annotations that
-    would save time.
+    - `seconds`: the time per call if calls follow each other: that of the device or of the host,
+      whichever is longer.
+    - `classes`: the times of each class of ranks.
+    - `links`: (sender, receiver, bytes) for each pair of ranks that exchange data; None if there
+      are too many ranks.
+    - `critical_path`: the ops that determine the total time.
+    - `notes`: annotations of inputs that would save time.
     """
 
     machine: str
@@ -152,18 +162,17 @@ class Prediction:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the prediction as JSON data."""
+        """Returns the prediction as data for JSON, as `python -m hostir cost --json` prints it."""
         return asdict(self)
 
 
 def seconds_of(made: SimulatedSchedule) -> tuple[float, float]:
-    """Returns (GPU seconds, host seconds) of a simulated schedule, each for the slowest rank."""
+    """Returns (GPU seconds, host seconds) of a simulated schedule, each of the slowest rank."""
     return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
 
 
 def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
-    """Returns the predicted costs of a simulated schedule. `links` is None if there are too many
-    ranks."""
+    """Returns the predicted costs of a program, computed from its simulated schedule `made`."""
     traffic, unrolled = traffic_of(made.unrolled), made.unrolled
     by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
     numbers: list[int] = made.classes.tolist()
@@ -203,7 +212,8 @@ def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
 
 
 def stream_name(made: SimulatedSchedule, number: int) -> str:
-    """Returns stream `number` as the program's text shows the stream."""
+    """Returns stream `number` of a simulated schedule as the program's text prints it, such as
+    `Stream 2`."""
     unrolled = made.unrolled
     captured = {
         name: CALLER
@@ -214,10 +224,11 @@ def stream_name(made: SimulatedSchedule, number: int) -> str:
 
 
 def spelled(number: int, captured: Mapping[str, object], names: Mapping[str, int]) -> str:
-    """Returns stream `number` as a program's text shows the stream.
+    """Returns stream `number` as a program's text prints it, such as `Stream 2` or `Stream S0 (the
+    caller's)`.
 
-    `captured` maps the names of captured streams to stream numbers. `names` does the same for names
-    that no op captured.
+    `captured` maps each name that a `GetCurrentStream` has bound to a stream number. `names` does
+    the same for names that no op has bound.
     """
     if number >= 0:
         return f"Stream {number}"
@@ -258,7 +269,7 @@ def _path(program: HostIrContainer, work: Iterable[WorkItem]) -> tuple[CriticalO
 
 # ------------------------------------------------------------------ the text
 def report(found: Prediction) -> str:
-    """Returns the text of a prediction."""
+    """Returns a prediction as the text that `python -m hostir cost` prints."""
     lines = [f"predicted on {found.machine}, not run: {ms(found.seconds)} per call"]
     for one in found.classes[:_SHOWN_CLASSES]:
         lines += ["", *_class_lines(one, found.device)]
@@ -275,8 +286,8 @@ def report(found: Prediction) -> str:
 
 
 def times_text(one: RankTimes, device: str) -> str:
-    """Returns the times of a class of ranks as text. For a CPU only one time is shown, because host
-    and device are the same."""
+    """Returns one line with the times of a class of ranks. For a CPU, only one time is shown,
+    because host and device are the same."""
     text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
     return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
 
@@ -297,7 +308,8 @@ def _class_lines(one: RankTimes, device: str) -> list[str]:
 
 
 def busy_lines(streams: Sequence[StreamTimes], whole: Busy) -> list[str]:
-    """Returns a table as lines: the times of all streams, and of their rank (`whole`)."""
+    """Returns the lines of a table with the compute, communication, exposed and idle times. There
+    is a row for each stream, and a row for the rank (`whole`)."""
     rows = [(s.stream, s.compute, s.communication, s.exposed, s.idle) for s in streams]
     rows.append(("all", whole.compute, whole.communication, whole.exposed, whole.idle))
     width = max(len(name) for name, *_ in rows)
@@ -321,7 +333,7 @@ def _link_lines(found: Prediction) -> list[str]:
 
 def ms(seconds: float, width: int = 10) -> str:
     """Returns a time as text of at least `width` characters: in milliseconds, or in microseconds if
-    below 1 ms."""
+    the time is below 1 ms."""
     text = f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
     return f"{text:>{width}}"
 
@@ -345,9 +357,10 @@ MAX_PAIRED = 16
 
 @dataclass
 class Traffic:
-    """The bytes that each rank sends and receives, by the rank's index.
+    """The bytes that each rank sends and receives in one run, as arrays over rank indices.
 
-    `pairs` [sender, receiver] is None if there are too many ranks.
+    `pairs` [sender, receiver] has the bytes for each pair of ranks. It is None if there are more
+    than `MAX_PAIRED` ranks.
     """
 
     sent: Array
@@ -356,7 +369,7 @@ class Traffic:
 
 
 def traffic_of(unrolled: Unroller) -> Traffic:
-    """Returns the bytes that each rank sends and receives in one run of the program."""
+    """Counts the bytes that each rank sends and receives in one run of the program."""
     count = len(unrolled.ranks)
     pairs = np.zeros((count, count)) if count <= MAX_PAIRED else None
     found = Traffic(np.zeros(count), np.zeros(count), pairs)
@@ -424,11 +437,11 @@ def _among(
     takes: Array,
     row: Collective | None = None,
 ) -> None:
-    """Adds the bytes that each member in `gives` sends to each member of the same team in `takes`,
-    to the sums in `found`.
+    """Adds the bytes that members of a team send to each other to the sums in `found`. Each member
+    in `gives` sends to each other member in `takes`.
 
-    `block` has the bytes per pair of members, and `n` is the size of a team. `row` describes the
-    type of collective, if the bytes are those of a collective.
+    - `block`: the bytes that a rank sends to one other member; `n`: the size of a team.
+    - `row`: the type of collective; None if a kernel reads the other ranks' memory.
     """
     receivers = 1 if row is not None and row.out.at_root else n - 1
     senders = 1 if row is not None and row.inp.at_root else n - 1

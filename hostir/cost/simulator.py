@@ -1,6 +1,7 @@
-"""Simulates a program on a machine model, and computes when each op begins and ends on each rank.
+"""Simulates a program on a machine description, and computes when each op begins and ends on each
+rank.
 
-Ranks that take the same time form a class, and one rank per class is simulated.
+Ranks that take the same time form a class, and only one rank of each class is simulated.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ _NEARLY_NOTHING = 1e-15
 
 @dataclass(eq=False, slots=True)
 class WorkItem:
-    """A piece of work that one class of ranks does, or several classes that communicate. Times are
-    in seconds.
+    """One piece of work in the simulation: an op of one class of ranks, or a communication between
+    classes. Times are in seconds.
 
+    - `item`: the op in its loop iteration; `cost`: its cost if nothing else runs.
     - `needs`: (class, resource) -> the fraction of the resource that the work uses.
     - `streams`: class -> the stream that the work occupies.
     - `before`: the work that must end first; `after`: the work that waits for this work.
-    - `cause`: the work that ended last of all work that this work waited for; None if there was no
-      such work.
+    - `cause`: of all work that this work waited for, the work that ended last; None if this work
+      waited for nothing.
+    - `ready`, `start`, `end`: the simulated times; -1 before the time is known.
     - `left`: the remaining seconds at full speed; `rate`: the current speed, at most 1.
     - `since`: the time at which `left` was computed; `version`: counts changes of the rate.
     """
@@ -87,7 +90,7 @@ class WorkItem:
     version: int = 0
 
     def comes_after(self, others: Iterable[WorkItem]) -> None:
-        """Makes this work wait for the end of all `others`."""
+        """Makes this piece of work wait for the end of all `others`."""
         for other in others:
             # `other` is the work itself if the ranks of one class wait for each other in a cycle.
             if other not in self.before:
@@ -96,14 +99,15 @@ class WorkItem:
 
     @property
     def classes(self) -> set[int]:
-        """The classes of ranks that take part in the work."""
+        """The classes of ranks that take part in the work, with a stream or with a resource."""
         return {c for c, _ in self.needs} | set(self.streams)
 
 
 class Simulator:
-    """Simulates work on shared resources.
+    """Computes when each piece of work begins and ends, if work shares multiprocessors and links.
 
-    After `run`, all work has `start`, `end` and `cause`, except work in a cycle of waits.
+    After `run`, each `WorkItem` has its `start`, `end` and `cause`. Work in a cycle of waits keeps
+    the `end` -1.
     """
 
     def __init__(self, work: Iterable[WorkItem]) -> None:
@@ -116,7 +120,7 @@ class Simulator:
         self.last: WorkItem | None = None
 
     def run(self) -> None:
-        """Runs all work, by advancing the time to the next begin or end of work."""
+        """Simulates all work, from one begin or end of work to the next."""
         for work in self.work:
             work.left = work.cost.seconds
             if not work.before:
@@ -155,8 +159,12 @@ class Simulator:
                 self._push(now, other, -1)
 
     def _share(self, now: float, changed: set[int]) -> None:
-        """Divides the resources of the classes in `changed`, and of all classes that share work
-        with these classes."""
+        """Divides the resources among active work again, at the time `now`. Work of the classes in
+        `changed` has begun or ended.
+
+        Classes that communicate with these classes are included, because a communication is as slow
+        as its slowest rank.
+        """
         found: dict[WorkItem, None] = {}
         todo, seen = list(changed), set(changed)
         while todo:
@@ -194,13 +202,14 @@ class Simulator:
 
 
 def _precedence(work: WorkItem) -> tuple[float, bool, int]:
-    """Returns the sort key by which active work takes resources: ready time, then computation
-    before transfers, then program order."""
+    """Returns the sort key by which active work takes resources. Work that became ready earlier is
+    first, then computation before transfers, then program order."""
     return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
 def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
-    """Returns the chain of work that determines the total time, last work first.
+    """Returns the chain of work that determines the total time, last work first. Each work in the
+    chain waited for the one after it in the list.
 
     Each entry has the seconds by which the work extended the chain.
     """
@@ -218,10 +227,13 @@ def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
 
 @dataclass
 class SimulatedSchedule:
-    """The simulated schedule of a program.
+    """The times at which the ops of a program begin and end, according to the simulation.
 
-    `firsts` has the index of the first rank of each class. `host` has, for each class, the seconds
-    in which a host issues the work.
+    - `unrolled`: the ops in each loop iteration; `work`: the pieces of work with their times.
+    - `classes`: the class number of each rank; `firsts`: for each class, the index of its first
+      rank, which was simulated.
+    - `host`: for each class, the seconds in which a host issues the work.
+    - `machine`: the machine description.
     """
 
     unrolled: Unroller
@@ -233,11 +245,11 @@ class SimulatedSchedule:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the program."""
+        """The global ranks of the program, in the order of the rank indices."""
         return self.unrolled.ranks
 
     def of_class(self, number: int) -> list[WorkItem]:
-        """Returns the work that occupies a stream of class `number`."""
+        """Returns the work that occupies a stream on the ranks of class `number`."""
         return [w for w in self.work if number in w.streams]
 
 
@@ -248,11 +260,14 @@ def simulated_schedule(
     *,
     ranks: Sequence[int] = (),
 ) -> SimulatedSchedule:
-    """Returns the simulated schedule of a program. The program is not run.
+    """Simulates a program, and returns the times at which its ops begin and end. The program is not
+    run.
 
-    `values` binds the symbols of the inputs and `numberOfStreams`. `ranks` defaults to the ranks of
-    the program's meshes. Raises `VerifyError` if the communications of the ranks do not match, and
-    `UnsupportedError` for an op without a known cost.
+    - `values`: a number for each symbol of the inputs and for `numberOfStreams`.
+    - `ranks`: by default, the ranks of the program's meshes.
+
+    Raises `VerifyError` if the communications of the ranks do not match, and `UnsupportedError` for
+    an op without a known cost.
     """
     unrolled = Unroller(program, tuple(ranks or program.devices() or (0,)), values)
     unrolled.run(program.ops)
@@ -273,8 +288,9 @@ def simulated_schedule(
 
 
 def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: Machine) -> None:
-    """Raises `VerifyError` if some work never ran, because communications occupy their streams and
-    the work waits in a cycle."""
+    """Raises `VerifyError` if some work never ran, because pieces of work wait for each other in a
+    cycle. This can happen even if all communications match, because a communication occupies its
+    stream."""
     stuck = [w for w in work if w.end < 0]
     if stuck:
         what = "these ops wait for each other if communications occupy their streams"
@@ -285,8 +301,13 @@ def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: 
 
 @dataclass
 class _Shared:
-    """The work of all classes, in order of creation, and the tables of work that several classes
-    share."""
+    """The pieces of work of all classes, in the order of creation, and the tables that the builders
+    of all classes use.
+
+    - `classes`: the class number of each rank.
+    - `by_key`: the communications that were already created by another class that takes part.
+    - `members`: for each team, one rank of each class in the team.
+    """
 
     classes: Array
     machine: Machine
@@ -299,7 +320,8 @@ class _Shared:
     in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
 
     def found(self, op: Op) -> Found:
-        """Returns how many bytes a kernel reads of each of its lookup tables."""
+        """Returns how many bytes a kernel launch reads of each of its lookup tables; see
+        `found_in_tables`."""
         if not isinstance(op, LaunchKernel):
             return NOTHING
         if op not in self.in_tables:
@@ -309,17 +331,19 @@ class _Shared:
         return self.in_tables[op]
 
     def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> WorkItem:
-        """Adds a piece of work with this cost and returns the work. `is_transfer` says that the
-        work is communication."""
+        """Creates a piece of work with this cost, and returns the work. `is_transfer` says whether
+        the work is a communication."""
         work = WorkItem(item, cost, is_transfer, {}, len(self.work))
         self.work.append(work)
         return work
 
 
 class _ScheduleBuilder:
-    """Creates the work of class `number`, from the items of the rank at index `place`.
+    """Creates the pieces of work of one class of ranks, in program order, and makes each wait for
+    the work before it.
 
-    `last` has the last work of each stream.
+    `number` is the class, and `place` the index of the rank that stands for the class. `last` has
+    the last work of each stream.
     """
 
     def __init__(self, shared: _Shared, number: int, place: int) -> None:
@@ -333,7 +357,7 @@ class _ScheduleBuilder:
         self.calls: dict[object, tuple[WorkItem, ...]] = {}
 
     def run(self, items: Sequence[UnrolledOp]) -> None:
-        """Creates the work of all items that this class of ranks runs."""
+        """Creates the work of all ops in `items` that this class of ranks runs."""
         mine = [item for item in items if item.mask[self.place]]
         products = [self._cost(item) for item in mine if isinstance(item.site.op, LibraryOp)]
         self.machine = under_load(self.machine, sum(c.flops for c in products if c is not None))
@@ -367,8 +391,8 @@ class _ScheduleBuilder:
         work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
 
     def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
-        """Puts work on a stream, after all earlier work of that stream. Unless `holds`, the work
-        does not occupy the stream."""
+        """Makes a piece of work wait for all earlier work of a stream. If `holds` is False, the
+        work does not occupy the stream, such as a peer copy that another rank makes."""
         work.comes_after(self.last.get(stream, ()))
         if holds:
             work.streams[self.number] = stream
@@ -385,8 +409,8 @@ class _ScheduleBuilder:
         self.last[stream] = (work,)
 
     def _far_seconds(self, item: UnrolledOp) -> float:
-        """Returns the seconds in which a kernel reads the parts of its operands that are in other
-        ranks' memory."""
+        """Returns the seconds that a kernel needs for operands in other ranks' memory. Such an
+        operand is a view of the shards of several ranks."""
         sizes = item.sizes(self.place) if item.far else {}
         parts = (held_nbytes(tv, sizes[tv]) * (n - 1) / n for tv, (_, n) in item.far.items())
         return sum(parts) / self.machine.pull_bandwidth
@@ -432,10 +456,10 @@ class _ScheduleBuilder:
 
     # ------------------------------------------------------------ transfers
     def _transfers(self, item: UnrolledOp, number: int, stream: int) -> None:
-        """Creates the work of sends and receives that start together.
+        """Creates the work of sends and receives that start together, and lets the stream wait for
+        their end.
 
-        The stream continues when all of them have ended. Peer copies that other ranks make are an
-        exception: the stream does not wait for these.
+        The stream does not wait for peer copies that other ranks make out of this rank's memory.
         """
         self.host += self.machine.host_post_s
         holding: list[WorkItem] = []
@@ -465,8 +489,8 @@ class _ScheduleBuilder:
         self.in_flight[number] = tuple(dict.fromkeys(flying))
 
     def _stage(self, item: UnrolledOp, movement: Movement, stream: int) -> None:
-        """Adds a local copy of a sent tensor that other ranks cannot map, into memory that they can
-        map."""
+        """Creates the work of a local copy before a send by peer copies. The copy is needed if the
+        sent tensor is in memory that other ranks cannot map."""
         tv = movement.sent
         if tv is not None and tv.memory is MemoryType.global_:
             nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
@@ -494,11 +518,12 @@ class _ScheduleBuilder:
         *,
         is_send: bool,
     ) -> WorkItem:
-        """Returns the work of a send and its receive, after adding the resources of this rank's
-        end.
+        """Returns the work of a send together with its receive, and adds the resources that this
+        rank's end uses. Both ranks call this method and get the same work.
 
-        `ends` are the items of the send and the receive, and `peer` is the index of the other rank.
-        `is_send` says which end is this rank's.
+        - `ends`: the ops of the send and of the receive.
+        - `peer`: the index of the other rank; `is_send`: whether this rank sends.
+        - `backend`: the library that makes the transfer.
         """
         theirs = int(self.shared.classes[peer])
         pair = (self.number, theirs) if is_send else (theirs, self.number)
@@ -544,9 +569,11 @@ _MIX, _ADD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
-    """Returns the class of each of `count` ranks. Ranks of one class take the same time.
+    """Divides `count` ranks into classes that take the same time, and returns the class number of
+    each rank. Ranks of one class run the same ops on the same sizes, and communicate with ranks of
+    equal classes.
 
-    Classes are numbered in the order of their first ranks.
+    `items` are the ops of all ranks. Classes are numbered in the order of their first ranks.
     """
     marks: Array = np.zeros(count, dtype=np.uint64)
     every = _each(items)
@@ -581,10 +608,11 @@ def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
 
 
 def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) -> Array:
-    """Mixes the classes of communication partners into the hash value (`marks`) of each rank.
+    """Mixes the classes of each rank's communication partners into the rank's hash value in
+    `marks`. Ranks whose partners are in different classes then get different hash values.
 
     `done` has the ids of the teams that were already mixed in, because each set of teams counts
-    once.
+    only once.
     """
     teams = item.teams
     if teams is not None and id(teams) not in done:
@@ -604,7 +632,8 @@ def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) ->
 
 
 def _each(items: Sequence[UnrolledOp]) -> list[UnrolledOp]:
-    """Returns all items. After each item, the sends and receives of its group follow."""
+    """Returns all ops of `items`, and after the end of each group, the sends and receives of the
+    group."""
     return [r for item in items for r in (item, *(item.group or ()))]
 
 
@@ -616,24 +645,25 @@ def _mix(marks: Array, column: Array) -> Array:
 
 
 def _numbered(marks: Array) -> tuple[Array, int]:
-    """Replaces each distinct value by a number, in order of first occurrence. Also returns how many
-    distinct values there are."""
+    """Replaces each distinct hash value by a small number, in the order of first occurrence. Also
+    returns how many distinct values there are."""
     _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))
     return order[inverse.reshape(-1)], len(first)
 
 
 class _StreamNames:
-    """Numbers the streams of each rank in the order of first use, because the streams' own numbers
-    do not affect the time."""
+    """Numbers the streams of each rank in the order of first use. Two ranks with equal ops on
+    differently numbered streams then get the same class, because stream numbers do not affect the
+    time."""
 
     def __init__(self, count: int) -> None:
         self._seen: dict[int, Array] = {}
         self._next: Array = np.zeros(count, dtype=np.int64)
 
     def of(self, stream: PerRank, mask: Array) -> Array:
-        """Returns, for each rank in `mask`, the number in order of first use of the rank's
-        stream."""
+        """Returns the new number of a stream for each rank in `mask`, and 0 for other ranks.
+        `stream` is the stream's own number on each rank."""
         numbers = np.broadcast_to(np.asarray(stream), self._next.shape)
         found = np.zeros(len(numbers), dtype=np.int64)
         for number in np.unique(numbers[mask]).tolist():
