@@ -4,10 +4,11 @@ One process measures its device: memory bandwidth, matmuls, and the host's time 
 a job, one per GPU or on CPUs, also measure their links: collectives, sends and peer copies. All
 other numbers come from an earlier calibration, or from the built-in machine if there is none.
 
-On a GPU, the calls of a burst are enqueued after a kernel that waits, so that only the GPU's time
-is measured. A number is the lower quartile of several bursts. In a job, a number is that of the
-slowest rank. Other work on the machine therefore has little influence. The host's times are those
-of single calls without CUDA graphs. Impossible results are measured again, and then refused.
+A measurement is a burst of equal calls. On a GPU, the calls of a burst are enqueued after a kernel
+that waits, so that only the GPU's time is measured. A number is the lower quartile of several
+bursts. In a job, a number is that of the slowest rank. Other work on the machine therefore has
+little influence. The host's times are those of single calls without CUDA graphs. If results are
+impossible, all measurements are repeated. If they are impossible again, calibration fails.
 """
 
 from __future__ import annotations
@@ -92,12 +93,15 @@ _CPU: Fields = {
 
 
 def calibrate_here(communicator: Communicator, kind: str | None, output: str | None) -> str:
-    """Measures the device of this rank and writes the description on rank 0. Returns the text to
-    print.
+    """Measures the device of this rank, and writes the machine description to a file on rank 0.
+    Returns the text that `python -m hostir calibrate` prints. All ranks of the job must call this
+    function.
 
-    `kind` is "cuda", "cpu", or None for a GPU if there is one. `output` is the file to write, or
-    None for the usual file. Raises `InputError` before any measurement if the device does not exist
-    or the file cannot be written. Raises `PeerError` if another rank has such an error.
+    - `kind`: "cuda", "cpu", or None for a GPU if there is one.
+    - `output`: the file to write, or None for the file that the cost model reads by default.
+
+    Raises `InputError` before any measurement if the device does not exist or the file cannot be
+    written. Raises `PeerError` if another rank has such an error.
     """
     device, file = _checked(communicator, kind, output)
     if device.type == "cuda":
@@ -123,7 +127,8 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
 
 
 def _crowded_text(communicator: Communicator) -> str:
-    """Returns a warning if this host has more ranks than cores, and "" otherwise."""
+    """Returns a warning if this host runs more ranks than it has cores, because ranks that take
+    turns measure wrong times. Returns "" otherwise."""
     cores, ranks = os.cpu_count() or 1, communicator.local_size()
     if ranks <= cores:
         return ""
@@ -133,10 +138,10 @@ def _crowded_text(communicator: Communicator) -> str:
 def _checked(
     communicator: Communicator, kind: str | None, output: str | None
 ) -> tuple[torch.device, Path]:
-    """Returns the device of this rank and the file to write. An error of one rank is raised on all
-    ranks.
+    """Returns the device that this rank measures, and the file to write. `kind` and `output` are
+    those of `calibrate_here`.
 
-    `kind` and `output` are those of `calibrate_here`.
+    All ranks must call this function. An `InputError` on one rank is raised on all ranks.
     """
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     device, why = torch.device(kind), ""
@@ -163,11 +168,11 @@ def _checked(
 def calibrate(
     communicator: Communicator, device: torch.device
 ) -> tuple[Machine, Machine, list[str]]:
-    """Returns the previous description, the measured description, and sentences about doubtful
-    results.
+    """Measures the device and the links between ranks. Returns the earlier description, the
+    measured description, and sentences about doubtful results.
 
     All ranks of the job must call this function. Raises `FuserError` if ranks cannot communicate,
-    or if the results remain impossible.
+    or if results are impossible in every attempt.
     """
     before, ranks = known_before(device), communicator.size()
     for _ in range(_ATTEMPTS):
@@ -189,10 +194,10 @@ def calibrate(
 
 
 def _name(device: str, ranks: int, before: Machine) -> str:
-    """Returns the name of the new description, which includes the number of ranks that measured the
-    links.
+    """Returns the name of the new description, such as "cpu, measured; links by 2 ranks".
 
-    If only one rank measured, the links are those of the description `before`.
+    `ranks` is the number of ranks of this calibration. A single rank measures no links, so the note
+    on links is then taken from the description `before`.
     """
     _, sep, links = before.name.partition("; links by ")
     links = f"{ranks} ranks" if ranks > 1 else links
@@ -200,8 +205,8 @@ def _name(device: str, ranks: int, before: Machine) -> str:
 
 
 def rounded(fields: Fields) -> Fields:
-    """Returns the fields with all numbers rounded to three digits, because the measurements are not
-    more precise."""
+    """Returns the measured fields with all numbers rounded to three digits, because the
+    measurements are not more precise."""
 
     def short(x: Any) -> Any:
         if isinstance(x, float):
@@ -214,8 +219,8 @@ def rounded(fields: Fields) -> Fields:
 
 
 def known_before(device: torch.device) -> Machine:
-    """Returns the description of an earlier calibration. If there is none, returns the built-in
-    machine "h200"."""
+    """Returns the description that an earlier calibration wrote for `device`. If there is none,
+    returns the built-in machine "h200"."""
     file = measured_file(device)
     try:
         return machine_from_json(file.read_text(), where=str(file))
@@ -224,8 +229,8 @@ def known_before(device: torch.device) -> Machine:
 
 
 def write(machine: Machine, file: Path) -> None:
-    """Writes a description atomically: a concurrent reader gets either the old or the new
-    description.
+    """Writes a machine description to a file atomically: a concurrent reader gets either the old or
+    the new description.
 
     Raises `InputError` if the file cannot be written.
     """
@@ -243,13 +248,18 @@ def write(machine: Machine, file: Path) -> None:
 
 
 def changes(before: Machine, after: Machine) -> list[str]:
-    """Returns a line of text for each number that differs between two descriptions."""
+    """Returns a line of text for each field that differs between two machine descriptions, such as
+    "launch_s: 2e-06 -> 3e-06"."""
     old, new = (json.loads(m.to_json()) for m in (before, after))
     return [f"{name}: {old[name]} -> {value}" for name, value in new.items() if old[name] != value]
 
 
 class _Bench:
-    """Times calls on a device, on all ranks of a job at the same time."""
+    """Times calls on a device, on all ranks of a job at the same time.
+
+    - `spreads`: for each measurement, the factor between its repetitions.
+    - `doubts`: sentences about doubtful results; `faults`: sentences about impossible results.
+    """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator, self.device = communicator, device
@@ -261,18 +271,18 @@ class _Bench:
         self.faults: list[str] = []
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
-        """Returns the device's time for one call, measured in bursts of at most `times` calls on a
-        CPU and of at least `times` calls on a GPU."""
+        """Returns the device's time for one call of `call`, in seconds. A burst has at most `times`
+        calls on a CPU, and at least `times` calls on a GPU."""
         return self.interleaved([call], times)[0]
 
     def interleaved(
         self, calls: Sequence[Callable[[], object]], times: int = 10, load_s: float = 0.0
     ) -> list[float]:
-        """Returns the device's time for each of several calls. Bursts of the calls take turns, so
-        that a disturbance by other work affects all of them.
+        """Returns the device's time for each of several calls, in seconds. Bursts of the calls take
+        turns, so that other work on the machine disturbs all calls alike.
 
         On a CPU, a burst has at most `times` calls. On a GPU, a burst has at least `times` calls
-        and takes at least `load_s`.
+        and takes at least `load_s` seconds.
         """
         lengths = [self._length(call, times, load_s) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
@@ -285,11 +295,11 @@ class _Bench:
         return [_low(rounds) for rounds in found]
 
     def _length(self, call: Callable[[], object], times: int, load_s: float) -> int:
-        """Returns the number of calls in a burst: at most `times` on a CPU, at least `times` on a
-        GPU.
+        """Returns the number of calls in a burst of `call`: at most `times` on a CPU, at least
+        `times` on a GPU.
 
-        On a GPU, a burst takes at least `load_s`. The GPU then reaches its sustained clock, which
-        is lower than the clock at the start.
+        On a GPU, a burst takes at least `load_s` seconds. The GPU then reaches its sustained clock,
+        which is lower than the clock at the start.
         """
         for _ in range(3):
             call()
@@ -316,7 +326,8 @@ class _Bench:
         return start.elapsed_time(stop) / 1e3 / times
 
     def host_seconds(self, call: Callable[[], object], times: int = 20) -> float:
-        """Returns the host's time for one call, from rounds of `times` calls.
+        """Returns the host's time for one call of `call`, in seconds, measured in rounds of `times`
+        calls.
 
         The GPU is not blocked, so the host rarely waits for the GPU. The lower quartile of single
         calls leaves out the calls that do wait.
@@ -347,18 +358,18 @@ class _Bench:
         return max(map(float, self.communicator.exchange(repr(seconds).encode())))
 
     def random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor of random numbers. Zeros are not used, because a GPU multiplies zeros at
-        a higher clock."""
+        """Returns a tensor of random numbers on the measured device. Zeros are not used, because a
+        GPU multiplies zeros at a higher clock."""
         return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns an uninitialised tensor of `nbytes` bytes."""
+        """Returns an uninitialised tensor of `nbytes` bytes on the measured device."""
         return torch.empty(nbytes // 4, device=self.device, dtype=torch.float32)
 
 
 def _low(times: Sequence[float]) -> float:
-    """Returns the lower quartile of the times, because other work makes some measurements
-    longer."""
+    """Returns the lower quartile of repeated measurements, because other work on the machine makes
+    some measurements longer."""
     return sorted(times)[len(times) // 4]
 
 
@@ -367,13 +378,15 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _keep_waiting() -> None:
-    """Keeps the GPU's current stream busy while the host enqueues a burst."""
+    """Keeps the GPU's current stream busy while the host enqueues a burst. The calls of the burst
+    then run without gaps."""
     torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
 
 
 # ------------------------------------------------------------------ one device
 def local_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Returns the fields of `Machine` that one rank measures without other ranks."""
+    """Measures the fields of `Machine` that need no other rank: launches, memory bandwidth,
+    matmuls, and the host's times."""
     kind = bench.device.type
     small = bench.empty(64)
     launch = bench.seconds(lambda: small.add_(1.0), 50)
@@ -436,8 +449,8 @@ def _linears(count: int) -> HostIrContainer:
 
 
 def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Returns the measured rates of matmuls, computed for whole waves of tiles as in the cost
-    model."""
+    """Measures the speed of matmuls in each dtype. The speeds are computed for whole waves of
+    tiles, as in the cost model (`whole_waves`)."""
     kind = bench.device.type
     main = "BFloat16" if kind == "cuda" else "Float"
 
@@ -465,14 +478,15 @@ def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
 
 # ------------------------------------------------------------------ between ranks
 def link_fields(bench: _Bench) -> Fields:
-    """Returns the fields of `Machine` that the ranks of a job measure together."""
+    """Measures the fields of `Machine` that describe communication. All ranks of a job must call
+    this function."""
     bench.communicator.begin_run(bench.team)
     backend = bench.communicator.backend_for(bench.device)
     team, n = bench.team, len(bench.team)
     small, middle, large = _SENT[bench.device.type]
 
     def calls_of(row: Collective) -> Callable[[int], Callable[[], None]]:
-        """Returns a function that makes a call of the collective `row`.
+        """Returns a function that prepares a call of the collective `row`.
 
         The argument of this function is the number of bytes of the input or the output, whichever
         is larger. The collective works in place if this type of collective allows it.
@@ -516,10 +530,11 @@ def link_fields(bench: _Bench) -> Fields:
 
 
 def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
-    """Returns the time of small allreduces for each algorithm, measured with the smallest and the
-    largest message of the algorithm.
+    """Measures small allreduces, which run as one kernel. Returns the time of each algorithm, and
+    the bandwidth at which all algorithms send.
 
-    `make` returns a call that does an allreduce of a given number of bytes.
+    `make` prepares an allreduce of a given number of bytes. Each algorithm is timed with its
+    smallest and its largest message.
     """
     n = len(bench.team)
     sizes: dict[Way, list[int]] = {}
@@ -551,9 +566,10 @@ def _fit(
     moved: float,
     sizes: tuple[int, int, int],
 ) -> tuple[float, float, float]:
-    """Returns (latency, ramp, bandwidth), computed from the times of messages of three sizes.
+    """Computes (latency, ramp, bandwidth) of a communication from its times for messages of three
+    sizes. The ramp is the extra time that a large message needs to reach full bandwidth.
 
-    `make` returns a call for a message size. For each byte of a message, a rank moves `moved`
+    `make` prepares a call for a message size. For each byte of a message, a rank moves `moved`
     bytes. The bandwidth is computed from the difference between the two larger sizes.
     """
     few, middle, many = (bench.seconds(make(size)) for size in sizes)
@@ -578,9 +594,9 @@ def _ring(
     count: int = 1,
 ) -> Callable[[], None]:
     """Returns a call in which every rank sends `inp` to the next rank and receives `out` from the
-    previous rank, `count` times.
+    previous rank, `count` times. The call waits until the transfers have ended.
 
-    `batch` starts a list of transfers.
+    `batch` is the method of a communication backend that starts a list of transfers together.
     """
     rank, n = bench.communicator.rank(), len(bench.team)
     both = [
@@ -591,8 +607,8 @@ def _ring(
 
 
 def _peer_fields(bench: _Bench) -> Fields:
-    """Returns the latency and the bandwidth of peer copies. Returns {} if the ranks cannot map each
-    other's memory."""
+    """Measures the latency and the bandwidth of copies out of another rank's memory. Returns {} if
+    the ranks cannot map each other's memory."""
     here = bench.communicator
     if not (here.are_on_one_host(bench.team) and here.have_access(bench.device)):
         return {}
@@ -646,11 +662,11 @@ Points = Sequence[tuple[float, float]]
 
 
 def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tiles: bool) -> str:
-    """Returns a sentence about impossible matmul rates, or "" if there are none.
+    """Returns a sentence about impossible matmul speeds, or "" if there are none.
 
-    `rates` has points (operations, rate) for each dtype. `main` is the dtype to which others are
-    compared, and `kind` the kind of device. `has_tiles` says that the CPU has matrix units, which
-    make half types faster.
+    - `rates`: for each dtype, measured points (operations, operations per second).
+    - `main`: the dtype to which others are compared; `kind`: "cuda" or "cpu".
+    - `has_tiles`: whether the CPU has matrix units, which make half types much faster.
     """
     for dtype, points in rates.items():
         for (few, slow), (many, fast) in pairwise(points):
@@ -676,8 +692,8 @@ def matmul_faults(rates: Mapping[str, Points], main: str, kind: str, *, has_tile
 
 
 def link_faults(found: Mapping[str, Any]) -> str:
-    """Returns a sentence about a link that is impossibly fast compared with memory, or "" if there
-    is none.
+    """Returns a sentence about a link between ranks that is impossibly fast compared with memory,
+    or "" if there is none.
 
     `found` has the measured fields of `Machine`.
     """
@@ -693,8 +709,7 @@ def link_faults(found: Mapping[str, Any]) -> str:
 
 
 def spread_faults(spreads: Sequence[float]) -> str:
-    """Returns a sentence about measurements whose repetitions differ too much, or "" if there are
-    none.
+    """Returns a sentence if repetitions of the same measurement differ too much, or "" otherwise.
 
     `spreads` has, for each measurement, the factor between its repetitions.
     """

@@ -1,11 +1,13 @@
-"""Automatic overlap: decides with the cost model which matmuls and communications are divided into
-pipelined steps.
+"""Automatic overlap: predicts which matmuls become faster if they run at the same time as a
+neighbouring communication, in pipelined steps.
 
-A pair is a matmul next to a communication (`multidevice.sharding.passes.overlap_candidates`). A
-form is one way to divide a pair into steps. The ops of each pair are lowered separately, without
-steps and in every form. The predicted times (`docs/explanation/cost-model.md`) are compared. The
-decision depends on nothing else. Ranks with one fusion, one input class, equal sizes and one
-machine description therefore decide alike.
+A *pair* is a matmul next to a communication (`multidevice.sharding.passes.overlap_candidates`). A
+*form* is one way to divide a pair into steps. The ops of each pair are lowered as a separate
+program, without steps and in every form. The predicted times of these programs
+(`docs/explanation/cost-model.md`) are compared.
+
+All ranks must decide alike. So a decision depends only on the fusion, the input class, the sizes
+and the machine description.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ _STREAMS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """The form that is chosen for each pair of a fusion, in order; "" for a pair without steps.
+    """The chosen form of each pair of a fusion, in order. The form "" is a pair without steps.
 
-    `backend` is the library of transfers between ranks in steps. The backend "" is the library of
-    all other communications.
+    `backend` is the library of transfers between ranks in steps. If `backend` is "", transfers use
+    the same library as all other communications.
     """
 
     forms: tuple[str, ...] = ()
@@ -82,12 +84,12 @@ _NO_STEPS = Choice()
 
 @dataclass(frozen=True)
 class OverlapCandidate:
-    """A way to compute a pair, with the predicted seconds per call. If there is no prediction,
-    `why` is the reason.
+    """One way to compute a pair, with the predicted seconds per call. If there is no prediction,
+    `seconds` is None and `why` is the reason.
 
-    `form` is "" for the pair without steps. `backend` is the library of the transfers in steps, ""
-    if there are none. If the prediction uses the measured numbers of another library, `numbers_of`
-    is that library.
+    - `form`: how the pair is divided into steps; "" for the pair without steps.
+    - `backend`: the library of transfers in the steps; "" if there are no transfers.
+    - `numbers_of`: another library, whose measured numbers the prediction uses; "" for none.
     """
 
     form: str
@@ -98,7 +100,7 @@ class OverlapCandidate:
 
     @property
     def name(self) -> str:
-        """The form and the libraries, as the report shows them."""
+        """The form and the libraries, as the report on overlap prints them."""
         library = f", {library_name(self.backend)}" if self.backend else ""
         numbers = f" by the numbers of {self.numbers_of}" if self.numbers_of else ""
         return (self.form or _AS_IT_IS) + library + numbers
@@ -113,9 +115,11 @@ _NOT_PREDICTED = OverlapCandidate("")
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about a pair.
+    """The decision about one pair: whether and how the pair is divided into steps.
 
-    `what` names the ops of the pair. The first of `candidates` is the pair without steps.
+    - `candidates`: the ways that were compared, first the pair without steps; `chosen`: one of
+      them.
+    - `why`: the reason if it is not the predicted time; `what`: the ops of the pair as text.
     """
 
     candidates: tuple[OverlapCandidate, ...]
@@ -136,8 +140,8 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
     """Returns the fastest candidate if it saves at least the fraction `margin` of the time without
     steps. Otherwise returns the first candidate, the pair without steps.
 
-    Only candidates without transfers, and candidates whose transfers use the library `transport`,
-    are considered.
+    A candidate whose steps have transfers is considered only if they use the library `transport`,
+    because one program uses one library for all its steps.
     """
     base = candidates[0]
     if base.seconds is None:
@@ -153,42 +157,49 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 
 @dataclass(frozen=True)
 class NoOverlap:
-    """Replaces `Overlaps` if no pair may have steps. `why` is the reason."""
+    """Replaces `Overlaps` where no pair of a fusion may be divided into steps. `why` is the reason,
+    such as ranks on several hosts."""
 
     why: str
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> None:
-        """Returns None, because no pair gets steps."""
+        """Returns None instead of a function that adds steps, because no pair is divided into
+        steps."""
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice:
-        """Returns the choice in which no pair has steps."""
+        """Returns the choice in which no pair is divided into steps."""
         del sizes
         return _NO_STEPS
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Returns True, because a program without steps is always accepted."""
+        """Returns True, because a program without steps needs no comparison with another
+        program."""
         del program, sizes
         return True
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Returns False, because the program has no steps that could be removed."""
+        """Returns False: the program has no steps, so lowering without steps cannot be tried
+        instead."""
         del sizes, why
         return False
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Returns the reason why no pair has steps."""
+        """Returns the reason why no pair is divided into steps, as the report on overlap prints
+        it."""
         del sizes
         return f"nothing was decided: {self.why}"
 
 
 class Overlaps:
-    """The pairs of a fusion, and the decisions for each combination of input sizes.
+    """Decides for the pairs of one fusion how they are divided into steps, for each combination of
+    input sizes.
 
-    `transports` are the libraries that steps may use. The first library is used unless another one
-    saves at least the fraction `margin` of the time. `backend` is the library of all other
-    communications. A run whose communications only use libraries in `captured` is repeated as a
-    CUDA graph, without work of the host. Libraries in `captured` therefore come first among the
-    transports.
+    - `backend`: the library of all communications outside of steps.
+    - `transports`: the libraries that transfers in steps may use. The first is used unless another
+      one saves at least the fraction `margin` of the time.
+    - `params`: how the pairs are lowered.
+    - `captured`: the libraries whose calls a CUDA graph can repeat, without work of the host. These
+      libraries are moved to the front of `transports`.
     """
 
     def __init__(
@@ -218,10 +229,10 @@ class Overlaps:
         self._programs: dict[Choice, HostIrContainer] = {}
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
-        """Returns a function that adds the chosen steps to a decomposed fusion, for inputs of these
-        sizes.
+        """Returns a function that adds the chosen steps to a fusion, for inputs of these sizes.
+        Lowering calls the function after ops were decomposed into local ops and communications.
 
-        The function is a `hostir.lowering.pipeline.Overlap`.
+        The function returns the library of the transfers in the steps.
         """
 
         def give(fusion: Fusion) -> str:
@@ -238,12 +249,13 @@ class Overlaps:
         return give
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice | None:
-        """Returns the choice for inputs of these sizes. Returns None before any fusion was
-        examined."""
+        """Returns the chosen form of each pair for inputs of these sizes. Returns None if no fusion
+        has been lowered yet, because its pairs are then unknown."""
         return None if self._known is None else self._find(sizes)[0]
 
     def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
-        """Returns the decision about each pair, with the times that were compared."""
+        """Returns the decision about each pair for inputs of these sizes, with the predicted times
+        that were compared."""
         values = refined_sizes(self._stand_in(sizes))
         found: list[Decision] = []
         for one, decision in zip(self._known or (), self._find(sizes)[1], strict=True):
@@ -255,9 +267,9 @@ class Overlaps:
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
         """Records that the whole program cannot be lowered with the current choice, for the reason
-        `why`.
+        `why`. The next call of `choose` then makes another choice.
 
-        Returns False if the current choice has no steps.
+        Returns False if the current choice has no steps, so that there is no other choice to try.
         """
         choice = self.choose(sizes)
         if not choice:
@@ -267,11 +279,12 @@ class Overlaps:
         return True
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Whether the choice for these sizes saves enough time in the whole program. `program` was
+        """Returns whether the current choice saves enough time in the whole program. `program` was
         lowered with this choice.
 
-        If not, another choice is made. This check is needed because a program whose steps prevent a
-        CUDA graph needs the host in each run.
+        If the result is False, another choice was made, and the fusion must be lowered again. The
+        check is needed because steps can prevent a CUDA graph, and the host then issues every op in
+        each run.
         """
         choice, decisions = self._find(sizes)
         self._programs[choice] = program
@@ -284,7 +297,7 @@ class Overlaps:
         return not why
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Returns the decisions for these sizes as text."""
+        """Returns the decisions about all pairs as text, for inputs of these sizes."""
         wanted = (
             "taken wherever possible" if self._margin == FORCED else f"must gain {self._margin:.0%}"
         )
@@ -298,7 +311,8 @@ class Overlaps:
 
     # ------------------------------------------------------------ deciding
     def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
-        """Records the pairs of a copy of the fusion, because later passes change the fusion."""
+        """Finds the pairs of a copy of the fusion. A copy is kept, because later passes change the
+        fusion. Each pair is returned with the reason why it never has steps, if there is one."""
         kept, _ = fusion.copy()
         meshes = (tv.mesh for tv in kept.tensors())
         self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
@@ -314,10 +328,11 @@ class Overlaps:
         return known
 
     def _stand_in(self, sizes: Mapping[Symbol, int]) -> Mapping[Symbol, int]:
-        """Returns the sizes for which times are predicted, in place of `sizes`.
+        """Returns the sizes for which times are predicted, in place of `sizes`, so that nearly
+        equal sizes share one prediction.
 
-        These are nearby sizes. `sizes` itself is returned if all devices have equal blocks of a
-        pair's axis for only one of the two.
+        The result is `sizes` itself if rounding would change whether a pair's axis has equal blocks
+        on all devices.
         """
         key = _key(sizes)
         found = self._near.recall(key)
@@ -329,8 +344,8 @@ class Overlaps:
         return found
 
     def _divided(self, sizes: Mapping[Symbol, int]) -> list[bool | None]:
-        """Returns for each pair whether all devices have equal blocks; None for an unknown
-        extent."""
+        """Returns for each pair whether all devices have equal blocks of the axis between matmul
+        and communication. The value is None if the extent is unknown."""
         values, found = refined_sizes(sizes), list[bool | None]()
         for one in self._known or ():
             try:
@@ -408,10 +423,10 @@ class Overlaps:
         return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
-        """Returns the decision about each pair if all transfers in steps use the library
+        """Decides about each pair under the condition that all transfers in steps use the library
         `transport`.
 
-        `times` has the candidates of each pair.
+        `times` has the candidates of each pair with their predicted times.
         """
         return [
             Decision(t.candidates, pick(t.candidates, transport, self._margin), t.why)
@@ -421,8 +436,10 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class _PairVerdict:
-    """A pair of the fusion. `why_not` is the reason why the pair never has steps; "" if the pair
-    may have steps."""
+    """A pair of the fusion, whether it may have steps, and its ops as a separate program (`unit`).
+
+    `why_not` is the reason why the pair never has steps; "" if the pair may have steps.
+    """
 
     pair: Pair
     unit: _Unit
@@ -430,13 +447,15 @@ class _PairVerdict:
 
     def signature(self, values: Values) -> object:
         """Returns a key that is equal for pairs that take the same time, such as the pairs of two
-        equal layers."""
+        equal layers. Such pairs share one prediction. `values` maps the symbols of extents to
+        numbers."""
         structure, extents = self._structure
         return structure, extents(values)
 
     @cached_property
     def _structure(self) -> tuple[object, Computed]:
-        """The part of the signature that does not depend on sizes, and the extents that do."""
+        """The part of the signature that does not depend on sizes, together with a function that
+        evaluates the extents."""
         places: dict[TensorView, int] = {}
         ops: list[object] = []
         for op in self.pair.ops:
@@ -467,8 +486,8 @@ class _Times:
 
 
 class _Unit:
-    """The ops of a pair as a separate fusion, and the programs that were lowered from this
-    fusion."""
+    """The ops of one pair as a separate fusion, and the programs that were lowered from this fusion
+    in each form. The programs are simulated to predict the pair's time."""
 
     def __init__(
         self,
@@ -498,10 +517,11 @@ class _Unit:
     def times(
         self, values: Values, machine: Machine, transports: Sequence[str], margin: float
     ) -> _Times:
-        """Returns the predicted times of the pair without steps and in all its forms, for each
-        library in `transports`.
+        """Predicts the time of the pair without steps and in each form, for each library in
+        `transports`. `values` maps the symbols of extents to numbers.
 
-        If steps cannot save the fraction `margin`, returns the reason instead.
+        If steps cannot save the fraction `margin` of the time, nothing is predicted, and the result
+        has the reason.
         """
         try:
             why = "" if margin == FORCED else self._bound.why_hopeless(values, machine, margin)
@@ -540,7 +560,8 @@ class _Unit:
             return OverlapCandidate(form, backend, why=f"cannot be: {_first_line(error)}")
 
     def _check_divisible(self, values: Values) -> None:
-        """Raises `UnsupportedError` unless all devices have equal blocks."""
+        """Raises `UnsupportedError` unless all devices have equal blocks of the axis between matmul
+        and communication. Forms with transfers need equal blocks."""
         pair = self.pair
         size = _divided_extent(pair, values)
         if size % pair.devices:
@@ -594,7 +615,8 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
 
 
 def _divided_extent(pair: Pair, values: Values) -> int:
-    """Returns the extent of the axis that the devices of a pair divide."""
+    """Returns the global extent of the axis that a pair's devices divide, and whose blocks are the
+    steps."""
     return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
 
 
@@ -629,9 +651,10 @@ Values = Mapping[Symbol, Number]
 
 
 class GainBound:
-    """An upper bound of the time that steps can save for a pair.
+    """An upper bound of the time that steps can save for a pair. For most sizes it shows without
+    lowering that steps are not worthwhile.
 
-    `backend` is the library of the pair's communications. `is_repeated` says that a CUDA graph
+    `backend` is the library of the pair's communication. `is_repeated` says that a CUDA graph
     repeats the run, so that the host's time does not depend on the number of steps.
     """
 
@@ -640,10 +663,8 @@ class GainBound:
 
     @cached_property
     def _tensors(self) -> tuple[dict[TensorView, slice], Computed]:
-        """The tensors of the pair's ops, and the local extents of all these tensors in one list.
-
-        Each tensor is mapped to the range of its extents in the list.
-        """
+        """The tensors of the pair's ops, each with a range of positions, and a function that
+        evaluates a list of extents. A tensor's local extents are at these positions of the list."""
         places: dict[TensorView, slice] = {}
         scalars: list[Scalar] = []
         for op in (self._pair.move, *self._pair.products):
@@ -655,8 +676,8 @@ class GainBound:
         return places, Computed(scalars)
 
     def why_hopeless(self, values: Values, machine: Machine, margin: float) -> str:
-        """Returns the reason why steps cannot save the fraction `margin` of the time; "" if they
-        may."""
+        """Returns the reason why steps cannot save the fraction `margin` of the time. Returns "" if
+        steps may save so much. `values` maps the symbols of extents to numbers."""
         if machine.device == CPU:
             return "a CPU rank computes and communicates in turns: steps gain nothing there"
         pair, (places, extents) = self._pair, self._tensors
@@ -705,10 +726,12 @@ _BITS = 5
 
 
 def near(size: int, multiple: int) -> int:
-    """Returns the size for which times are predicted in place of `size`.
+    """Returns a nearby size for which times are predicted in place of `size`, so that nearly equal
+    sizes share one prediction.
 
-    The result is `size` rounded to few leading bits, after the common factor with `multiple` is
-    divided out. Any factor of `multiple` therefore divides both sizes or neither.
+    `multiple` is a common multiple of the mesh sizes. `size` is divided by its common factor with
+    `multiple`, rounded to few leading bits, and multiplied again. A mesh size therefore divides
+    both sizes or neither.
     """
     part = math.gcd(size, multiple)
     count = abs(size) // part
@@ -722,6 +745,6 @@ def near(size: int, multiple: int) -> int:
 
 
 def near_sizes(sizes: Mapping[Symbol, int], multiple: int) -> dict[Symbol, int]:
-    """Returns the sizes for which times are predicted in place of `sizes`; see `near`. Equal sizes
-    stay equal."""
+    """Rounds each size as `near` does, and returns the sizes for which times are predicted in place
+    of `sizes`. Equal sizes stay equal."""
     return {symbol: near(n, multiple) for symbol, n in sizes.items()}

@@ -208,10 +208,10 @@ def _precedence(work: WorkItem) -> tuple[float, bool, int]:
 
 
 def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
-    """Returns the chain of work that determines the total time, last work first. Each work in the
-    chain waited for the one after it in the list.
+    """Returns the chain of work that determines the total time, last work first. Each piece of work
+    began when the next one in the list ended.
 
-    Each entry has the seconds by which the work extended the chain.
+    Each entry is paired with the seconds by which the work extended the chain.
     """
     path: list[tuple[WorkItem, float]] = []
     at = max(work, key=lambda w: (w.end, w.order), default=None)
