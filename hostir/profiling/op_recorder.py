@@ -1,4 +1,5 @@
-"""`OpNotes`: records which op each step of a plan carries out."""
+"""Records for each recorded step of a plan which op the step carries out, so that measured times
+can be reported by op."""
 
 from __future__ import annotations
 
@@ -34,12 +35,16 @@ Kind = Literal["compute", "communication", "wait", "host"]
 
 @dataclass(frozen=True)
 class TracedOp:
-    """The op of one step of a plan, in one iteration of its loops.
+    """The op that one recorded step of a plan carries out, in one iteration of the loops around the
+    op.
 
-    - `text`: the op as text.
+    - `text`: the op as in the program's text; `name`: the name of the op alone.
     - `where`: the line of the program, with the values of loop indices.
-    - `tensors`: the labels of the op's tensors.
-    - `stream`: the stream's number, as in `hostir.analysis.unrolled_program`.
+    - `tensors`: the labels of the op's tensors, such as "T3".
+    - `stream`: the stream on which the op runs: `Stream i` has the number i, and the caller's
+      stream has -1.
+    - `kind`: whether the op computes, communicates, waits for a communication, or only does work on
+      the host.
     """
 
     text: str
@@ -51,9 +56,10 @@ class TracedOp:
 
 
 class OpNotes:
-    """Collects the op of each step that a recorder records.
+    """Collects the op of each step while a recorder records a plan.
 
-    `ops[i]` is the op of step `i` of the plan that `completed` returns.
+    `ops[i]` is the op of step `i` of the plan that `completed` returns. `frame` has the tensors and
+    sizes of the recorded run.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -67,7 +73,8 @@ class OpNotes:
         self._moved: dict[int, tuple[str, ...]] = {}
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Adds `op` to `ops` once for each of its steps; see `Listener.on_kept`."""
+        """Adds `op` to `ops`, once for each step that the recorder has recorded for the op. The
+        recorder calls this method; see `Listener.on_kept`."""
         if isinstance(op, StartCoalescing):
             self._halves_of = []
         is_half = False
@@ -86,9 +93,11 @@ class OpNotes:
             self._streams.capture(op.stream)
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan with allocations as steps, and completes `ops` for all steps.
+        """Returns the recorded plan with the allocations of outputs as steps, and completes `ops`
+        so that each step has an op.
 
-        The steps that no op has made allocate outputs, or copy outputs after the last op.
+        Some steps belong to no op of the program. These steps allocate outputs, or copy outputs
+        after the last op.
         """
         makes = tuple((Action(make.run), None) for make in plan.made.values())
         after = len(plan.steps) - len(self.ops)
@@ -109,11 +118,13 @@ class OpNotes:
         return plan
 
     def values(self) -> dict[Symbol, Number]:
-        """Returns the values of the symbols in this run, except the symbol of the rank."""
+        """Returns the values of the program's symbols in the recorded run, except the symbol of the
+        rank. The prediction of a trace uses these values."""
         return {s: v for s, v in self.frame.values.items() if s is not RANK}
 
     def stream_names(self) -> dict[int, str]:
-        """Returns, by number, the names of streams on which ops run, as in the program's text."""
+        """Returns the name of each stream on which an op computes, communicates or waits. A name is
+        as in the program's text, such as `Stream 2`. The key is the number of the stream."""
         numbers = dict.fromkeys(op.stream for op in self.ops if op.kind != "host")
         captured, others = self._streams.captured, self._streams.uncaptured
         return {n: spelled(n, captured, others) for n in sorted(numbers)}
@@ -143,10 +154,10 @@ class OpNotes:
         return "compute" if is_work and not isinstance(step, View) else "host"
 
     def _tensors(self, op: Op) -> tuple[str, ...]:
-        """Returns the labels of an op's tensors.
+        """Returns the labels of an op's tensors, such as "T3".
 
-        For the end of a group of transfers, and for a `Wait`, these are the labels of the
-        communicated tensors.
+        The end of a group of transfers, and a `Wait`, have no tensors of their own. Their labels
+        are those of the tensors that the communication moves.
         """
         touched = (v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView))
         found = tuple(dict.fromkeys(tv.label for tv in touched))

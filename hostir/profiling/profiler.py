@@ -1,9 +1,10 @@
-"""Profiles a run: the time of each kernel, library call and communication on this rank.
+"""Profiles a run: the time of each kernel, library call (cuBLAS, torch) and communication on this
+rank.
 
-The run is timed like a trace (`hostir.profiling.tracer`). First a plan is recorded. The plan runs
-once on copies of the inputs that the program updates, and runs again with timers. The profile is of
-the second run. The updates of this run are written to the caller's inputs, and torch's generator
-advances as by one run.
+The run is timed like a trace (`hostir.profiling.tracer`). First the program runs once, and its
+steps are recorded as a plan. The plan runs once more to warm up, and then again with timers. The
+profile is of the last run. Inputs that the program updates are copied first. The updates of the
+last run are written to the caller's inputs, and torch's random generator advances as by one run.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfiledOp:
-    """The measured work of one op in one iteration of its loops, on this rank.
+    """The measured time and memory of one op in one iteration of its loops, on this rank.
 
-    - `group`: the number of the kernel group that the op launches; None if it launches no kernel.
+    - `group`: the number of the kernel group that the op launches; None if the op launches no
+      kernel.
     - `writes`: the numbers of the tensors whose buffers the op fills.
-    - `launch`: the launch of the kernel, if any.
+    - `launch`: the launch of the kernel; None if the op launches no kernel.
     - `input_bytes`, `output_bytes`: the memory of the op's tensors, each element once.
     - `seconds`: the time in which the op's stream, or the CPU, worked for the op. The time of a
       communication includes the time of its Wait.
@@ -70,12 +72,16 @@ class ProfiledOp:
 
 @dataclass(frozen=True)
 class Profiled:
-    """One profiled run on this rank.
+    """The measurements of one profiled run on this rank.
 
-    - `work`: the measured work of each op, in the order of the program.
-    - `wall`: seconds of the host's clock from before the first step until the device was done.
-    - `host`: seconds from before the first step until the host had issued all steps.
-    - `source`: the origin of the times of work, such as CUDA events.
+    - `work`: the measured time of each op that computes or communicates, in the order of the
+      program.
+    - `wall`: seconds from before the first op until the device was done, by the host's clock.
+    - `host`: seconds from before the first op until the host had issued all ops.
+    - `source`: the origin of the times of ops, such as CUDA events.
+    - `input_bytes`, `output_bytes`: the memory of the program's inputs, and of its outputs and
+      updated inputs.
+    - `outputs`: the outputs of the run.
     """
 
     work: tuple[ProfiledOp, ...]
@@ -95,10 +101,11 @@ def take_profile(
     inputs: Sequence[Argument],
     has_cupti: bool,
 ) -> Profiled:
-    """Runs the evaluator's program on these inputs and returns the profile of the run.
+    """Runs the evaluator's program on these inputs, and returns the profile of the run on this
+    rank. All ranks of `team`, which are those of the program, must call this function together.
 
-    All ranks `team` of the program call this function together. `has_cupti` is whether CUPTI may be
-    used to time the work. Raises the errors of `FusionDefinition.trace`.
+    `has_cupti` says whether CUPTI may be used to time kernels and copies. Otherwise CUDA events are
+    used. Raises the errors of `FusionDefinition.trace`.
     """
     ranks = Together(communicator, team)
 
@@ -130,12 +137,12 @@ def profile_call(
     run: Callable[[], None],
     has_cupti: bool,
 ) -> Profiled:
-    """Profiles one kernel outside a program.
+    """Profiles the launch of one kernel outside a host program.
 
     - `launch`, `name`: the launch of the kernel, if known, and the name in the profile.
     - `tensors`: (inputs, outputs) of the kernel.
-    - `run`: launches the kernel on these tensors; it is called several times.
-    - `has_cupti`: whether CUPTI may be used to time the work.
+    - `run`: launches the kernel on these tensors; the function is called several times.
+    - `has_cupti`: whether CUPTI may be used to time the kernel.
     """
     given, outputs = tensors
     sizes = sum(map(nbytes_of, given)), sum(map(nbytes_of, outputs))
@@ -193,10 +200,12 @@ def _profiled(
 def _timed(
     work: Mapping[int, ProfiledOp], waits: Mapping[int, int], run: Round
 ) -> list[ProfiledOp]:
-    """Returns `work` with the times that were measured in `run`, in the order of steps.
+    """Adds the times that were measured in `run` to the ops in `work`. Returns the ops in program
+    order.
 
-    `waits` has, for the step of each Wait, the step of the communication. The time of a Wait counts
-    for the communication.
+    `work` has the op of each recorded step, by the step's number. `waits` maps the step of each
+    Wait to the step that started the communication, because the time of a Wait counts for the
+    communication.
     """
     spans: dict[int, list[tuple[float, float]]] = {}
     names: dict[int, dict[str, None]] = {}
@@ -217,7 +226,8 @@ def _timed(
 
 # ------------------------------------------------------------------ sizes
 def nbytes_of(value: object) -> int:
-    """Returns the bytes of a tensor; an axis of stride 0 counts as one element. 0 for a number."""
+    """Returns how many bytes a tensor occupies in memory, where an axis of stride 0 counts as one
+    element. Returns 0 for a number."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return 0
     count = 1
@@ -227,7 +237,8 @@ def nbytes_of(value: object) -> int:
 
 
 class SizeNotes:
-    """Collects, for each step that a recorder records, the op and the bytes read and written."""
+    """Collects the op of each recorded step, and the bytes that the op reads and writes, while a
+    recorder records a plan. The profiler needs both for its report."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._ops = OpNotes(recorder)
@@ -245,11 +256,12 @@ class SizeNotes:
 
     @property
     def ops(self) -> list[TracedOp]:
-        """The op of each step of the plan that `completed` returns."""
+        """The op of each step of the plan that `completed` returns, in order."""
         return self._ops.ops
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Records the sizes of the op's tensors, which exist now but not after the run."""
+        """Records the sizes of the op's tensors. The recorder calls this method directly after the
+        op has run, because the tensors may no longer exist at the end of the run."""
         self._recorded += len(steps)
         if isinstance(op, StartCoalescing):
             self._group_halves = []
@@ -267,7 +279,8 @@ class SizeNotes:
         self._moves[step] = (op, *self._sized(op))
 
     def _sized(self, op: Op) -> tuple[tuple[int, ...], int, int]:
-        """Returns (numbers of the tensors that an op writes, bytes read, bytes written)."""
+        """Returns (numbers of the tensors that an op writes, bytes read, bytes written). For the
+        end of a group of transfers, these are the tensors of all its transfers."""
         halves: list[P2PCommunication] = []
         if isinstance(op, EndCoalescing):
             halves, self._group_halves = self._group_halves or [], None
@@ -290,13 +303,15 @@ class SizeNotes:
         return nbytes_of(self._frame.tensors.get(tv)) if self._frame.is_mine(tv) else 0
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan with allocations as steps; must be called before `work` and `waits`."""
+        """Returns the recorded plan with the allocations of outputs as steps. Must be called before
+        `work` and `waits`, whose keys are step numbers of the returned plan."""
         self._plan = made = self._ops.completed(plan)
         self._made_before = len(made.steps) - len(plan.steps)
         return made
 
     def work(self) -> dict[int, ProfiledOp]:
-        """Returns, by step number, the work of each step that works on a stream, without times."""
+        """Returns the ops that compute or communicate, with their sizes but without times. The key
+        is the number of the op's step in the plan."""
         made: dict[int, ProfiledOp] = {}
         for number, ((step, _), op) in enumerate(zip(self._plan.steps, self.ops, strict=True)):
             if op.kind in ("host", "wait"):
@@ -308,13 +323,15 @@ class SizeNotes:
         return made
 
     def waits(self) -> dict[int, int]:
-        """Returns, for the step number of each Wait, the step that starts the communication."""
+        """Maps the step number of each Wait to the number of the step that started the
+        communication."""
         before = self._made_before
         return {at + before: of + before for at, of in self._wait_for.items()}
 
 
 def _launch_in(step: Step) -> KernelLaunch | None:
-    """Returns the kernel launch that a step makes; None if the step launches no kernel."""
+    """Returns the kernel launch that a recorded step makes, or None if the step launches no
+    kernel."""
     if isinstance(step, Both):
         return _launch_in(step.first) or _launch_in(step.second)
     return step.kernel if isinstance(step, LaunchStep) else None

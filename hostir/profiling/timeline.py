@@ -1,4 +1,5 @@
-"""`Trace`: the measured timeline of a run on every rank, sums of its times, and the file format."""
+"""A trace: the measured timeline of a program's run on every rank, the sums of its times, and the
+file format of timelines."""
 
 from __future__ import annotations
 
@@ -45,11 +46,12 @@ _CATEGORY = {"communication": "communication", "wait": "communication"}
 
 @dataclass(frozen=True)
 class Slice:
-    """A piece of work in the last traced run.
+    """One bar of the timeline: the time of one op, kernel or copy in the last traced run of a rank.
 
-    - `op`: an index into `RankTrace.ops`.
+    - `op`: the index of the op in `RankTrace.ops`.
     - `begin`, `end`: seconds since the run began on this rank.
-    - `on_host`: whether the work ran on the host; otherwise on the op's stream.
+    - `on_host`: whether the host issued the op in this time; otherwise the op's stream worked on
+      the op.
     - `activity`: the device's name of the kernel or copy; "" if unknown.
     - `queue`: the device's name of the stream; "" if unknown.
     """
@@ -66,10 +68,10 @@ class Slice:
 class RunTimes:
     """The times of one run on one rank, in seconds.
 
-    - `host`: the time from the begin of the run until the host had issued all steps.
-    - `wall`: the time from the begin of the run until the device had done all work.
-    - `busy`: the parts of the wall time: `busy.compute + busy.exposed + busy.idle == wall`.
-    - `streams`: the parts of the wall time for each stream.
+    - `host`: the time from the begin of the run until the host had issued all ops.
+    - `wall`: the time from the begin of the run until the device was done.
+    - `busy`: how the rank spent the wall time: `busy.compute + busy.exposed + busy.idle == wall`.
+    - `streams`: the same for each stream.
     """
 
     host: float
@@ -80,11 +82,11 @@ class RunTimes:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The measurements of one rank.
+    """The measurements that one rank contributes to a trace.
 
     - `source`: the origin of the times, such as CUDA events.
-    - `ops`: the op of each step; `streams`: the names of streams by number.
-    - `runs`: the times of the traced runs; `slices`: the work of the last traced run.
+    - `ops`: the op of each recorded step; `streams`: the names of streams by number.
+    - `runs`: the times of the traced runs; `slices`: the timeline of the last traced run.
     - `began`: the begin of the last run, by the clock of the program's first rank.
     - `plain`: (wall, host) seconds of runs of the same plan without timers.
     - `usual`: (wall, host) seconds of ordinary runs, by the CUDA graphs that `graphs` describes.
@@ -107,12 +109,14 @@ class RankTrace:
     doubts: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a dict of lists, texts and numbers for JSON; `rank_from_dict` reads the dict."""
+        """Returns the measurements as a dict of lists, texts and numbers, which ranks can exchange
+        as JSON. `rank_from_dict` reads the dict."""
         return {**asdict(self), "streams": list(self.streams.items())}
 
 
 def rank_from_dict(d: dict[str, Any]) -> RankTrace:
-    """Returns the trace of a rank from the dict of `RankTrace.to_dict`."""
+    """Returns the measurements of a rank from the dict that `RankTrace.to_dict` returned on that
+    rank."""
     made: dict[str, Any] = {
         "ops": tuple(_op_from_dict(op) for op in d["ops"]),
         "streams": dict(d["streams"]),
@@ -136,10 +140,10 @@ def _run_from_dict(d: dict[str, Any]) -> RunTimes:
 
 # ------------------------------------------------------------------ the sums of a rank
 def run_times(run: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -> RunTimes:
-    """Returns the times of one run on this rank, for the whole run and for each stream.
+    """Sums the times of one run on this rank, for the whole run and for each stream.
 
-    Work before the begin or after the end of the run does not count. `ops` has the op of each step,
-    and `streams` the names of streams by number.
+    The time of a kernel or copy outside the run, before its begin or after its end, does not count.
+    `ops` has the op of each recorded step, and `streams` the names of streams by number.
     """
     wall = run.end - run.begin
     pieces: dict[int, list[tuple[float, float, bool]]] = {}
@@ -158,7 +162,8 @@ def run_times(run: Round, ops: Sequence[TracedOp], streams: Mapping[int, str]) -
 
 
 def slices_of(run: Round) -> tuple[Slice, ...]:
-    """Returns all pieces of work of a run, on the host and on streams, sorted by the begin."""
+    """Returns the timeline of a run: the times of ops on the host, and of kernels and copies on
+    streams, sorted by their begin."""
 
     def made(t: Timed, *, on_host: bool) -> Slice:
         begin, end = t.begin - run.begin, t.end - run.begin
@@ -172,37 +177,40 @@ def slices_of(run: Round) -> tuple[Slice, ...]:
 # ------------------------------------------------------------------ the result
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A measured trace: the timeline of the last of several runs, and the sums of one run.
+    """A measured trace: the timeline of the last of several runs, and the sums of the times of one
+    run.
 
     `FusionDefinition.trace` and `HostIrEvaluator.trace` return a trace on each rank of the program.
     `run` is the index of the run of median length, by the slowest rank. All sums are of this one
-    run, so that the parts add up to the whole. On each rank, and for each run:
+    run, so that compute, exposed and idle time add up to the wall time. On each rank, and for each
+    run:
 
-    wall            from before the first step until the device has done all work, by the host's
-                    clock. Earlier work (checks of inputs, the ranks' agreement) does not count.
-    host            the part of `wall` until the host had issued the last step
-    compute         the time in which at least one stream computes: kernels, library calls, copies,
-                    fills
-    communication   the time in which at least one stream communicates. On CUDA: while a kernel or a
-                    copy of a communication runs, including waits within it; a stream that waits for
-                    a flag or an event is idle. With CUDA events: from before to after the
-                    communication on its stream. On the CPU: while the host is in the communication
-                    or in its Wait.
-    exposed         the time with communication and without computation
-    idle            the time with neither, including that before the first and after the last work
+        wall            from before the first op until the device is done, by the host's clock. Earlier
+                        work (checks of inputs, the ranks' agreement) does not count.
+        host            the part of `wall` until the host had issued the last op
+        compute         the time in which at least one stream computes: kernels, library calls, copies,
+                        fills
+        communication   the time in which at least one stream communicates. On CUDA: while a kernel or a
+                        copy of a communication runs, including waits within it; a stream that waits for
+                        a flag or an event is idle. With CUDA events: from before to after the
+                        communication on its stream. On the CPU: while the host is in the communication
+                        or in its Wait.
+        exposed         the time with communication and without computation
+        idle            the time with neither, including the time before the first and after the last
+                        kernel, copy or communication
 
     Therefore `wall = compute + exposed + idle`, exactly. `exposed_communication_ms`, `idle_ms`,
     `host_ms` and `wall_ms` are those of the slowest rank.
 
-    The traced runs replay the recorded plan step by step, never by a CUDA graph. Timing the steps
+    The traced runs repeat the recorded steps one by one, never by a CUDA graph. Timing the steps
     costs the host time. For comparison:
 
-    - `plain_wall_ms` and `plain_host_ms` are medians of as many runs of the same plan without
-      timers.
-    - `usual_wall_ms` and `usual_host_ms` are medians of ordinary runs, by CUDA graphs if these
-      replay them (`graphs`, and `FusionDefinition.cuda_graphs`).
+    - `plain_wall_ms` and `plain_host_ms` are medians of as many runs of the same recorded steps
+      without timers.
+    - `usual_wall_ms` and `usual_host_ms` are medians of ordinary runs, which may use CUDA graphs
+      (`graphs`, and `FusionDefinition.cuda_graphs`).
 
-    `outputs` are those of the last run on this rank.
+    `outputs` are the outputs of the last run on this rank.
     """
 
     ranks: tuple[RankTrace, ...]
@@ -215,30 +223,32 @@ class Trace:
 
     @cached_property
     def run(self) -> int:
-        """The index of the run whose sums are reported: the run of median wall time."""
+        """The index of the run whose times are summed: the run of median wall time, by the slowest
+        rank."""
         walls = [max(r.runs[i].wall for r in self.ranks) for i in range(self.repeat)]
         return sorted(range(self.repeat), key=walls.__getitem__)[(self.repeat - 1) // 2]
 
     @property
     def repeat(self) -> int:
-        """The number of traced runs."""
+        """The number of traced runs, which is the argument `repeat` of `trace`."""
         return len(self.ranks[0].runs)
 
     @property
     def source(self) -> str:
-        """The sources of the times, such as CUDA events, on all ranks, as text."""
+        """The origins of the times on all ranks as text, such as "CUDA events around each op"."""
         return " and ".join(dict.fromkeys(r.source for r in self.ranks))
 
     @property
     def clocks(self) -> str:
-        """A text about how far the clocks of ranks and of their devices may differ."""
+        """A text that says how far the clocks of ranks and of their devices may differ."""
         skew = max(r.skew_s for r in self.ranks)
         device = f"; times of devices may be {_ms(skew)} from their hosts'" if skew else ""
         return f"{self.rank_clocks}{device}"
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Remarks about uncertain measurements; () if there are none."""
+        """Remarks about uncertain measurements on all ranks, each beginning with its rank; () if
+        there are none."""
         return tuple(f"rank {r.rank}: {doubt}" for r in self.ranks for doubt in r.doubts)
 
     @property
@@ -252,59 +262,64 @@ class Trace:
 
     @property
     def host_ms(self) -> float:
-        """The time until the slowest rank's host had issued all steps, in milliseconds."""
+        """The time until the slowest rank's host had issued all ops, in milliseconds."""
         return self._longest.host * 1e3
 
     @property
     def exposed_communication_ms(self) -> float:
-        """The slowest rank's time with communication and no computation, in milliseconds."""
+        """The time in which the slowest rank communicates while it computes nothing, in
+        milliseconds."""
         return self._longest.busy.exposed * 1e3
 
     @property
     def compute_ms(self) -> float:
-        """The slowest rank's time with computation, in milliseconds."""
+        """The time in which the slowest rank computes, in milliseconds."""
         return self._longest.busy.compute * 1e3
 
     @property
     def idle_ms(self) -> float:
-        """The slowest rank's time with neither computation nor communication, in milliseconds."""
+        """The time in which the slowest rank neither computes nor communicates, in milliseconds."""
         return self._longest.busy.idle * 1e3
 
     @property
     def streams(self) -> tuple[StreamTimes, ...]:
-        """The times of each stream of the slowest rank, in seconds."""
+        """How each stream of the slowest rank spent the run, in seconds."""
         return self._longest.streams
 
     @property
     def plain_wall_ms(self) -> float:
-        """The median wall time of runs of the same plan without timers, in milliseconds."""
+        """The median wall time of runs of the recorded steps without timers, in milliseconds.
+        Compare with `wall_ms` to see how much time the timers cost."""
         return max(_medians(r.plain)[0] for r in self.ranks) * 1e3
 
     @property
     def plain_host_ms(self) -> float:
-        """The median host time of runs of the same plan without timers, in milliseconds."""
+        """The median time in which the host issues a run of the recorded steps without timers, in
+        milliseconds."""
         return max(_medians(r.plain)[1] for r in self.ranks) * 1e3
 
     @property
     def usual_wall_ms(self) -> float:
-        """The median wall time of ordinary runs, in milliseconds."""
+        """The median wall time of ordinary runs, without a trace, in milliseconds."""
         return max(_medians(r.usual)[0] for r in self.ranks) * 1e3
 
     @property
     def usual_host_ms(self) -> float:
-        """The median host time of ordinary runs, in milliseconds."""
+        """The median time in which the host issues an ordinary run, without a trace, in
+        milliseconds."""
         return max(_medians(r.usual)[1] for r in self.ranks) * 1e3
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """Lines about the CUDA graphs that replay ordinary runs, or why there are none."""
+        """Lines about the CUDA graphs by which ordinary runs are launched, or the reasons why there
+        are none. Each line begins with its rank."""
         return tuple(f"rank {r.rank}: {line}" for r in self.ranks for line in r.graphs)
 
     def save(self, path: str | Path, *, predicted: bool = True) -> None:
         """Writes the timeline as a file for Perfetto or chrome://tracing.
 
         The file also has the predicted timeline, if there is one, unless `predicted` is False.
-        Raises `InputError` if `path` cannot be written.
+        Raises `InputError` if the file `path` cannot be written.
         """
         text = self.to_json(predicted=predicted)
         try:
@@ -313,7 +328,8 @@ class Trace:
             raise InputError(f"trace: {show(path)} cannot be written: {error}") from error
 
     def to_json(self, *, predicted: bool = True) -> str:
-        """Returns the JSON text that `save` writes; `predicted` is as in `save`."""
+        """Returns the JSON text that `save` writes. The text includes the predicted timeline, if
+        there is one, unless `predicted` is False."""
         first = min(r.began for r in self.ranks)
         events = [event for r in self.ranks for event in _events(r, r.began - first)]
         notes: dict[str, Any] = {
@@ -333,7 +349,8 @@ class Trace:
         return file_text(events, notes)
 
     def summary(self) -> str:
-        """Returns the measured times of all ranks, and the predicted times if any, as text."""
+        """Returns a report of the measured times of all ranks as text. If there is a prediction,
+        the report also has the predicted times."""
         device = ", ".join(dict.fromkeys(r.device for r in self.ranks))
         times = f"{self.repeat} run{'s' if self.repeat > 1 else ''}"
         lines = [
@@ -387,9 +404,9 @@ def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 # ------------------------------------------------------------------ the file
 def _events(r: RankTrace, shift: float) -> list[Event]:
-    """Returns the events of the file for one rank.
+    """Returns the events of the timeline file that draw one rank's last run.
 
-    The last run of this rank began `shift` seconds after the last run of the earliest rank.
+    This run began `shift` seconds after the last run of the rank that began first.
     """
     tracks = {_HOST: "host", **{stream_track(n): name for n, name in r.streams.items()}}
     events = titles(r.rank, f"rank {r.rank}", tracks, place=2 * r.rank)
@@ -451,30 +468,30 @@ _FIRST_PREDICTED = 1_000_000
 
 
 def trace_text(program: HostIrContainer, made: SimulatedSchedule) -> str:
-    """Returns the JSON text of a file with only the predicted timeline of `program`."""
+    """Returns the JSON text of a timeline file that has only the predicted timeline of `program`,
+    from the simulated schedule `made`."""
     notes = {"machine": made.machine.name, "from": "the cost model; nothing was run"}
     return file_text(predicted_events(program, made), notes)
 
 
 def file_text(events: Sequence[Event], notes: Mapping[str, object]) -> str:
-    """Returns the JSON text of a timeline file; `notes` are further facts about the timeline.
-
-    The times of `events` are in microseconds.
-    """
+    """Returns the JSON text of a timeline file. The times of `events` are in microseconds. `notes`
+    are further facts about the timeline, such as the origin of the times."""
     found = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": notes}
     return json.dumps(found)
 
 
 def stream_track(stream: int) -> int:
-    """Returns the track in the file for a stream number of `hostir.analysis.unrolled_program`."""
+    """Returns the number of the track that draws a stream in the timeline file. The caller's stream
+    has the stream number -1."""
     return stream + _FIRST_STREAM
 
 
 def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -> list[Event]:
-    """Returns the events that give a process the name `title`, and names to its tracks.
+    """Returns the events of a timeline file that name one process and its tracks.
 
-    A process is a rank. Processes are drawn in the order of `place`, and the tracks of a process in
-    the order of their numbers.
+    In the file, a process is a rank of the job and a track is a stream. The viewer shows processes
+    in the order of `place`, and the tracks of a process in the order of their numbers.
     """
 
     def note(kind: str, track: int, args: dict[str, object]) -> Event:
@@ -494,10 +511,11 @@ def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -
 def predicted_events(
     program: HostIrContainer, made: SimulatedSchedule, *, beside: bool = False
 ) -> list[Event]:
-    """Returns the events of a simulated schedule of `program`.
+    """Returns the events of a timeline file that draw the predicted run of `program`, from the
+    simulated schedule `made`.
 
-    `beside` is whether the file also has a measured run. The predicted ranks then get other process
-    numbers than the measured ranks.
+    `beside` says whether the file also has a measured run. The predicted ranks then get other
+    process numbers than the measured ranks.
     """
     lines = line_numbers(program)
     events: list[Event] = []
@@ -518,9 +536,11 @@ def predicted_events(
 
 
 def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
-    """Returns the events of a piece of work: one on its stream, and one on each link that it uses.
+    """Returns the events of a timeline file that draw one piece of predicted work: one on its
+    stream, and one on each link that it uses.
 
-    `number` is the number of a class of ranks with equal work. `lines` has line numbers of ops.
+    `number` is a class of ranks that do the same work. `lines` maps the `id` of each op to its line
+    in the program.
     """
     site = work.item.site
     args = {

@@ -1,4 +1,5 @@
-"""Timers for the steps of a plan. A *watch* wraps each step and records when its work runs.
+"""Timers for the recorded steps of a plan. A *watch* wraps each step, and records when the step's
+work runs on the host and on the device.
 
 There is one class of watches for each source of times:
 
@@ -35,10 +36,11 @@ _RANGE = "hostir step "
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of a step on the host, or of the step's work on a device, in seconds of `clock`.
+    """The time of a recorded step on the host, or of the step's kernel or copy on a device, in
+    seconds of `clock`.
 
-    - `step`: the number of the step.
-    - `activity`: the name of the kernel or copy; "" if unknown.
+    - `step`: the number of the step in the plan.
+    - `activity`: the device's name of the kernel or copy; "" if unknown.
     - `queue`: the device's own name of the stream; "" if unknown.
     """
 
@@ -51,10 +53,12 @@ class Timed:
 
 @dataclass
 class Round:
-    """The times of one traced run, in seconds of `clock`.
+    """The times of one timed run, in seconds of `clock`.
 
-    The run began at `begin`, the host had issued all steps at `issued`, and all work was done at
-    `end`. `host` has the times of steps on the host, and `work` the times of work on streams.
+    - `begin`: when the run began; `issued`: when the host had issued all steps; `end`: when the
+      device was done.
+    - `host`: the time of each step on the host.
+    - `work`: the times of kernels, copies and communications on streams.
     """
 
     begin: float = 0.0
@@ -76,11 +80,13 @@ class _WatchedStep:
 
 
 class HostWatch:
-    """Times each op by the host's clock, because work on a CPU is done when the call returns.
+    """Times each recorded step by the host's clock. This is right on a CPU, because the work of a
+    step is done when the call returns.
 
-    - `rounds`: the times of each run, complete after `stop`.
+    - `ops`: the op of each step; `rounds`: the times of each run, complete after `stop`.
     - `doubts`: remarks about uncertain times.
-    - `skew_s`: an upper bound, in seconds, on how far the clock of work differs from the host's.
+    - `skew_s`: an upper bound, in seconds, on how far the clock of the times in `Round.work`
+      differs from the host's clock.
     """
 
     source = "the host's clock around each op"
@@ -93,12 +99,14 @@ class HostWatch:
         self._notes: list[Timed] = []
 
     def wrapped(self, plan: Plan) -> Plan:
-        """Returns the plan with each step wrapped, so that the step is timed in each run."""
+        """Returns the plan with each recorded step wrapped, so that this watch times the step in
+        each run."""
         steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
         return replace(plan, steps=tuple(steps))
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs `closure`, the step `number`, and records its time."""
+        """Returns a function that runs `closure`, the action of step `number`, and records how long
+        the action takes on the host."""
         note = self._note
 
         def timed(slots: Slots) -> None:
@@ -112,27 +120,31 @@ class HostWatch:
         self._notes.append(Timed(number, begin, end))
 
     def start(self) -> None:
-        """Does nothing, because the host's clock always runs.
+        """Starts the source of times. Does nothing here, because the host's clock always runs.
 
-        A subclass starts its source of times, and raises `ExecutionError` if there is none.
+        A subclass raises `ExecutionError` if its source of times cannot be used.
         """
 
     def begin_round(self) -> None:
-        """Drops the times of the last run; called before a run, while the device is idle."""
+        """Prepares for a timed run, and drops the unfinished times of an earlier run. Called while
+        the device is idle."""
         self._notes = []
 
     def end_round(self, begin: float, issued: float, end: float) -> None:
-        """Adds the times of a run to `rounds`; called when all work of the run is done.
+        """Adds the times of a run to `rounds`. Called when the device is done with the run.
 
-        The run began at `begin`, was issued at `issued` and was done at `end`.
+        The run began at `begin`. The host had issued all steps at `issued`, and the device was done
+        at `end`.
         """
         self.rounds.append(Round(begin, issued, end, self._notes))
 
     def abandon(self) -> None:
-        """Does nothing; a subclass stops its source of times after an error on some rank."""
+        """Stops the source of times after an error on some rank. Does nothing here, because the
+        host's clock needs no stop."""
 
     def stop(self) -> None:
-        """Completes `rounds`: the time of work on a CPU is the host's time for the step.
+        """Stops the source of times and completes `rounds`. On a CPU, the time of an op's work is
+        the host's time for the step.
 
         A subclass raises `ExecutionError` if its source of times lacks some times.
         """
@@ -141,7 +153,8 @@ class HostWatch:
 
 
 class EventWatch(HostWatch):
-    """Times each op that works on a stream, by CUDA events before and after the op.
+    """Times each op that computes or communicates, by CUDA events before and after the op on its
+    stream.
 
     The time of an op includes two kinds of waiting after the first event. One is a wait on the
     device. The other is the host's time until the launch, if the stream is idle.
@@ -160,9 +173,10 @@ class EventWatch(HostWatch):
         return torch.cuda.Event(enable_timing=True)
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs `closure`, the step `number`, between two CUDA events.
+        """Returns a function that runs `closure`, the action of step `number`, between two CUDA
+        events.
 
-        A step without work on a stream is timed by the host's clock.
+        A step that puts no work on a stream is timed only by the host's clock.
         """
         if self.ops[number].kind not in ("compute", "communication"):
             return super().around(number, closure)
@@ -180,7 +194,8 @@ class EventWatch(HostWatch):
         return timed
 
     def begin_round(self) -> None:
-        """Records a base event, and the host's time at which the device reaches the event."""
+        """Prepares for a timed run: records a base event, and the host's time at which the device
+        reaches the event. Times of later events are measured from the base event."""
         super().begin_round()
         self._events = []
         self._base = self._event()
@@ -192,7 +207,8 @@ class EventWatch(HostWatch):
         self.skew_s = max(self.skew_s, (after - before) / 2)
 
     def end_round(self, begin: float, issued: float, end: float) -> None:
-        """Adds the times of a run to `rounds`; converts the times of events to the host's clock."""
+        """Adds the times of a run to `rounds`, after the times of events are converted to the
+        host's clock. For the arguments, see `HostWatch.end_round`."""
         super().end_round(begin, issued, end)
         at, base = self._base_at, self._base
         self.rounds[-1].work = [
@@ -201,14 +217,14 @@ class EventWatch(HostWatch):
         ]
 
     def stop(self) -> None:
-        """Does nothing, because `end_round` has already completed the times."""
+        """Does nothing, because `end_round` has already completed the times of each run."""
 
 
 class CuptiWatch(HostWatch):
     """Times each kernel and copy by CUPTI, through torch.profiler.
 
-    Every step is a range on the host. A device activity belongs to the range in which it was
-    launched.
+    Each recorded step is a named range on the host in the profile. A kernel or copy belongs to the
+    step in whose range it was launched.
     """
 
     source = "CUPTI, through torch.profiler"
@@ -218,7 +234,8 @@ class CuptiWatch(HostWatch):
         self._profile: Any = None
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs `closure`, the step `number`, in a range of the profiler."""
+        """Returns a function that runs `closure`, the action of step `number`, in a named range of
+        torch.profiler."""
         name, note = f"{_RANGE}{number}", self._note
         make: Callable[[str], AbstractContextManager[object]] = range_named
 
@@ -231,7 +248,8 @@ class CuptiWatch(HostWatch):
         return timed
 
     def start(self) -> None:
-        """Starts torch.profiler; raises `ExecutionError` if it cannot start."""
+        """Starts torch.profiler. Raises `ExecutionError` if torch.profiler cannot start, for
+        example because another profiler is active."""
         from torch.profiler import ProfilerActivity, profile
 
         try:
@@ -242,13 +260,14 @@ class CuptiWatch(HostWatch):
         self._profile = made
 
     def abandon(self) -> None:
-        """Stops torch.profiler, if it is running, and drops its result."""
+        """Stops torch.profiler after an error on some rank, and drops the recorded profile. Does
+        nothing if torch.profiler is not running."""
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None
 
     def stop(self) -> None:
-        """Stops torch.profiler and reads the times from its export.
+        """Stops torch.profiler, and completes `rounds` with the times from its exported profile.
 
         Raises `ExecutionError` if the export fails or lacks times.
         """
@@ -264,10 +283,11 @@ class CuptiWatch(HostWatch):
         self.take(text)
 
     def take(self, text: str) -> None:
-        """Adds the times in `text`, an export of torch.profiler, to `rounds`.
+        """Adds the times of kernels and copies to `rounds`. `text` is a profile that torch.profiler
+        has exported.
 
-        Raises `ExecutionError` if a step is missing in the export, or if the export has no work of
-        the device.
+        Raises `ExecutionError` if a step is missing in the profile, or if some op computes but the
+        profile has no kernel or copy.
         """
         found = read_profile(text, _RANGE)
         notes = [t for run in self.rounds for t in run.host]
@@ -294,11 +314,13 @@ class CuptiWatch(HostWatch):
         self._doubt(strangers, shift, found.doubtful)
 
     def _doubt(self, strangers: Sequence[Activity], shift: float, doubtful: int) -> None:
-        """Adds remarks about activities that may belong to another step, or to no step.
+        """Adds remarks to `doubts` about kernels and copies that may belong to another step, or to
+        no step.
 
-        - `strangers`: the activities that were launched in no range.
+        - `strangers`: the kernels and copies that were launched in no range.
         - `shift`: the seconds to add to the profile's clock to get the host's clock.
-        - `doubtful`: the number of activities whose two references lead to different ranges.
+        - `doubtful`: the number of kernels and copies that the profile's two references assign to
+          different ranges.
         """
         lost = [
             a
@@ -331,7 +353,8 @@ _OPS = ("cpu_op", "user_annotation")
 
 @dataclass(frozen=True)
 class Range:
-    """A named range on the host, in seconds of the profile's clock."""
+    """A named range of time on the host, in an exported profile of torch.profiler. Times are
+    seconds of the profile's clock."""
 
     name: str
     begin: float
@@ -340,10 +363,11 @@ class Range:
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel, copy or fill on a device, in seconds of the profile's clock.
+    """A kernel, copy or fill on a device, in an exported profile of torch.profiler. Times are
+    seconds of the profile's clock.
 
     `queue` is the device's name of the stream. `range` is the index of the range in which the
-    activity was launched; None if it was launched outside all ranges.
+    activity was launched. It is None if the activity was launched outside all ranges.
     """
 
     name: str
@@ -355,9 +379,11 @@ class Activity:
 
 @dataclass(frozen=True)
 class Profile:
-    """The ranges and the activities of a profile, each sorted by the time of the begin.
+    """The contents of an exported profile of torch.profiler: ranges on the host, and activities on
+    the device, each sorted by their begin.
 
-    `doubtful` is the number of activities whose two references lead to different ranges.
+    `doubtful` is the number of activities that the profile's two references assign to different
+    ranges.
     """
 
     ranges: list[Range]
@@ -366,7 +392,8 @@ class Profile:
 
 
 def read_profile(text: str, prefix: str) -> Profile:
-    """Returns the ranges whose names begin with `prefix`, and the activities launched in them.
+    """Reads an exported profile of torch.profiler. Returns the ranges whose names begin with
+    `prefix`, and the kernels, copies and fills that ran on the device.
 
     Ranges must not overlap. Raises `ExecutionError` if `text` is no export of torch.profiler.
     """
@@ -421,6 +448,7 @@ def _read(events: Sequence[dict[str, Any]], prefix: str) -> Profile:
 
 
 def _interval(event: dict[str, Any]) -> tuple[float, float]:
-    """Returns (begin, end) of an event in seconds; the file has times in microseconds."""
+    """Returns (begin, end) of an event in an exported profile, in seconds. The profile has times in
+    microseconds."""
     begin = float(event["ts"])
     return begin * 1e-6, (begin + float(event.get("dur", 0.0))) * 1e-6

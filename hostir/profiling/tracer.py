@@ -1,10 +1,10 @@
 """Takes a trace: runs a program several times on the same inputs, with timers, on all ranks.
 
-1  All ranks check their inputs and compile. An error on one rank is raised on all ranks.
-2  One run, op by op, records a plan. Runs to warm up follow.
-3  Runs without timers: runs of the recorded plan, and ordinary runs by CUDA graphs.
-4  Runs with timers. Each run begins after a barrier, with an idle device.
-5  The ranks exchange their measurements, and the first rank writes the file.
+1. All ranks check their inputs and compile. An error on one rank is raised on all ranks. 2. One
+run, op by op, records the steps of a plan. Runs to warm up follow. 3. Runs without timers: runs of
+the recorded steps, and ordinary runs by CUDA graphs. 4. Runs with timers. Each run begins after a
+barrier, with an idle device. 5. The ranks exchange their measurements, and the first rank writes
+the file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SOURCES = {"cpu": ("auto", "host"), "cuda": ("auto", "cupti", "events")}
 
 
 class HostIrEvaluator(ProgramEvaluator):
-    """Runs one host program on one rank, and traces runs; each rank has its own evaluator.
+    """Runs one host program on one rank, and traces runs. Each rank has its own evaluator.
 
     - `communicator` defaults to the communicator of this process. Only programs with a mesh need a
       communicator.
@@ -81,7 +81,8 @@ class HostIrEvaluator(ProgramEvaluator):
         source: Source = "auto",
         predicted: str | None = None,
     ) -> Trace:
-        """Runs several times on these inputs, on all ranks together, and returns the timeline.
+        """Runs the program several times on these inputs, on all ranks together, and returns the
+        measured timeline.
 
         See `FusionDefinition.trace` for the arguments and the errors.
         """
@@ -97,9 +98,10 @@ def take_trace(
     inputs: Sequence[Argument],
     asked: Asked,
 ) -> Trace:
-    """Returns the trace of the evaluator's program on these inputs; see `HostIrEvaluator.trace`.
+    """Takes a trace of the evaluator's program on these inputs; see `HostIrEvaluator.trace`. All
+    ranks of `team`, which are those of the program, must call this function together.
 
-    All ranks `team` of the program call this function together. `asked` has the user's arguments.
+    `asked` has the user's arguments: the file, the numbers of runs, and the source of times.
     """
     ranks = Together(communicator, team)
 
@@ -142,13 +144,13 @@ def take_trace(
 # ------------------------------------------------------------------ the arguments of a trace
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of a trace.
+    """The arguments that the user passed to `trace`.
 
     - `path`: the file to write; None to write no file.
-    - `warm_up`, `repeat`: the numbers of runs to warm up and of traced runs.
-    - `source`: the source of the device's times.
-    - `predicted`: the name of the machine model for a predicted timeline in the same file; None for
-      no prediction.
+    - `warm_up`: the number of runs before the traced runs; `repeat`: the number of traced runs.
+    - `source`: the source of the device's times, such as "events".
+    - `predicted`: the name of the machine for a predicted timeline in the same file; None for no
+      prediction.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -159,15 +161,17 @@ class Asked:
 
     @property
     def line(self) -> str:
-        """A text of the arguments that must be equal on all ranks, for the run signature."""
+        """A text of the arguments that must be equal on all ranks. The text is part of the run
+        signature, by which ranks check that they are about to run the same."""
         names = "warm_up", "repeat", "source"
         runs = ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
         return f"// traced: {runs}"
 
     def checked(self, *, is_written: bool) -> tuple[Path | None, Machine | None]:
-        """Checks the arguments; returns (file that this rank writes, machine model), each or None.
+        """Checks the arguments before anything runs. Returns the file that this rank writes and the
+        machine for the prediction; either is None if it is not needed.
 
-        `is_written` is whether this rank writes the file. Raises `InputError` or `ArgumentError`
+        `is_written` says whether this rank writes the file. Raises `InputError` or `ArgumentError`
         for an invalid argument.
         """
         for name, least in (("warm_up", 0), ("repeat", 1)):
@@ -180,7 +184,8 @@ class Asked:
 
 
 def _path(path: object, *, is_written: bool) -> Path | None:
-    """Returns the file that this rank writes; None if `path` is None or another rank writes.
+    """Returns the file that this rank writes. Returns None if the user passed no `path`, or if
+    another rank writes the file.
 
     Raises `InputError` for a path that cannot be written, before anything runs.
     """
@@ -202,10 +207,11 @@ def _path(path: object, *, is_written: bool) -> Path | None:
 def ways_to_time(
     device: torch.device, source: object, communicator: Communicator | None
 ) -> list[Callable[[Sequence[Any]], HostWatch]]:
-    """Returns functions that make watches (`HostWatch`) for a device, in the order to try them.
+    """Returns functions that make watches (`HostWatch`) for a device, in the order in which they
+    are tried.
 
-    `source` is the user's choice of the source of times. Raises `InputError` or `UnsupportedError`
-    for a source that the device does not have.
+    `source` is the user's choice of the source of times. Raises `InputError` for a source that the
+    device does not have. Raises `UnsupportedError` for CUPTI on simulated ranks.
     """
     known = _SOURCES.get(device.type, ("auto", "host"))
     if not isinstance(source, str) or source not in known:
@@ -233,10 +239,11 @@ def watched_as_agreed(
     inputs: Sequence[Argument],
     asked: object,
 ) -> T:
-    """Calls `take`, which is `take_trace` or `take_profile`, and returns its result.
+    """Takes a trace or a profile, after the ranks have agreed that they are about to run the same
+    program.
 
-    Called after the ranks have agreed on the run. `asked` is the last argument of `take`. Raises
-    `UnsupportedError` if the evaluator has a `late_stream`.
+    `take` is `take_trace` or `take_profile`, and `asked` is its last argument. Raises
+    `UnsupportedError` if the evaluator has a `late_stream`, which delays work on purpose.
     """
     if evaluator.late_stream is not None:
         raise UnsupportedError(
@@ -249,10 +256,10 @@ def watched_as_agreed(
 def recorded(
     evaluator: ProgramEvaluator, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
 ) -> tuple[T, Plan]:
-    """Runs the program once, op by op, and records a plan; returns (listener, plan).
+    """Runs the program once, op by op, and records the steps as a plan. Returns (listener, plan).
 
-    `listen` makes the listener, which the recorder notifies of each step. The plan is not added to
-    the evaluator's cache.
+    `listen` makes the listener, which the recorder notifies of each recorded step. The plan is not
+    added to the evaluator's cache of plans, because a trace wraps its steps.
     """
     evaluator.begin_run()
     with torch.no_grad():
@@ -267,19 +274,21 @@ def recorded(
 
 
 class Notes(Protocol):
-    """Data about the steps that a recorder has recorded, such as the op of each step."""
+    """Collects data about the recorded steps of a plan, such as the op of each step."""
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns `plan` with further steps, so that there is one entry of data per step."""
+        """Returns `plan` with the allocations of outputs as further steps, and completes the data
+        so that each step has an entry."""
         ...
 
 
 class Runs(Generic[N]):
-    """Repeats runs on the inputs `given`; every run begins with the same values.
+    """Repeats runs of one program on the same inputs `given`. Every run begins with the same
+    values, so that runs can be compared.
 
     Runs update copies of the inputs. Before each run, the copies get their initial values, and
-    torch's generator gets its initial state. `listen` makes `notes`, the data about the plan's
-    steps.
+    torch's random generator gets its initial state. `listen` makes `notes`, the data about the
+    recorded steps.
     """
 
     def __init__(
@@ -320,10 +329,8 @@ class Runs(Generic[N]):
                 copy.copy_(value)
 
     def keep(self, given: Sequence[Argument]) -> list[torch.Tensor]:
-        """Makes the last run visible to the caller.
-
-        Copies the updates of the last run into the inputs `given`, and returns the outputs.
-        """
+        """Makes the last run look like one ordinary call. Copies the updates of inputs by the last
+        run into the caller's inputs `given`, and returns the outputs."""
         own: dict[int, torch.Tensor] = {}
         for copy, value in self._restored:
             value.copy_(copy)
@@ -337,7 +344,8 @@ class Runs(Generic[N]):
             torch.cuda.synchronize(self.plan.device)
 
     def bound(self, plan: Plan) -> Callable[[], None]:
-        """Binds `plan` to new memory and the current stream; returns the function that runs it."""
+        """Prepares the recorded steps of `plan` to run in new memory and on the current stream.
+        Returns a function without arguments that runs them once."""
         found = plan.bind(plan.memory(plan.nbytes), Arena(plan.device, plan.current_stream()))
         streams = plan.streams
 
@@ -362,10 +370,11 @@ class Runs(Generic[N]):
     def timed(
         self, run: Callable[[], None], begin_round: Callable[[], None] | None = None
     ) -> tuple[float, float, float]:
-        """Calls `run` once, on all ranks together; returns the times (begin, issued, end).
+        """Calls `run` once, on all ranks together. Returns (begin, issued, end) in seconds of the
+        host's clock: when the run began, when the host had issued all steps, and when the device
+        was done.
 
-        `begin_round` is called before the run, while the device is idle. The host has issued all
-        steps at `issued`, and the device is done at `end`.
+        `begin_round` is called before the run, while the device is idle.
         """
         self.outputs = []
         self._restore()
@@ -381,19 +390,18 @@ class Runs(Generic[N]):
         return begin, issued, clock()
 
     def plain(self, warm_up: int, repeat: int) -> Times:
-        """Returns (wall, host) seconds of `repeat` runs of the plan without timers.
-
-        `warm_up` runs precede these runs.
-        """
+        """Runs the recorded steps without timers, `repeat` times, after `warm_up` further runs.
+        Returns (wall, host) in seconds of each run."""
         run = self.bound(self.plan)
         for _ in range(warm_up):
             self.timed(run)
         return tuple(_wall_and_host(*self.timed(run)) for _ in range(repeat))
 
     def usual(self, warm_up: int, repeat: int) -> tuple[Times, tuple[str, ...]]:
-        """Returns (wall, host) seconds of `repeat` ordinary runs, and lines about CUDA graphs.
+        """Runs the program as an ordinary call does, `repeat` times. Returns (wall, host) in
+        seconds of each run, and lines about CUDA graphs.
 
-        At least `warm_up` runs precede these runs, and enough to capture a CUDA graph.
+        At least `warm_up` runs precede these runs, and so many that a CUDA graph is captured.
         """
         evaluator, inputs = self._evaluator, self._inputs
         entry = evaluator.new_entry(inputs)
@@ -424,8 +432,8 @@ def watched(
 ) -> tuple[HostWatch, list[str]]:
     """Times the runs that `rounds` makes, by the first kind of watch that works on all ranks.
 
-    `ways` has the functions that make watches, and `ops` the op of each step. Returns the watch,
-    and the reasons why earlier kinds failed. Raises `ExecutionError` if no kind works.
+    `ways` has the functions that make watches, and `ops` the op of each recorded step. Returns the
+    watch, and the reasons why earlier kinds failed. Raises `ExecutionError` if no kind works.
     """
     whys: list[str] = []
     for make in ways:
@@ -447,10 +455,9 @@ def watched(
 
 
 def _refusal(ranks: Together, step: Callable[[], None]) -> str:
-    """Calls `step`, a method of a watch, on all ranks; returns why the method failed on some rank.
-
-    Returns "" if the method failed on no rank.
-    """
+    """Calls `step`, which starts or stops a watch, on all ranks. Returns the reason why `step`
+    failed on some rank, or "" if it failed on no rank. All ranks get the same text, so they decide
+    alike."""
     why = ""
     try:
         step()
@@ -461,9 +468,9 @@ def _refusal(ranks: Together, step: Callable[[], None]) -> str:
 
 
 def rounds_of(runs: Runs[N], watch: HostWatch, repeat: int) -> None:
-    """Runs the plan of `runs` with timers, `repeat` times.
+    """Runs the recorded steps of `runs` with timers, `repeat` times.
 
-    One more run precedes these runs, in which the watch makes its own objects.
+    One more run precedes these runs, because a watch creates some objects only in its first run.
     """
     run = runs.bound(watch.wrapped(runs.plan))
     for _ in range(1 + repeat):
@@ -480,7 +487,7 @@ def _measured(
     """Returns the measurements of this rank, with remarks about uncertain measurements.
 
     - `shift`: the seconds to add to this rank's clock to get the clock of the first rank.
-    - `whys`: the reasons why other watches failed.
+    - `whys`: the reasons why other kinds of watches failed.
     - `unwatched`: the times of runs without timers, by field of `RankTrace`.
     """
     device, ops, rounds = runs.plan.device, runs.notes.ops, watch.rounds[1:]
@@ -527,9 +534,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Together:
-    """Actions that all ranks `team` of a program do together, such as a barrier.
+    """Actions that all ranks of a program do together while they take a trace, such as a barrier.
 
-    A rank that is not in `team`, or that is alone in `team`, does not communicate.
+    `team` are the ranks of the program. A rank that is not in `team`, or that is alone in `team`,
+    does not communicate.
     """
 
     def __init__(self, communicator: Communicator | None, team: Team) -> None:
@@ -540,7 +548,8 @@ class Together:
         self.is_first = self.rank == self._team[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Calls `work` on all ranks; returns this rank's result once all ranks have succeeded.
+        """Calls `work` on all ranks. Returns this rank's result once `work` has succeeded on all
+        ranks.
 
         Raises this rank's error, or `PeerError` with the error of another rank. `work` must not
         communicate.
@@ -554,14 +563,15 @@ class Together:
         return result
 
     def barrier(self, error: Exception | None = None) -> None:
-        """Waits for all ranks; if one passes an `error`, raises `PeerError` on the other ranks."""
+        """Waits until all ranks have called this method. If one rank passes an `error`, raises
+        `PeerError` on the other ranks."""
         if self._communicator is not None and not self._is_alone:
             self._communicator.agree(error, team=self._team)
 
     def exchange(self, what: T) -> list[T]:
-        """Sends `what` to all ranks; returns the data of all ranks, in the order of the ranks.
+        """Sends `what` to all ranks. Returns the data of all ranks, in the order of the ranks.
 
-        The data consist of lists, dicts, texts and numbers, as in JSON.
+        The data must consist of lists, dicts, texts and numbers, because they are sent as JSON.
         """
         if self._communicator is None or self._is_alone:
             return [json.loads(json.dumps(what))]
@@ -569,16 +579,18 @@ class Together:
         return [json.loads(text) for text in texts]
 
     def begin_run(self) -> None:
-        """Adds 1 to the communicator's count of runs; every rank counts its own runs."""
+        """Counts one more run of the program in the communicator. Every rank must call this method
+        once per run."""
         if self._communicator is not None:
             self._communicator.begin_run(self._team)
 
 
 def aligned(ranks: Together) -> tuple[float, str]:
-    """Returns (seconds to add to this rank's clock to get the first rank's clock, accuracy text).
+    """Compares the clocks of the ranks. Returns the seconds to add to this rank's clock to get the
+    first rank's clock, and a text about the accuracy.
 
-    The difference of the clocks is bounded by several barriers, because a barrier ends on a rank
-    only after all ranks have begun the barrier.
+    The difference of two clocks is bounded by several barriers. A barrier ends on a rank only after
+    all ranks have begun the barrier.
     """
     marks: list[tuple[float, float]] = []
     for _ in range(_BARRIERS):
