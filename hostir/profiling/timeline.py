@@ -185,19 +185,19 @@ class Trace:
     run, so that compute, exposed and idle time add up to the wall time. On each rank, and for each
     run:
 
-        wall            from before the first op until the device is done, by the host's clock. Earlier
-                        work (checks of inputs, the ranks' agreement) does not count.
-        host            the part of `wall` until the host had issued the last op
-        compute         the time in which at least one stream computes: kernels, library calls, copies,
-                        fills
-        communication   the time in which at least one stream communicates. On CUDA: while a kernel or a
-                        copy of a communication runs, including waits within it; a stream that waits for
-                        a flag or an event is idle. With CUDA events: from before to after the
-                        communication on its stream. On the CPU: while the host is in the communication
-                        or in its Wait.
-        exposed         the time with communication and without computation
-        idle            the time with neither, including the time before the first and after the last
-                        kernel, copy or communication
+    wall            from before the first op until the device is done, by the host's clock. Earlier
+                    work (checks of inputs, the ranks' agreement) does not count.
+    host            the part of `wall` until the host had issued the last op
+    compute         the time in which at least one stream computes: kernels, library calls, copies,
+                    fills
+    communication   the time in which at least one stream communicates. On CUDA: while a kernel or a
+                    copy of a communication runs, including waits within it; a stream that waits for
+                    a flag or an event is idle. With CUDA events: from before to after the
+                    communication on its stream. On the CPU: while the host is in the communication
+                    or in its Wait.
+    exposed         the time with communication and without computation
+    idle            the time with neither, including the time before the first and after the last
+                    kernel, copy or communication
 
     Therefore `wall = compute + exposed + idle`, exactly. `exposed_communication_ms`, `idle_ms`,
     `host_ms` and `wall_ms` are those of the slowest rank.
