@@ -31,8 +31,8 @@ Grid = tuple[tuple[Owned, Hashable], ...]
 
 
 def whole_box(shape: Iterable[int]) -> Box:
-    """Returns the box that contains all elements of a buffer with this `shape`: along each axis,
-    the range from 0 to the size of the axis."""
+    """Returns the box that contains all elements of a buffer of this `shape`. Along each axis, its
+    range begins at 0 and has the size of the axis."""
     return tuple((0, n) for n in shape)
 
 
@@ -221,8 +221,8 @@ class Use:
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """The accesses of one box of a buffer with which the race check compares a later access: the
-    last write, and the reads after that write.
+    """The accesses of one box of a buffer with which the race check compares a later access. These
+    are the last write, and the reads after that write.
 
     Accesses before the last write are not kept, because they were ordered before the write or were
     reported as a race.

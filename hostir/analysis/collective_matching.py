@@ -475,8 +475,8 @@ class MatchingWalk(Walk[PerRank]):
         return to
 
     def holds(self, tv: TensorView) -> Array:
-        """Returns a mask of the ranks that have a shard of a tensor: the ranks in the tensor's
-        mesh, or all ranks if the tensor has no mesh."""
+        """Returns a mask of the ranks that have a shard of a tensor. These are the ranks in the
+        tensor's mesh, or all ranks if the tensor has no mesh."""
         mesh = tv.mesh
         if mesh not in self.held:
             here = np.ones(len(self.ranks), dtype=bool)

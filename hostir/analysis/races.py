@@ -649,10 +649,13 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ the end
     def finish(self) -> None:
-        """Checks the state at the end of the program.
+        """Checks the state at the end of the program, and reports:
 
-        Reports communications without a `Wait`, a current stream that is not the caller's, outputs
-        that are not completely written, and accesses that the caller's stream does not wait for.
+        - communications without a `Wait`;
+        - a current stream that is not the caller's;
+        - outputs that are not completely written;
+        - accesses of memory for which no stream waits before the memory is returned to the caller
+          or freed.
         """
         for communication in self.state.in_flight.values():
             assert communication.site is not None

@@ -369,7 +369,7 @@ class Shapes:
         return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns the properties of a tensor that all its regions share: the global sizes of its
+        """Returns three properties of a tensor that all its regions share: the global sizes of its
         axes, the numbers of these axes, and their memory order.
 
         Expanded axes and the axis `without` are left out. The memory order has positions in the

@@ -1,10 +1,10 @@
 """Unrolls a program for all ranks at once: lists each op in each iteration of its loops, as an
 `UnrolledOp`.
 
-An `UnrolledOp` has the ranks that run the op, the stream on each rank, the local sizes of the op's
-tensors, and each rank's communication partners. `hostir.analysis.collective_matching` finds the
-partners. `hostir.cost.simulator` reads the list. It groups ranks whose ops are equal, and simulates
-the first rank of each group.
+An `UnrolledOp` has the ranks that run the op, their streams, the local sizes of the op's tensors,
+and the ranks' communication partners. `hostir.analysis.collective_matching` finds the partners.
+`hostir.cost.simulator` reads the list. It groups ranks whose ops are equal, and simulates the first
+rank of each group.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Converts the JSON value of the field `name` of a machine description: lists become tuples,
+    """Converts the JSON value of the field `name` of a machine description. Lists become tuples,
     and missing entries of a table get the values of "h200"."""
     default = _DEFAULTS[name]
     if isinstance(default, tuple) and isinstance(value, list):

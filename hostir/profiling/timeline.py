@@ -536,8 +536,8 @@ def predicted_events(
 
 
 def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
-    """Returns the events of a timeline file that draw one piece of predicted work: one on its
-    stream, and one on each link that it uses.
+    """Returns the events of a timeline file that draw one piece of predicted work. There is one
+    event on its stream, and one on each link that it uses.
 
     `number` is a class of ranks that do the same work. `lines` maps the `id` of each op to its line
     in the program.

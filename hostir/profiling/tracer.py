@@ -370,9 +370,8 @@ class Runs(Generic[N]):
     def timed(
         self, run: Callable[[], None], begin_round: Callable[[], None] | None = None
     ) -> tuple[float, float, float]:
-        """Calls `run` once, on all ranks together. Returns (begin, issued, end) in seconds of the
-        host's clock: when the run began, when the host had issued all steps, and when the device
-        was done.
+        """Calls `run` once, on all ranks together. Returns three times in seconds of the host's
+        clock: when the run began, when the host had issued all steps, and when the device was done.
 
         `begin_round` is called before the run, while the device is idle.
         """
