@@ -215,7 +215,8 @@ class MatchingWalk(Walk[PerRank]):
         if outside is not None:
             i = int(np.argmax(outside))
             what = f"part {part.index} = {at(index, i)} of axis {part.axis} of "
-            what += f"{shows.source.label}, which has {at(limit, i)}, on {self._who(outside)}"
+            what += f"{shows.source.label} does not exist on {self._who(outside)}: the axis has "
+            what += f"{at(limit, i)} parts, counted from 0"
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
@@ -262,8 +263,9 @@ class MatchingWalk(Walk[PerRank]):
         is_shaped = len(meshes) > 1 or all(m.shape == team.mesh.shape for m in meshes)
         if held != set(team.mesh.devices) or not is_shaped:
             labels = " and ".join(tv.label for tv in movement.tensors)
-            text = f"{site.op.name} is on {team.mesh}, but {labels} are on "
+            text = f"the team of {site.op.name} is on {team.mesh}, but {labels} are on "
             text += " and ".join(str(tv.mesh) for tv in dict.fromkeys(movement.tensors))
+            text += ": the meshes must be the same"
             self.note(Finding(TEAM, text, ((site, ""),)))
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
@@ -334,8 +336,10 @@ class MatchingWalk(Walk[PerRank]):
             two = first_difference(value, event.teams, here)
             if two is not None:
                 a, b = two
-                text = f"the members of a team differ in {what}: {value[a]} on rank "
-                text += f"{self.ranks[a]}, {value[b]} on rank {self.ranks[b]}"
+                text = (
+                    f"the ranks of a team differ in {what}, but must use the same: {value[a]} on "
+                )
+                text += f"rank {self.ranks[a]}, {value[b]} on rank {self.ranks[b]}"
                 self.note(Finding(MISMATCH, text, ((event.sites[0], ""),)))
                 return False
         return True
@@ -363,7 +367,10 @@ class MatchingWalk(Walk[PerRank]):
         outside = outside_of(position, size, here)
         if outside is not None:
             i = int(np.argmax(outside))
-            text = f"{what} {at(position, i)} in a team of {size}, on {self._who(outside)}"
+            text = (
+                f"{what} {at(position, i)} is no position in a team of {size} ranks, counted from "
+            )
+            text += f"0, on {self._who(outside)}"
             self.note(Finding(OUT_OF_RANGE, text, ((site, ""),)))
         return outside is None
 
@@ -380,11 +387,11 @@ class MatchingWalk(Walk[PerRank]):
         wrong = np.broadcast_to(np.logical_not(fits), here.shape) & here
         if wrong.any():
             i = int(np.argmax(wrong))
-            wanted = f"{count} times" if row.growth else "as large as"
+            wanted = f"{count} times as many" if row.growth else "as many"
             large, small = (out, inp) if row.growth >= 0 else (inp, out)
             text = f"{movement.kind} of {count} ranks: {inp.label} has {at(mine, i)} elements and "
-            text += f"{out.label} {at(theirs, i)}, on {self._who(wrong)}"
-            note = f"{large.label} must be {wanted} {small.label}"
+            text += f"{out.label} has {at(theirs, i)}, on {self._who(wrong)}"
+            note = f"{large.label} must have {wanted} elements as {small.label}"
             self.note(Finding(SIZES, text, ((site, note),)))
         return not wrong.any()
 
@@ -404,12 +411,15 @@ class MatchingWalk(Walk[PerRank]):
         if along and not along & set(team.ptypes):
             names = " and ".join(p.text for p in team.ptypes)
             found = " and ".join(sorted(p.text for p in along))
-            text = f"{row} along {names}, but {spread.owner.label} is spread along {found}"
+            text = f"{row} works along {names}, but {spread.owner.label} is sharded along {found}: "
+            text += "the mesh dimensions must be the same"
             self.note(Finding(TEAM, text, ((site, ""),)))
         still = frozenset[ParallelType]().union(*cuts(whole.owner)) & set(team.ptypes)
         if growth > 0 and along and still:
-            text = f"{row} of {spread.owner.label}, but {whole.owner.label} stays spread along "
-            self.note(Finding(TEAM, text + " and ".join(p.text for p in still), ((site, ""),)))
+            text = f"{row} of {spread.owner.label} gathers along "
+            text += " and ".join(p.text for p in still)
+            text += f", but its result {whole.owner.label} is declared as sharded along this mesh "
+            self.note(Finding(TEAM, text + "dimension", ((site, ""),)))
 
     def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
         """Returns the number of elements that the communication moves of a tensor's shard, on each
@@ -470,7 +480,8 @@ class MatchingWalk(Walk[PerRank]):
         outside = mask & (to < 0)
         if outside.any():
             text = f"peer {scalar} = {peer[int(np.argmax(outside))]} is no rank of the program, "
-            self.note(Finding(OUT_OF_RANGE, text + f"on {self._who(outside)}", ((site, ""),)))
+            text += f"on {self._who(outside)}: the program has {ranks_text(self.ranks)}"
+            self.note(Finding(OUT_OF_RANGE, text, ((site, ""),)))
             self.is_lost = True
         return to
 
@@ -592,7 +603,7 @@ class MatchingWalk(Walk[PerRank]):
             k, other = int(target[i]), int(sender[target[i]])
             theirs = "itself" if other == k else f"rank {self.ranks[other]}"
             text = f"rank {self.ranks[i]} sends to rank {self.ranks[k]}, which receives from "
-            text += theirs
+            text += f"{theirs}: send_peer and recv_peer do not match"
             note = f"on {self._who(lost)}"
             self.note(Finding(PARTNER, text, ((met.sites[0], note), *sites[1:])))
             return
@@ -603,8 +614,8 @@ class MatchingWalk(Walk[PerRank]):
         wrong = np.broadcast_to(np.asarray(sent != pick(theirs, receivers)), receivers.shape)
         if wrong.any():
             k = int(np.argmax(wrong))
-            text = f"rank {self.ranks[senders[k]]} sends {at(sent, k)} elements, rank "
-            text += f"{self.ranks[receivers[k]]} receives {at(theirs, receivers[k])}"
+            text = f"rank {self.ranks[senders[k]]} sends {at(sent, k)} elements, but rank "
+            text += f"{self.ranks[receivers[k]]} receives {at(theirs, receivers[k])} elements"
             self.note(Finding(SIZES, text, sites))
             return
         self.check_parts(met.inp, met.out, senders, receivers, met.sites)
@@ -616,7 +627,10 @@ class MatchingWalk(Walk[PerRank]):
         if own.any():
             places: list[int] = senders[own].tolist()
             who = ranks_text([self.ranks[i] for i in places])
-            text = f"{who}: the peer is the rank itself, and a set copies to oneself"
+            text = (
+                f"{who}: the peer is the rank itself; copy the tensor by `set` instead of a send "
+            )
+            text += "and a receive"
             self.note(Finding(PARTNER, text, ((a.site, ""), (b.site, ""))))
             return
         for what, mine, theirs in (
@@ -632,7 +646,8 @@ class MatchingWalk(Walk[PerRank]):
                     (a.site, f"rank {self.ranks[senders[k]]}: send, {what} {at(mine, k)}"),
                     (b.site, f"rank {self.ranks[receivers[k]]}: recv, {what} {at(theirs, k)}"),
                 )
-                self.note(Finding(MISMATCH, f"a send and its receive differ in {what}", sites))
+                text = f"a send and its receive differ in {what}, but must have the same"
+                self.note(Finding(MISMATCH, text, sites))
                 return
         self.check_parts(a.part, b.part, senders, receivers, (a.site, b.site))
 
@@ -737,9 +752,11 @@ def _lies(
     differ.
     """
     if left is not inp:
-        return f"in memory, {left.text(i)} is the piece for position {met.teams.position[i]}"
+        position = met.teams.position[i]
+        return f"in memory, {left.text(i)} is the piece for position {position} of the team"
     if right is not out:
-        return f"in memory, {right.text(i)} is the piece of position {met.teams.position[i]}"
+        position = met.teams.position[i]
+        return f"in memory, {right.text(i)} is the piece of position {position} of the team"
     return ""
 
 
@@ -751,7 +768,8 @@ def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int
         two = first_difference(x, teams, here)
         if two is not None:
             i, k = two
-            text = f"{met.kind} of different parts: {part.text(i)} on rank {ranks[i]}, "
+            text = f"the ranks of a team use different parts of a tensor in one {met.kind}: "
+            text += f"{part.text(i)} on rank {ranks[i]}, "
             text += f"{part.text(k).removeprefix(part.label(i))} on rank {ranks[k]}"
             return text, None, ""
     return None

@@ -279,7 +279,8 @@ class _Follower:
                     (e.sites[0], f"rank {self.ranks[r]}: {what} {at(value, r)}")
                     for e, r, value in ((a, i, mine), (b, k, theirs))
                 ]
-                text = f"the ranks of a team meet in communications of different {what}"
+                text = f"the ranks of a team enter one communication with a different {what}, "
+                text += "but all of them must use the same"
                 self.judge.note(Finding(MISMATCH, text, tuple(sites)))
                 meeting.is_alike = False
                 return
@@ -334,8 +335,9 @@ class _Follower:
             seen.add((a, b))
             if a is not b and (b, a) in seen:
                 mine, theirs = self.ranks[i], self.ranks[k]
-                text = f"rank {mine} brings {a.label} where rank {theirs} brings {b.label}, and "
-                text += "elsewhere the other way round: they come in another order"
+                text = f"rank {mine} uses {a.label} in a collective where rank {theirs} uses "
+                text += f"{b.label}, and {b.label} in another one where rank {theirs} uses "
+                text += f"{a.label}: both ranks must use the tensors in the same order"
                 sites = (first.sites[0], f"rank {mine}"), (event.sites[0], f"rank {theirs}")
                 self.judge.note(Finding(MISPLACED, text, sites))
                 return
@@ -358,15 +360,20 @@ class _Follower:
             else:
                 name = self._name(last)
                 self.judge.note(
-                    Finding(PARTNER, f"{name} never comes to what others wait for", sites[:6])
+                    Finding(
+                        PARTNER,
+                        f"{name} never enters a communication for which other ranks wait",
+                        sites[:6],
+                    )
                 )
             return
         for waiting in self.channels.values():
             for half, opened in waiting:
                 peer = self.ranks[int(half.to[opened.rank])]
                 verb = "sends to" if half.kind == "send" else "receives from"
-                text = f"rank {self.ranks[opened.rank]} {verb} rank {peer}, which has no partner"
-                self.judge.note(Finding(PARTNER, text + " for it", ((half.site, ""),)))
+                text = f"rank {self.ranks[opened.rank]} {verb} rank {peer}, which has no matching "
+                text += _VERB[_OTHER[half.kind]]
+                self.judge.note(Finding(PARTNER, text, ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
         """Yields a finding for each transfer of blocked rank `i` whose peer does not start the
@@ -390,7 +397,7 @@ class _Follower:
                 rest = f"but {peer} {other} {third}"
                 sites.append((answer[1].site, f"{peer} waits for {third}"))
             elif mine > theirs:
-                rest = f"{'but' if k == i else 'which'} does not {_VERB[_OTHER[half.kind]]} it"
+                rest = f"{'but' if k == i else 'which'} has no matching {_VERB[_OTHER[half.kind]]}"
             else:
                 continue
             yield mine <= theirs, Finding(PARTNER, f"{me} {verb} {peer}, {rest}", tuple(sites))
@@ -433,7 +440,7 @@ class _Follower:
         wait, me = self.blocked[i], f"rank {self.ranks[i]}"
         if isinstance(wait, _Open):
             return [
-                (half.site, f"{me}: its {half.kind} waits for {self._name(peer)}")
+                (half.site, f"{me}: its {_VERB[half.kind]} waits for {self._name(peer)}")
                 for peer, half in wait.lonely
             ]
         missing = ", ".join(map(self._name, sorted(self._missing(i))[:4]))

@@ -106,11 +106,11 @@ def check_before_run(
         wrong = [f for f in wrong if f not in for_caller]
         if for_caller and not wrong:
             warn(
-                "this program waits for no stream, so its caller has to:\n"
-                + report(program, for_caller),
+                "this program has no Synchronize, so its caller must make the streams wait for "
+                "each other before and after the run:\n" + report(program, for_caller),
                 RuntimeWarning,
             )
-    refuse(program, _once(wrong), what="this program must not run")
+    refuse(program, _once(wrong), what="the checks found faults, so this program must not run")
     done[key] = done[everyone] = True
 
 

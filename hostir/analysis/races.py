@@ -121,14 +121,14 @@ class Reports:
     def _note_absent(self, tv: TensorView, site: Site) -> None:
         self._note(
             ABSENT,
-            f"{tv.label} is used on a rank that its mesh lacks: {tv.mesh}",
+            f"{tv.label} is used on a rank that is not in the mesh of the tensor, {tv.mesh}",
             (site, f"on {self.clocks.name(self.clocks.current)}: uses {tv.label}"),
         )
 
     def _note_unentered(self, use: Use, buffer: TrackedBuffer) -> None:
         self._note(
             RACE,
-            f"{buffer.owner.label} is used on a stream that never waited for the caller's",
+            f"{buffer.owner.label} is used on a stream that never waited for the caller's stream",
             (use.site, self._doing(use, buffer)),
             fix=f"{self.clocks.name(use.began)} must wait for {self.clocks.name(ENTRY)} before "
             f"{{0}}: Synchronize({self.clocks.text(ENTRY)}) is missing",
@@ -140,14 +140,14 @@ class Reports:
             return  # `hostir.ir.buffer_aliasing` has the rules within one op
         label = buffer.owner.label
         if earlier is buffer.made:
-            what = f"{label} is used by a stream that did not wait for its allocation"
+            what = f"{label} is used on a stream that did not wait for the allocation of {label}"
         elif later.is_write and earlier.site.indices != later.site.indices:
-            what = f"a part of {label} is used again too early"
+            what = f"a part of {label} is overwritten while an earlier iteration may still use it"
         else:
             what = f"nothing orders two uses of {label}"
         fix = self._remedy(earlier, later.began, "before {1}")
         if later.communication is not None and earlier.communication is later.communication:
-            fix = "They start together: move {1} behind Wait(Communication "
+            fix = "Both transfers start together: move {1} behind Wait(Communication "
             fix += f"{later.communication.number}), into another group"
         self._note(
             RACE,
@@ -180,8 +180,8 @@ class Reports:
             return ""
         there, back = (f"SetCurrentStream({self.clocks.text(s)})" for s in (to, current))
         return (
-            f", between {there} and {back}; or Allocate it before other streams are entered: what "
-            "an op makes without an Allocate belongs to the stream of that op"
+            f", between {there} and {back}. Or Allocate the tensor before other streams are "
+            "entered, because a result without an Allocate belongs to the stream of its op"
         )
 
     def _remedy(self, use: Use, waiter: Hashable, before: str) -> str:
@@ -419,7 +419,8 @@ class RaceWalk(Walk[Number], Reports):
             if 0 <= index < limit:
                 return index
             what = f"part {part.index} = {index} of axis {part.axis} of "
-            what += f"{source.buffer.owner.label}, which has {limit}"
+            what += f"{source.buffer.owner.label} does not exist: the axis has {limit} parts, "
+            what += "counted from 0"
             self._note(OUT_OF_RANGE, what, (site, ""))
             return min(max(index, 0), max(limit - 1, 0))
 
@@ -455,8 +456,8 @@ class RaceWalk(Walk[Number], Reports):
             if not use.is_before(self.clocks.of[to]):
                 self._note(
                     FREED_EARLY,
-                    f"{buffer.owner.label} is given back to {name} while {self._who(use)} still "
-                    "uses it",
+                    f"the memory of {buffer.owner.label} is given back to {name} while "
+                    f"{self._who(use)} still uses the memory",
                     (use.site, self._doing(use, buffer)),
                     *([] if site is None else [(site, f"gives the memory back, to {name}")]),
                     fix=self._remedy(use, to, "before {1}" if site else "before the program ends")
@@ -601,7 +602,7 @@ class RaceWalk(Walk[Number], Reports):
         communication.site, communication.note = site, []
         if before is not None and before.site is not None:
             is_step = before.site.op is site.op
-            where = "behind {0}, in the same step" if is_step else "between {0} and {1}"
+            where = "behind {0}, in the same iteration" if is_step else "between {0} and {1}"
             self._note(
                 NO_WAIT,
                 f"communication {communication.number} is started again before its Wait",
@@ -624,7 +625,7 @@ class RaceWalk(Walk[Number], Reports):
             first = self.waited.get(effect.number)
             self._note(
                 NOT_IN_FLIGHT,
-                f"communication {effect.number} is not in flight",
+                f"communication {effect.number} is not in flight, so there is nothing to wait for",
                 *([] if first is None else [(first, "has waited for it already")]),
                 (site, f"on {self.clocks.name(self.clocks.current)}: waits"),
             )
@@ -844,7 +845,8 @@ class _ChainWalk(RaceWalk):
                 name = self.clocks.name
                 self.chains[site.op] = Finding(
                     CHAINED,
-                    f"every step on {name(me)} waits for the step before on {name(stream)}",
+                    f"every iteration on {name(me)} waits for the iteration before on "
+                    f"{name(stream)}, so they do not overlap",
                     (
                         (at, f"{name(other)} waits for {name(stream)}"),
                         (site, f"{name(me)} waits for {name(other)}"),

@@ -111,7 +111,9 @@ class RankValues:
             try:
                 value = self._array(x) if self.depends(x) else sc.evaluate(x, self._values)
             except KeyError as missing:
-                raise InputError(f"{x}: no input binds {missing.args[0]}") from None
+                raise InputError(
+                    f"the value of {x} is unknown, because no input binds {missing.args[0]}"
+                ) from None
             known = self._computed[x] = value, self.undefined
         value, self.undefined = known
         return value

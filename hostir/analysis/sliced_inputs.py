@@ -68,11 +68,12 @@ def _sentences(
         ((ptype, axis),) = wanted
         rows = [r for r in program.values.origins if r.tensor in {out.number for out in made}]
         readers = dict.fromkeys(f"{r.op}{_at(r.where)}" for r in rows if r.what == "placement")
-        taken = f", as {' and '.join(readers)} takes it" if readers else ""
+        taken = f" for {' and '.join(readers)}" if readers else ""
         yield (
             f"T{tv.number}, input {numbers[tv]}, is whole along axis {axis} on each "
-            f"rank and cut by {ptype.name} in each call{taken}: annotate it, by "
-            f"shard(T{tv.number}, mesh, [{_placements(tv, ptype, axis)}]), and pass shards"
+            f"rank and sliced by {ptype.name} in each call{taken}: to avoid the slices, annotate "
+            f"the input by shard(T{tv.number}, mesh, [{_placements(tv, ptype, axis)}]), and pass "
+            f"shards"
             f"{user_code(tv.user_line())}"
         )
 

@@ -87,7 +87,9 @@ class OneRank:
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
-            raise InputError(f"{x}: no input binds {missing.args[0]}") from None
+            raise InputError(
+                f"the value of {x} is unknown, because no input binds {missing.args[0]}"
+            ) from None
 
     def bind(self, index: Symbol, value: int | None) -> None:
         """Sets the value of a loop's index before each iteration. The value None removes the index

@@ -108,7 +108,9 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
         torch.cuda.set_device(device)
     crowded = _crowded_text(communicator) if device.type == "cpu" else ""
     if crowded and output is None:
-        raise InputError(f"{crowded}: -o FILE.json writes what they measure to a separate file")
+        raise InputError(
+            f"{crowded}: start fewer ranks, or write the results to another file by -o FILE.json"
+        )
     before, found, doubts = calibrate(communicator, device)
     doubts += [crowded] if crowded else []
     lines = [
@@ -121,7 +123,7 @@ def calibrate_here(communicator: Communicator, kind: str | None, output: str | N
     if communicator.size() == 1:
         lines += [
             f"links were not measured, and stay those of {before.name}: "
-            "mpirun -np 2 python -m hostir calibrate measures them"
+            "to measure links, run mpirun -np 2 python -m hostir calibrate"
         ]
     return "\n".join(lines)
 
@@ -132,7 +134,7 @@ def _crowded_text(communicator: Communicator) -> str:
     cores, ranks = os.cpu_count() or 1, communicator.local_size()
     if ranks <= cores:
         return ""
-    return f"{ranks} ranks take turns on {cores} cores, which is no link's time and no matmul's"
+    return f"{ranks} ranks take turns on {cores} cores, so all measured times are too long"
 
 
 def _checked(
@@ -149,7 +151,8 @@ def _checked(
         number = communicator.local_rank()
         device = torch.device(kind, number)
         if number >= torch.cuda.device_count():
-            why = f"--device cuda: there is no GPU{f' of number {number}' if number else ''}"
+            which = f" with number {number}" if number else ""
+            why = f"--device cuda: there is no GPU{which} on this host"
     file = Path()
     if not why:
         # A symbolic link is kept, and its target is replaced.
@@ -186,7 +189,7 @@ def calibrate(
     else:
         raise FuserError(
             f"{'; '.join(filter(None, faults))}: other work must have disturbed each of "  # pyright: ignore[reportPossiblyUnboundVariable]
-            f"{_ATTEMPTS} measurements. Nothing is written: calibrate again when nothing else runs"
+            f"{_ATTEMPTS} measurements. Nothing is written. Calibrate again when nothing else runs"
         )
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     after = replace(before, name=_name(name, ranks, before), **rounded(found))
@@ -576,7 +579,7 @@ def _fit(
     if many < SPREAD * few:
         bench.doubts.append(
             f"{make.__name__}: {sizes[2]} bytes took {many:.3g} s, {sizes[0]} bytes {few:.3g} s: "
-            "so the time per byte cannot be computed"
+            "the difference is too small to compute the time per byte"
         )
     bandwidth = moved * sizes[2] / many
     # If the middle size took as long as the largest, other work disturbed it.
@@ -702,8 +705,8 @@ def link_faults(found: Mapping[str, Any]) -> str:
     for name, bandwidth in links.items():
         if bandwidth > CACHED * memory:
             return (
-                f"{name}: {bandwidth / 1e9:.3g} GB/s between ranks, though the memory of each "
-                f"moves {memory / 1e9:.3g} GB/s"
+                f"{name}: measured {bandwidth / 1e9:.3g} GB/s between ranks, though the memory of "
+                f"each rank moves only {memory / 1e9:.3g} GB/s"
             )
     return ""
 

@@ -165,14 +165,16 @@ def _check(machine: Machine, name: str, value: Any) -> None:
         wanted = f"rows of {width} numbers above 0"
         if name == "matmul":
             fits = fits and [r[0] for r in rows] == sorted({r[0] for r in rows})
-            wanted += ", by the first of them"
+            wanted += ", sorted by the first number"
     else:
         is_count = isinstance(default, int)
         fits = _is_number(value) or (name.endswith("_s") and value == 0)
         fits = fits and isinstance(value, int if is_count else int | float)
         wanted = "an integer above 0" if is_count else "a number above 0"
     if not fits:
-        raise InputError(f"machine {machine.name}: {name} = {value!r}: expected {wanted}")
+        raise InputError(
+            f"machine {machine.name}: the field {name} = {value!r} is wrong: expected {wanted}"
+        )
 
 
 def _width(name: str) -> int:
@@ -207,7 +209,9 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
     except ValueError as error:
         raise InputError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise InputError(f"{where}: expected an object with the fields of a machine")
+        raise InputError(
+            f"{where}: expected a JSON object with the fields of a machine, but found {text[:40]!r}"
+        )
     values: dict[str, Any] = found  # pyright: ignore[reportUnknownVariableType]
     for name in values:
         if name not in _DEFAULTS:
@@ -232,7 +236,7 @@ def _read(name: str, value: Any) -> Any:
         for key in table:
             if key not in _KEYS[name]:
                 expected = ", ".join(_KEYS[name])
-                raise InputError(f"{name} has no {key!r}: expected one of {expected}")
+                raise InputError(f"the table {name} has no {key!r}: expected one of {expected}")
         return _frozen({**default, **table})  # pyright: ignore[reportUnknownArgumentType]
     return value
 
@@ -279,7 +283,10 @@ def machine_of(device: torch.device) -> Machine | None:
     try:
         found = read_once(measured_file(device))
     except (InputError, OSError, UnicodeDecodeError) as error:
-        warn(f"not used: {error}; python -m hostir calibrate")
+        warn(
+            f"the description of this machine cannot be used: {error}. To measure the machine "
+            "again, run python -m hostir calibrate"
+        )
     if found is None and device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
         return H200
     return found

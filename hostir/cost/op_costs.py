@@ -218,8 +218,9 @@ def _speed(op: LibraryOp, tv: TensorView, machine: Machine, dtype: DataType) -> 
     scale = machine.matmul_dtypes.get(dtype.name)
     if scale is None:
         raise UnsupportedError(
-            f"cost: {op.name} {tv} has a dtype without a measured speed "
-            f"(measured: {', '.join(machine.matmul_dtypes)}){user_code(op.where)}"
+            f"cost: {op.name} {tv} has a dtype without a measured speed, {dtype.name}, so the time "
+            f"cannot be predicted (measured: {', '.join(machine.matmul_dtypes)})"
+            f"{user_code(op.where)}"
         )
     return scale
 

@@ -322,7 +322,11 @@ class Overlaps:
             results = {op.out_tensor for op in pair.products}
             unit = _Unit(kept, pair, self._backend, self._params, self._captured)
             is_taken = bool(results & taken)
-            why = "a pair before has steps of this matmul" if is_taken else pair.why_not
+            why = (
+                "an earlier pair already divides this matmul into steps"
+                if is_taken
+                else pair.why_not
+            )
             known.append(_PairVerdict(pair, unit, why))
             taken |= set() if pair.why_not else results
         return known
@@ -384,9 +388,9 @@ class Overlaps:
         if max(seconds, host) < (1 - self._margin) * (seconds + gained):
             return ""
         return (
-            f"no CUDA graph repeats {library_name(choice.backend)}: the host would take "
-            f"{host * 1e3:.3f} ms for the whole program, the GPU {seconds * 1e3:.3f}, "
-            f"{gained * 1e3:.3f} more as it is"
+            f"no CUDA graph repeats {library_name(choice.backend)}: for the whole program, the "
+            f"host would take {host * 1e3:.3f} ms and the GPU {seconds * 1e3:.3f} ms. Without "
+            f"steps, the GPU would take {gained * 1e3:.3f} ms more"
         )
 
     def _decide(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
@@ -402,7 +406,8 @@ class Overlaps:
             try:
                 key = one.signature(values)
             except KeyError as error:
-                times.append(_Times((OverlapCandidate("", why=f"an extent depends on {error}"),)))
+                why = f"no input gives {error}, on which an extent depends"
+                times.append(_Times((OverlapCandidate("", why=why),)))
                 continue
             if key not in alike:
                 args = values, self.machine, self._transports, self._margin
@@ -679,7 +684,7 @@ class GainBound:
         """Returns the reason why steps cannot save the fraction `margin` of the time. Returns "" if
         steps may save so much. `values` maps the symbols of extents to numbers."""
         if machine.device == CPU:
-            return "a CPU rank computes and communicates in turns: steps gain nothing there"
+            return "a CPU rank computes and communicates in turns, so steps gain nothing"
         pair, (places, extents) = self._pair, self._tensors
         numbers = extents(values)
 

@@ -273,7 +273,7 @@ def simulated_schedule(
     unrolled.run(program.ops)
     unrolled.finish()
     wrong = [f for f in unrolled.found.values() if f.kind != MISPLACED]
-    refuse(program, wrong, what="this program has no schedule")
+    refuse(program, wrong, what="the time of this program cannot be predicted")
     classes = rank_classes(unrolled.items, len(unrolled.ranks))
     firsts: list[int] = np.unique(classes, return_index=True)[1].tolist()
     shared = _Shared(classes, machine, program, values)
@@ -293,10 +293,12 @@ def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: 
     stream."""
     stuck = [w for w in work if w.end < 0]
     if stuck:
-        what = "these ops wait for each other if communications occupy their streams"
+        what = "these ops wait for each other, because a communication occupies its stream"
         sites = dict.fromkeys(w.item.site for w in stuck)
         found = Finding(DEADLOCK, what, tuple((site, "") for site in list(sites)[:4]))
-        refuse(program, [found], what=f"this program has no schedule on {machine.name}")
+        refuse(
+            program, [found], what=f"the time of this program cannot be predicted on {machine.name}"
+        )
 
 
 @dataclass

@@ -256,7 +256,8 @@ class CuptiWatch(HostWatch):
             made = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             made.__enter__()
         except Exception as error:  # e.g. another active profiler, or missing permissions for CUPTI
-            raise ExecutionError(f"torch.profiler: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise ExecutionError(f"torch.profiler cannot start: {what}") from error
         self._profile = made
 
     def abandon(self) -> None:
@@ -279,7 +280,8 @@ class CuptiWatch(HostWatch):
                 made.export_chrome_trace(str(path))
                 text = path.read_text()
         except Exception as error:
-            raise ExecutionError(f"torch.profiler: {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise ExecutionError(f"torch.profiler cannot export its profile: {what}") from error
         self.take(text)
 
     def take(self, text: str) -> None:
@@ -293,10 +295,13 @@ class CuptiWatch(HostWatch):
         notes = [t for run in self.rounds for t in run.host]
         if [r.name for r in found.ranges] != [f"{_RANGE}{t.step}" for t in notes]:
             raise ExecutionError(
-                f"torch.profiler has recorded {len(found.ranges)} ranges for {len(notes)} steps"
+                f"torch.profiler has recorded {len(found.ranges)} ranges, but the runs had "
+                f"{len(notes)} steps"
             )
         if any(op.kind == "compute" for op in self.ops) and not found.activities:
-            raise ExecutionError("CUPTI has recorded no work of the device")
+            raise ExecutionError(
+                "CUPTI has recorded no work of the device, although some ops compute"
+            )
         # The profile has another clock. A range begins just after the recorded time of its step.
         shifts = sorted(t.begin - r.begin for t, r in zip(notes, found.ranges, strict=True))
         shift = shifts[len(shifts) // 2] if shifts else 0.0

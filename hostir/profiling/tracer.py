@@ -177,7 +177,9 @@ class Asked:
         for name, least in (("warm_up", 0), ("repeat", 1)):
             count: int = require("trace", name, getattr(self, name), int)
             if not least <= count <= LONGEST:
-                raise InputError(f"trace: {name}={count}: expected {least} to {LONGEST}")
+                raise InputError(
+                    f"trace: {name}={count}: expected a number from {least} to {LONGEST}"
+                )
         machine: str | None = require("trace", "predicted", self.predicted, str | None)
         where = _path(self.path, is_written=is_written)
         return where, None if machine is None else find_machine(machine)
@@ -216,7 +218,8 @@ def ways_to_time(
     known = _SOURCES.get(device.type, ("auto", "host"))
     if not isinstance(source, str) or source not in known:
         raise InputError(
-            f"trace: source={show(source)}: on {device} expected one of {', '.join(known)}"
+            f"trace: source={show(source)} cannot be used on {device}: expected one of "
+            f"{', '.join(known)}"
         )
     if device.type != "cuda":
         return [HostWatch]
@@ -247,7 +250,8 @@ def watched_as_agreed(
     """
     if evaluator.late_stream is not None:
         raise UnsupportedError(
-            "trace: late_stream holds work back, so times would mean nothing: trace without it"
+            "trace: the evaluator has late_stream, which delays work, so measured times would mean "
+            "nothing: use an evaluator without late_stream"
         )
     ranks = evaluator.ranks
     return take(evaluator, ranks.communicator, ranks.team, inputs, asked)
@@ -497,7 +501,7 @@ def _measured(
         t.begin < run.begin - slack or t.end > run.end + slack for run in rounds for t in run.work
     )
     if outside:
-        doubts.append(f"{outside} pieces of work lie outside of their run by its clock")
+        doubts.append(f"by the device's clock, {outside} pieces of work are outside of their run")
     worked = {t.step for t in last.work}
     silent = [
         ops[t.step] for t in last.host if ops[t.step].kind == "compute" and t.step not in worked

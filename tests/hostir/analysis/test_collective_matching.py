@@ -143,14 +143,14 @@ MUTANTS: dict[str, Mutant] = {
         change(COLLECTIVE, 0, root=RANK),
         deadlocks.MISMATCH,
         ((COLLECTIVE, 0),),
-        "differ in root: 0 on rank 0, 1 on rank 1",
+        "differ in root, but must use the same: 0 on rank 0, 1 on rank 1",
     ),
     "root outside of the team": Mutant(
         "broadcast_linear",
         field(COLLECTIVE, 0, "root", lambda i: i + 1),
         collective_matching.OUT_OF_RANGE,
         ((COLLECTIVE, 0),),
-        "root 4 in a team of 4",
+        "root 4 is no position in a team of 4",
     ),
     "swapped peers": Mutant(
         "ring_linear",
@@ -185,7 +185,7 @@ MUTANTS: dict[str, Mutant] = {
         drop(P2P, 1),
         deadlocks.PARTNER,
         ((P2P, 0),),
-        "rank 0 sends to rank 1, which does not receive it",
+        "rank 0 sends to rank 1, which has no matching receive",
     ),
     "a peer beyond the last rank": Mutant(
         "forwarding_ring",
@@ -211,7 +211,7 @@ MUTANTS: dict[str, Mutant] = {
         "rank 0 sends to rank 1, which receives from rank 2",
     ),
     "allreduce to allgather": retyped(
-        "matmul_allreduce", "Allgather", "T6_g_float must be 4 times"
+        "matmul_allreduce", "Allgather", "T6_g_float must have 4 times as many elements as"
     ),
     "allgather to allreduce": retyped("allgather_linear", "Allreduce", "Allreduce of 4 ranks"),
     "reduce-scatter to allreduce": retyped("reduce_scatter_pipeline", "Allreduce", "24 elements"),
@@ -239,7 +239,7 @@ MUTANTS: dict[str, Mutant] = {
         in_branch(COLLECTIVE, RANK < 3),
         deadlocks.PARTNER,
         ((COLLECTIVE, 0),),
-        "rank 3 never comes",
+        "rank 3 never enters a communication",
     ),
     "output of the next step": Mutant(
         "allgather_linear",
@@ -254,7 +254,7 @@ MUTANTS: dict[str, Mutant] = {
         all_rotated,
         collective_matching.MISPLACED,
         ((COLLECTIVE, 0),),
-        "Allgather of different parts: T3_g_float[0, 0:4, 0:2, 0:6] on rank 0, "
+        "different parts of a tensor in one Allgather: T3_g_float[0, 0:4, 0:2, 0:6] on rank 0, "
         "[1, 0:4, 0:2, 0:6] on rank 1",
     ),
     "an allreduce of another chunk on each rank": Mutant(
@@ -262,7 +262,7 @@ MUTANTS: dict[str, Mutant] = {
         all_rotated,
         collective_matching.MISPLACED,
         ((COLLECTIVE, 0),),
-        "Allreduce of different parts",
+        "different parts of a tensor in one Allreduce",
     ),
     "a ring that forgets its rank": Mutant(
         "ring_linear",
@@ -466,7 +466,8 @@ def test_an_allgather_along_a_mesh_axis_that_does_not_spread_its_input() -> None
     found = mismatches(_two_ranks(define))
     assert collective_matching.TEAM in {f.kind for f in found}
     assert (
-        "Allgather along deviceIdx.y, but T0_g_float is spread along deviceIdx.x" in found[0].what
+        "Allgather works along deviceIdx.y, but T0_g_float is sharded along deviceIdx.x"
+        in found[0].what
     )
 
 

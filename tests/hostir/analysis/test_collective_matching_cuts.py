@@ -336,10 +336,20 @@ CASES = (
     Case(all_to_all, LOST, "AllToAll brings T0_g_float[0, 0:4] into T1_g_float[0:2, 0:2]"),
     Case(permutes_of_two, deadlocks.PARTNER, "rank 0 sends to rank 1, which receives from itself"),
     Case(
-        permutes_of_sizes, collective_matching.SIZES, "rank 1 sends 2 elements, rank 0 receives 4"
+        permutes_of_sizes,
+        collective_matching.SIZES,
+        "rank 1 sends 2 elements, but rank 0 receives 4",
     ),
-    Case(gathers_of_sizes, collective_matching.SIZES, "T0_g_float has 2 elements and T1_g_float 6"),
-    Case(roots_outside, BEYOND, "root 2 in a team of 2, on rank 0"),
+    Case(
+        gathers_of_sizes,
+        collective_matching.SIZES,
+        "T0_g_float has 2 elements and T1_g_float has 6",
+    ),
+    Case(
+        roots_outside,
+        BEYOND,
+        "root 2 is no position in a team of 2 ranks, counted from 0, on rank 0",
+    ),
     Case(broadcasts_of_parts, LOST, "brings T0_g_float[0, 0:4] into T1_g_float[1, 0:4], on rank 1"),
     Case(
         broadcasts_from_roots, LOST, "from root 1 brings T0_g_float[1, 0:4] into T1_g_float[0, 0:4]"
@@ -347,7 +357,7 @@ CASES = (
     Case(
         order_of_sums,
         LOST,
-        "rank 0 brings T2_g_float where rank 1 brings T0_g_float, and elsewhere",
+        "rank 0 uses T2_g_float in a collective where rank 1 uses T0_g_float, and",
     ),
     Case(sums_of_two_buffers, LOST, "T1_g_float[1, 0:4] into T2_g_float[0, 0:4], on rank 1"),
     Case(slots_of_transfers, LOST, "sends T0_g_float[0, 0:4], which arrives as T1_g_float[1, 0:4]"),
@@ -357,7 +367,7 @@ CASES = (
     Case(peer_divides_by_zero, collective_matching.UNDEFINED, "divides by 0 on rank 0"),
     Case(root_divides_by_zero, collective_matching.UNDEFINED, "divides by 0 on rank 0"),
     Case(index_divides_by_zero, collective_matching.UNDEFINED, "divides by 0 on rank 0"),
-    Case(sends_to_itself, deadlocks.PARTNER, "rank 0 sends to itself, but does not receive it"),
+    Case(sends_to_itself, deadlocks.PARTNER, "rank 0 sends to itself, but has no matching receive"),
     Case(exchange_of_shards, deadlocks.MISMATCH, "differ in size"),
 )
 

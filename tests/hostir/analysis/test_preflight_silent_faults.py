@@ -234,7 +234,7 @@ def test_a_program_is_checked_for_each_number_of_streams() -> None:
     t = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     (got,) = HostIrEvaluator(hic, number_of_streams=1).run([t])
     assert torch.equal(got, t)
-    with pytest.raises(VerifyError, match="used again too early"):
+    with pytest.raises(VerifyError, match="is overwritten while an earlier"):
         HostIrEvaluator(hic, number_of_streams=4).run([t])
 
 

@@ -330,7 +330,7 @@ def test_a_wait_that_a_loop_lacks_is_missing_in_the_same_step() -> None:
     (found, *_) = (f for f in races("forwarding_ring", hic) if f.kind == race.NO_WAIT)
     line = line_numbers(hic)[id(nth(hic, EndCoalescing))]
     text = found.text(line_numbers(hic))
-    assert f"Wait(Communication 3) is missing behind line {line}, in the same step" in text
+    assert f"Wait(Communication 3) is missing behind line {line}, in the same iteration" in text
 
 
 def test_transfers_of_one_group_cannot_wait_for_each_other() -> None:
@@ -405,7 +405,9 @@ def test_head_waits_inside_of_a_loop_that_joins_its_steps_chain_them() -> None:
         assert not races(name, hic)
         (found,) = find_chains(hic, values)
         assert found.ops == (nth(hic, JOIN, 1), nth(hic, JOIN, 0))
-        assert "every step on Stream 1 waits for the step before on Stream 0" in found.what
+        assert (
+            "every iteration on Stream 1 waits for the iteration before on Stream 0" in found.what
+        )
 
 
 def test_waits_in_a_loop_chain_nothing_where_the_joins_follow_it() -> None:

@@ -104,7 +104,7 @@ def test_an_input_that_each_call_cuts_is_told_once(name: str, options: tuple[str
     for text in (report(cost), overlap, "\n".join(explain(program, "all"))):
         for note in notes:
             assert text.count(note) == 1
-        assert text.count("annotate it") == len(notes)
+        assert text.count("annotate the input") == len(notes)
     assert [n for n in notes if n.startswith("T2")] == [
-        line for line in explain(program, "T2") if "annotate it" in line
+        line for line in explain(program, "T2") if "annotate the input" in line
     ]

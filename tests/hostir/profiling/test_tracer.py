@@ -280,12 +280,16 @@ def test_the_sums_are_of_the_run_of_middle_length() -> None:
         ({"path": "/"}, InputError, "it is a folder"),
         ({"path": 3}, InputError, "path=3: expected the name of a file"),
         ({"path": ""}, InputError, "expected the name of a file"),
-        ({"repeat": 0}, InputError, "repeat=0: expected 1 to"),
-        ({"warm_up": -1}, InputError, "warm_up=-1: expected 0 to"),
+        ({"repeat": 0}, InputError, "repeat=0: expected a number from 1 to"),
+        ({"warm_up": -1}, InputError, "warm_up=-1: expected a number from 0 to"),
         ({"repeat": "5"}, ArgumentError, "repeat: expected an integer"),
         ({"repeat": True}, ArgumentError, "repeat: expected an integer"),
-        ({"source": "cupti"}, InputError, "source='cupti': on cpu expected one of auto, host"),
-        ({"source": None}, InputError, "source=None: on cpu"),
+        (
+            {"source": "cupti"},
+            InputError,
+            "source='cupti' cannot be used on cpu: expected one of auto, host",
+        ),
+        ({"source": None}, InputError, "source=None cannot be used on cpu"),
         ({"predicted": "h100"}, InputError, "there is no machine 'h100'"),
         ({"predicted": 5}, ArgumentError, "predicted: expected a name or None"),
     ],
@@ -320,7 +324,9 @@ def test_wrong_inputs_are_refused_as_in_a_run() -> None:
     with pytest.raises(InputError, match="bound to a tensor of rank 2"):
         evaluator.trace([torch.ones(3)])
     late = HostIrEvaluator(EXAMPLES["rows"].build(), late_stream="all")
-    with pytest.raises(UnsupportedError, match="trace: late_stream holds work back"):
+    with pytest.raises(
+        UnsupportedError, match="trace: the evaluator has late_stream, which delays work"
+    ):
         late.trace(EXAMPLES["rows"].arguments(0))
 
 
@@ -333,7 +339,9 @@ def test_the_ways_to_tell_the_time_of_a_gpu() -> None:
 
     assert kinds("auto") == [CuptiWatch, EventWatch]
     assert kinds("cupti") == [CuptiWatch] and kinds("events") == [EventWatch]
-    with pytest.raises(InputError, match="source='host': on cuda:0 expected one of auto, cupti"):
+    with pytest.raises(
+        InputError, match="source='host' cannot be used on cuda:0: expected one of auto, cupti"
+    ):
         kinds("host")
 
     def simulated() -> None:
@@ -512,7 +520,9 @@ class Shifting(Injecting):
 def test_work_outside_of_its_run_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     watched_by(monkeypatch, Shifting)
     (trace,) = traced(EXAMPLES["rows"])
-    assert trace.doubts == ("rank 0: 27 pieces of work lie outside of their run by its clock",)
+    assert trace.doubts == (
+        "rank 0: by the device's clock, 27 pieces of work are outside of their run",
+    )
 
 
 @no_gpu

@@ -570,7 +570,7 @@ def test_a_program_that_waits_for_no_stream_leaves_it_to_its_caller(
             hic.add_output(y)
     t = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(0))
     evaluator = HostIrEvaluator(hic)
-    with pytest.warns(RuntimeWarning, match="waits for no stream, so its caller has to"):
+    with pytest.warns(RuntimeWarning, match="has no Synchronize, so its caller must"):
         results = evaluator.run([t])
     assert len(results) == steps
     for got in results:

@@ -342,7 +342,7 @@ def test_a_rank_that_does_not_come_to_a_view_is_found() -> None:
             parts.program.append(double(parts.y, parts.y))
     program = parts.made(*parts.tail[1:])
     (found,) = find_mismatches(program, {})
-    assert "rank 1 never comes to what others wait for" in found.what
+    assert "rank 1 never enters a communication for which other ranks wait" in found.what
 
 
 def test_shards_that_are_columns_do_not_lie_back_to_back_as_the_whole() -> None:

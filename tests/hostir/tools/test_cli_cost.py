@@ -35,19 +35,21 @@ def test_a_machine_is_a_file(tmp_path: Path) -> None:
     assert (found.name, found.pull_bandwidth, found.multiprocessors) == ("mine", 5e10, 132)
     assert found.nccl == {**H200.nccl, "Allreduce": 1e11}
     (bad := tmp_path / "bad.json").write_text('{"memory_bandwidth": -3}')
-    with pytest.raises(InputError, match=r"bad\.json: machine h200: memory_bandwidth = -3: "):
+    with pytest.raises(
+        InputError, match=r"bad\.json: machine h200: the field memory_bandwidth = -3 is wrong: "
+    ):
         find_machine(str(bad))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "expected an object"),
+        ("[]", "expected a JSON object"),
         ("{", "is not valid JSON"),
         ('{"pul_bandwidth": 1}', "no field 'pul_bandwidth'; did you mean 'pull_bandwidth'"),
-        ('{"pull_bandwidth": 0}', "pull_bandwidth = 0: expected a number above 0"),
+        ('{"pull_bandwidth": 0}', "pull_bandwidth = 0 is wrong: expected a number above 0"),
         ('{"launch_s": -1}', "launch_s = -1"),
-        ('{"device": "TPU"}', "device = 'TPU': expected one of GPU, CPU"),
+        ('{"device": "TPU"}', "device = 'TPU' is wrong: expected one of GPU, CPU"),
         ('{"multiprocessors": 1.5}', "expected an integer above 0"),
         ('{"multiprocessors": true}', "expected an integer above 0"),
         ('{"memory_bandwidth": NaN}', "memory_bandwidth = nan"),

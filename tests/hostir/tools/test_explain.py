@@ -141,7 +141,9 @@ def test_against_the_direction_of_data() -> None:
     program = read_back(one(annotate=annotate), (4, 6))
     # neg stands in exp's kernel, and what it reads is cut for it.
     (line, slice_, note) = explain(program, "T0")
-    assert note.startswith("T0, input 0, is whole along axis 0 on each rank and cut by mesh_x in")
+    assert note.startswith(
+        "T0, input 0, is whole along axis 0 on each rank and sliced by mesh_x in"
+    )
     assert line == f"T0 is whole on DeviceMesh{{0 1}}: annotated by the user at {at('whole')}"
     assert re.fullmatch(
         r"LocalSlice \(a copy of T0 -> T(\d+)\): because neg at "
@@ -285,7 +287,7 @@ def test_every_cut_leads_to_the_user_and_every_communication_to_an_op(name: str)
             assert UNKNOWN not in line
             if "is cut by" in line.split(":")[0]:
                 assert "annotated by the user at " in line, line
-    lines = [line for line in explain(program, "all") if "annotate it" not in line]
+    lines = [line for line in explain(program, "all") if "annotate the input" not in line]
     assert sum("Communication" in line for line in lines) == len(program.communications())
     assert all(re.search(r": because \w+ at \S+\.py:\d+ |the user's copy at ", x) for x in lines)
 
