@@ -28,9 +28,12 @@ class Clocks(StreamState[Hashable]):
     """
 
     def __init__(self, number: Callable[[Scalar], Hashable], *, default: Hashable = ENTRY) -> None:
-        """`number` evaluates the scalar index of a stream, such as `i % numberOfStreams`. `default`
-        is the key under which the device's default stream is stored. In a program's text, this
-        stream is called `Default`."""
+        """Begins with the caller's stream as the current and only stream.
+
+        `number` evaluates the scalar index of a stream, such as `i % numberOfStreams`. `default` is
+        the key under which the device's default stream is stored. In a program's text, this stream
+        is called `Default`.
+        """
         super().__init__(number, ENTRY, default)
         self.of: dict[Hashable, Clock] = {ENTRY: {ENTRY: 1}}
 
@@ -45,8 +48,8 @@ class Clocks(StreamState[Hashable]):
         return self.of[self.current][self.current]
 
     def advance(self) -> None:
-        """Counts one more op on the current stream. The walk calls this method before it applies
-        the op's effects."""
+        """Counts one more op on the current stream. A walk calls this method for each op, before
+        the op's effects are applied."""
         current = self.current
         self.of[current][current] += 1
 
@@ -117,7 +120,8 @@ class StreamOrder:
     in which the host issues the ops."""
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
-        """`number` evaluates the scalar index of a stream, such as `i % numberOfStreams`."""
+        """Begins with the caller's stream as the current and only stream. `number` evaluates the
+        scalar index of a stream, such as `i % numberOfStreams`."""
         # The caller's stream may differ from the device's default stream.
         self.clocks = Clocks(number, default="Default")
         self._state = EffectState[None](self.clocks)

@@ -1,7 +1,8 @@
 """Matches the collectives and transfers of all ranks before anything runs.
 
-The program is unrolled once for all ranks. A value that differs between ranks (peer, root, slice,
-branch) is an array over ranks, so thousands of ranks cost little more than two. The check reports:
+The program is unrolled once for all ranks: its loops are followed iteration by iteration. A value
+that differs between ranks (peer, root, slice, branch) is an array over ranks, so thousands of ranks
+cost little more than two. The check reports:
 
 - members of a team that enter different collectives, or that do not enter a collective;
 - transfers without a partner, or whose partner has another size or dtype;
@@ -148,8 +149,8 @@ class MatchingWalk(Walk[PerRank]):
             self._apply(effect, op, Site(op, self.indices))
 
     def _matters(self, effect: Effect) -> bool:
-        """Returns whether this check needs the effect: it creates or frees a view, allocates one
-        block of a tensor, or concerns a communication."""
+        """Returns whether this check needs an effect of an op. Needed effects create or free a
+        view, allocate one block of a tensor, or concern a communication."""
         if isinstance(effect, Makes):
             # The buffer has the shape of one step's block.
             return effect.step is not None and effect.tensor not in self.storage.named
@@ -745,10 +746,10 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Returns a note that explains a misplaced piece by the order of the tensor's axes in memory.
-    Returns "" if the whole tensor is moved.
+    """Returns a note that explains by the memory order why a piece of a tensor is misplaced in a
+    collective. Returns "" if members move whole tensors, not pieces.
 
-    `left` is sent and `right` is expected to be equal. `i` is the index of a rank on which they
+    `left` is sent and `right` is expected to be equal. `i` is the index of a rank on which the two
     differ.
     """
     if left is not inp:

@@ -1,9 +1,9 @@
-"""Finds deadlocks, and communications without a partner, in the unrolled program of all ranks.
+"""Finds deadlocks, and communications without a partner, in the unrolled program of all ranks: its
+loops are followed iteration by iteration.
 
-A communication matches at once if all partners start it at the same op and loop iteration. Such
-communications cannot block each other. `hostir.analysis.collective_matching` matches these. If
-partners start a communication at different ops or iterations, `follow` follows the ranks one by
-one:
+If all partners start a communication at the same op and iteration, the communication cannot block
+any rank. `hostir.analysis.collective_matching` matches such communications. If partners start a
+communication at different ops or iterations, `follow` follows the ranks one by one:
 
 - A collective, or a group of transfers, blocks a rank until all partners have started it, as on a
   stream.
@@ -85,7 +85,7 @@ class Teams:
 @dataclass(eq=False)
 class PostedCollective:
     """A collective or permutation that ranks enter in one op and loop iteration. All members of a
-    team must enter it.
+    team must enter the same collective.
 
     - `sites`: the op and iteration; several if the members of a team use different ops.
     - `kind`: the type, such as "Allreduce"; `number`: the number by which a `Wait` refers to the
@@ -172,9 +172,9 @@ Event = PostedCollective | TransferGroup | Await
 class _Meeting:
     """One collective of one team while ranks are followed one by one.
 
-    `members` are the ranks of the team. `come` maps each member that has entered the collective to
-    the op in which it entered. `is_alike` becomes False if two members disagree, for example on the
-    dtype.
+    `members` are the ranks of the team. `come` maps each member that has already entered the
+    collective to the op with which the member did so. `is_alike` becomes False if two members
+    disagree, for example on the dtype.
     """
 
     members: frozenset[int]
@@ -189,7 +189,7 @@ class _Meeting:
 @dataclass(eq=False)
 class _Open:
     """A group of transfers that one rank has started. `lonely` has the sends and receives that no
-    peer has matched yet, each with the index of its peer."""
+    peer has matched yet, each with the index of the peer's rank."""
 
     rank: int
     group: TransferGroup

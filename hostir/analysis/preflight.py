@@ -218,8 +218,8 @@ class _RankClasses(Walk[PerRank]):
         self.is_over = both[0].shape[1] == len(self.classes)
 
     def on_region(self, op: Op) -> None:
-        """Divides the classes by the bounds of a loop, or by the condition of a branch, if they
-        depend on the rank."""
+        """Divides the classes by the bounds of a loop or the condition of a branch, because ranks
+        with different values run different ops."""
         for x in self.differing[id(op)]:
             self.split(self.domain.value(x))
 

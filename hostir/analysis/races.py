@@ -1,16 +1,17 @@
 """Race detector: finds two accesses of a buffer that no wait between streams orders, before the
 program runs.
 
-The program is unrolled for one rank and one set of sizes. The effects of each op say which tensors
-the op reads and writes. An op is ordered after an earlier op if the vector clock of its stream
-counts the earlier op (`hostir.analysis.clocks`). `Synchronize` and `Wait` join clocks. Making a
-stream current does not order any work. A communication is a separate timeline: it begins after all
-earlier work of the stream that starts the communication, and ends at its `Wait`.
+The program is unrolled for one rank and one set of sizes: its loops are followed iteration by
+iteration. The effects of each op say which tensors the op reads and writes. An op is ordered after
+an earlier op if the vector clock of its stream counts the earlier op (`hostir.analysis.clocks`).
+`Synchronize` and `Wait` join clocks. Making a stream current does not order any work. A
+communication is a separate timeline: it begins after all earlier work of the stream that starts the
+communication, and ends at its `Wait`.
 
 The order in which the host issues ops does not count, except for memory. A buffer is new at its
 allocation, and belongs to the stream that allocates the buffer. The memory is free after the
 `Deallocate`, or when no tensor refers to the buffer any longer. Two streams may then reuse the
-memory at once: the stream that allocated the buffer, and the stream that frees it.
+memory immediately: the stream that allocated the buffer, and the stream that frees it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
 An `UnrolledOp` has the ranks that run the op, their streams, the local sizes of the op's tensors,
 and the ranks' communication partners. `hostir.analysis.collective_matching` finds the partners.
-`hostir.cost.simulator` reads the list. It groups ranks whose ops are equal, and simulates the first
-rank of each group.
+`hostir.cost.simulator` reads the list. The simulator groups ranks whose ops are equal, and
+simulates the first rank of each group.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ iteration. Its *domain* evaluates the scalars of the program, and knows which ra
 op. There are three domains: one rank, all ranks at once, and each op once without values.
 
 `EffectState` tracks the current stream, the open group of transfers, and the communications in
-flight. It is used by the walks that follow iterations, and by `hostir.runtime.recorder`, which
-follows a real run op by op.
+flight. Walks that follow iterations use an `EffectState`, and so does `hostir.runtime.recorder`,
+which follows a real run op by op.
 
-An analysis derives a class from `Walk`, and overrides the methods for the events that it needs.
+An analysis derives a class from `Walk`, and overrides the methods for the events that the analysis
+needs.
 """
 
 from __future__ import annotations
@@ -338,8 +339,8 @@ class StreamState(Generic[N]):
 
     @property
     def now(self) -> dict[Hashable, int]:
-        """The vector clock of the current stream. It is empty in this class, which does not track
-        the order of work."""
+        """The vector clock of the current stream. The clock is empty in this class, which does not
+        track the order of work."""
         return {}
 
 
@@ -355,9 +356,12 @@ class StreamNumbers(StreamState[PerRank]):
         number: Callable[[Scalar], PerRank],
         merge: Callable[[PerRank, PerRank], PerRank] | None = None,
     ) -> None:
-        """`number` evaluates the scalar index of a stream. `merge` is None for one rank. For all
-        ranks at once, pass `AllRanks.merge`, so that a change of stream affects only the ranks that
-        run the op."""
+        """Begins with the caller's stream as the current stream.
+
+        `number` evaluates the scalar index of a stream, such as `i % numberOfStreams`. `merge` is
+        None for one rank. For all ranks at once, pass `AllRanks.merge`, so that a change of stream
+        affects only the ranks that run the op.
+        """
         super().__init__(number, CALLER, CALLER)
         self._merge = merge
         # The streams of names that no op captured.
@@ -398,11 +402,8 @@ class InFlight(Generic[G]):
 
 
 class EffectState(Generic[G]):
-    """The state that stream and communication ops change during a walk or run.
-
-    It consists of the current stream, the open group of transfers, and the communications in
-    flight.
-    """
+    """The state that stream and communication ops change during a walk or run: the current stream,
+    the open group of transfers, and the communications in flight."""
 
     def __init__(self, streams: StreamState[Any]) -> None:
         self.streams = streams
