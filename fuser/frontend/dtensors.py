@@ -63,7 +63,7 @@ def prepare_dtensors(
     check_count(len(given), defined.inputs)
     names = _check_inputs(defined, given)
     shards = _shards(cache, defined, given)
-    claim, numbers, run = cache.prepare(shards)
+    run_signature, numbers, run = cache.prepare(shards)
     program = cache.program_like(shards)
     meshes_of_outputs = [_mesh_of(tv) for tv in program.shown_outputs]
     outputs = zip(program.shown_outputs, program.output_shardings, strict=True)
@@ -76,7 +76,7 @@ def prepare_dtensors(
         found = zip(run(), makers, places, strict=True)
         return [_dtensor(local, make(local.device.type), axes) for local, make, (_, axes) in found]
 
-    return claim, numbers, run_on_shards
+    return run_signature, numbers, run_on_shards
 
 
 # ------------------------------------------------------------------ inputs

@@ -159,7 +159,7 @@ class FusionExecutorCache(Watching, Inspection):
         return fusion_text(self._fusion)
 
     @cached_property
-    def _claimed(self) -> tuple[str, tuple[Op, ...]]:
+    def _compared_fusion(self) -> tuple[str, tuple[Op, ...]]:
         """The fusion that ranks compare before a run, as text and as ops.
 
         Two facts are left out because they do not change the program: the order in which tensors
@@ -371,11 +371,11 @@ class FusionExecutorCache(Watching, Inspection):
             communicator, inputs, device, _enable_options, _disable_options
         )
         are_apart = call.bound.evaluator.are_apart(given, call.known)
-        numbers = implicit_inputs.claimed(given, self._numbers, device, self._draws)
+        numbers = implicit_inputs.compared_numbers(given, self._numbers, device, self._draws)
         run = begin(partial(self._run, call, given, places, are_apart))
         if scalars is None or flat is None:
-            return call.claim, numbers, run
-        return call.claim, numbers, lambda: scalars.finished(flat, run())
+            return call.run_signature, numbers, run
+        return call.run_signature, numbers, lambda: scalars.finished(flat, run())
 
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None
@@ -459,14 +459,16 @@ class FusionExecutorCache(Watching, Inspection):
         """
         resolved = self._autograd.resolved(inputs)
         with uncollected, progress.shown(communicator.rank()):
-            bound, claim, known = self._find_or_build(resolved, device, communicator, settings)
+            bound, run_signature, known = self._find_or_build(
+                resolved, device, communicator, settings
+            )
         is_lazy = resolved is not inputs
         contents = known.contents
         if is_lazy:
             contents = Contents(self._fusion.inputs, inputs, VECTOR_BYTES)
         have_ranks = bool(self.devices) and communicator.size() > 1
         why = why_never(draws=self._draws is not None, is_lazy=is_lazy, have_ranks=have_ranks)
-        return CallCacheEntry(communicator, bound, claim, contents, is_lazy, known, why)
+        return CallCacheEntry(communicator, bound, run_signature, contents, is_lazy, known, why)
 
     def _run(
         self,
@@ -519,7 +521,7 @@ class FusionExecutorCache(Watching, Inspection):
         if not self.devices:
             return bound, _NOTHING, known
         # Different options on ranks are an error, like different programs.
-        text, ops = self._claimed
+        text, ops = self._compared_fusion
         parts = (
             text,
             f"// options: {settings}",
@@ -530,7 +532,7 @@ class FusionExecutorCache(Watching, Inspection):
         loose = {self._fusion.inputs[i] for i in self._free}
         fixed = {s: v for s, v in sizes.items() if s not in loose}
         line = bound.program.first_line
-        claim = run_signature_of(
+        run_signature = run_signature_of(
             parts,
             self._names,
             inputs,
@@ -541,7 +543,7 @@ class FusionExecutorCache(Watching, Inspection):
             ops=ops,
             fixed=3,
         )
-        return bound, claim, known
+        return bound, run_signature, known
 
     def _bind(
         self,

@@ -176,7 +176,7 @@ class _Seed:
         )
 
 
-def claimed(
+def compared_numbers(
     given: Sequence[object], positions: Sequence[int], device: Device, draws: Draws | None
 ) -> tuple[object, ...]:
     """Returns the inputs at `positions`, which ranks compare in each call.

@@ -318,7 +318,7 @@ class Watching:
 
         has_cupti = profiler.begin(by_hand=False)
         given = inputs, device, enable, disable
-        call, (claim, numbers, watch) = self._prepare_watched(
+        call, (run_signature, numbers, watch) = self._prepare_watched(
             take_profile, has_cupti, _PROFILED, *given
         )
 
@@ -327,7 +327,7 @@ class Watching:
             profiler.take(profile_of_program(taken, call.bound.program, self._fusion_id))
             return taken.outputs
 
-        return claim, numbers, run
+        return run_signature, numbers, run
 
     def _prepare_watched(
         self,
@@ -347,9 +347,9 @@ class Watching:
         """
         inputs, begin = self._look(inputs, device)
         call, given, _ = self._find(Communicator.instance(), inputs, device, *options)
-        (first, *rest), fixed = call.claim.parts, call.claim.fixed
-        claim = replace(call.claim, parts=(first, line, *rest), fixed=fixed + 1)
-        numbers = implicit_inputs.claimed(given, self._numbers, device, self._draws)
+        (first, *rest), fixed = call.run_signature.parts, call.run_signature.fixed
+        run_signature = replace(call.run_signature, parts=(first, line, *rest), fixed=fixed + 1)
+        numbers = implicit_inputs.compared_numbers(given, self._numbers, device, self._draws)
 
         def run() -> T:
             from hostir.profiling.tracer import watched_as_agreed
@@ -358,4 +358,4 @@ class Watching:
             resolved = self._autograd.resolved(given)
             return watched_as_agreed(call.bound.evaluator, take, resolved, asked)
 
-        return call, (claim, numbers, begin(run))
+        return call, (run_signature, numbers, begin(run))

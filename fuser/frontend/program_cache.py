@@ -270,7 +270,7 @@ class CallCacheEntry:
 
     communicator: Communicator
     bound: BoundProgram
-    claim: RunSignature
+    run_signature: RunSignature
     contents: Contents
     # Whether an input is a lazy view, which is computed before the run. `known` is then the entry
     # of the computed inputs.
@@ -360,4 +360,8 @@ class CallCacheEntry:
             self.enable_fast_path(inputs)
         evaluator, known = self.bound.evaluator, self.known
         are_apart = evaluator.are_apart(inputs, known)
-        return self.claim, (), partial(evaluator.run_entry, known, inputs, places, are_apart)
+        return (
+            self.run_signature,
+            (),
+            partial(evaluator.run_entry, known, inputs, places, are_apart),
+        )

@@ -301,7 +301,7 @@ def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[obj
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     try:
         items = list(islice(cast(Iterable[object], value), longest + 1)) if is_list else None
-    except TypeError:  # a 0-dim array claims to be iterable
+    except TypeError:  # a 0-dim array has `__iter__`, but iteration raises
         items = None
     if items is None:
         raise wrong(words, value)

@@ -117,11 +117,11 @@ class StoreControl(JobControl):
     def announce(self, event: Event) -> None:
         """Implements `JobControl.announce`: writes the event to the store."""
         try:
-            self.store.set(f"event/{self._claim()}", event.encode())
+            self.store.set(f"event/{self._next_event()}", event.encode())
         except torch.distributed.DistError:
             return  # Rank 0 served the store and has ended: no rank can read it.
 
-    def _claim(self) -> int:
+    def _next_event(self) -> int:
         # The number is reserved before the event is written: a reader waits for the missing event.
         return self.store.add("events", 1)
 

@@ -362,14 +362,14 @@ class _FirstRuns:
     def _prepare(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
         executor = self._executor()
         begun = self._begin(args, kwargs)
-        claim, numbers, run = plain(executor, *args, **kwargs)
+        run_signature, numbers, run = plain(executor, *args, **kwargs)
 
         def noted() -> Any:
             outputs = run()
             self._end(begun, outputs, args, kwargs)
             return outputs
 
-        return claim, numbers, run if begun is None else noted
+        return run_signature, numbers, run if begun is None else noted
 
 
 def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

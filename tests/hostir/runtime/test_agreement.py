@@ -228,7 +228,7 @@ def test_a_rank_without_a_communicator_agrees_with_nobody() -> None:
     alone.begin_run()
 
 
-def test_ranks_that_claim_the_same_run_each_its_own_body() -> None:
+def test_ranks_with_equal_run_signatures_run_each_its_own_body() -> None:
     def here() -> list[float]:
         agreement = _agreement()
         assert agreement.channel() is agreement.channel() is not None
