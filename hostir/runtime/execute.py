@@ -107,31 +107,41 @@ Half = tuple[P2PCommunication, int, int, Transfer]
 
 
 class OnlyRunTells(Exception):
-    """Raised in a dry run if only a real run can show the strides that torch chooses."""
+    """Raised during a dry run, if an op's result has strides that only torch can choose.
+
+    A dry run has no real tensors to pass to torch. The program must then be recorded in a real run.
+    """
 
 
 def as_step(made: Step | Closure) -> Step:
-    """Returns `made` as a step: a closure is wrapped in an `Action`, a step is returned as is."""
+    """Returns `made` as a step: a plain function is wrapped in an `Action`."""
     return Action(made) if callable(made) else made
 
 
 class InputSizes(Protocol):
-    """The sizes and tensor layouts for which steps are made.
+    """The sizes and the tensor layouts of one set of inputs, from which an op's step is made.
 
-    An `Execution` has the sizes of its walk. Other implementations have the sizes of new inputs.
+    The functions that make steps take this interface instead of an `Execution`. The same function
+    can then make the step for new inputs that have other sizes.
     """
 
     @property
     def frame(self) -> Frame:
-        """The frame with the values of the input scalars."""
+        """The run's frame, which has the values of the program's input scalars and computes local
+        shapes.
+        """
         ...
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns a tensor with the layout of the tensor in `slot`; its values do not matter."""
+        """Returns a tensor with the shape, strides and dtype of the tensor in `slot`.
+
+        The elements of the returned tensor do not matter. `slot` is a position in the list of a
+        run's values.
+        """
         ...
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the local shape of `tv`, which the slot will hold."""
+        """Returns the shape of this rank's shard of `tv`, which a run stores in `slot`."""
         ...
 
 
@@ -142,15 +152,21 @@ MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns the `MakeGeneric` function for a step that is the same for all sizes."""
+    """Returns a `MakeGeneric` function for a step that is the same for inputs of all sizes."""
     return lambda: ((), lambda sizes: step)
 
 
 class Receiver(Protocol):
-    """Receives the steps of an execution, and runs or records each of them."""
+    """The interface of the object to which an `Execution` passes the steps of a program's ops.
+
+    `Immediate` runs each step at once. `Recorder` also records each step in a plan, so that later
+    runs can repeat the steps without a new pass over the ops.
+    """
 
     def carry_out(self, op: Op) -> None:
-        """Processes one op: calls `Execution.emit`, which passes the steps to this receiver."""
+        """Processes one op of the program. The receiver calls `Execution.emit`, which makes the
+        op's steps and passes them back to the receiver.
+        """
         ...
 
     def enqueue(
@@ -161,59 +177,82 @@ class Receiver(Protocol):
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Receives a step that is to run on the current stream.
+        """Receives a step of the current op. The step runs on the current stream.
 
-        - `make`: makes the step. A dry run that records nothing does not call this function.
-        - `generic`: makes the step for other sizes.
-        - `after`: the host calls this function right after the host has enqueued the step.
-        - `ready`: returns whether the step can run without waiting for a peer.
+        - `make`: a function that makes the step. A dry run that records nothing does not call
+          `make`.
+        - `generic`: returns a function that makes the step for inputs of other sizes.
+        - `after`: a function that the host calls right after the step has been enqueued.
+        - `ready`: returns whether the step can run without waiting for another rank.
         """
         ...
 
     def run_now(self, run: Closure) -> None:
-        """Receives a function that the host calls immediately, without a stream."""
+        """Receives a function that the host calls at once, not in the order of a stream. A switch
+        to another stream is an example.
+        """
         ...
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Receives the definition of `out` as a view of the tensor in another slot.
+        """Receives that tensor `out` is a view of another tensor and needs no memory.
 
-        `generic` makes the view for other sizes.
+        `view` has the slots of both tensors, the shape, the strides and the offset. `generic`
+        returns a function that makes the view for inputs of other sizes.
         """
         ...
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Receives the allocation of a buffer with this local shape, in a slot."""
+        """Receives that the program allocates a buffer for this rank's shard of `tv`.
+
+        `shape` is the shape of the shard. The buffer's tensor is stored in `slot`. If `is_cleared`,
+        the elements are set to zero.
+        """
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Receives that `tv` is no longer used: a buffer, or a view of several ranks' shards."""
+        """Receives that the program no longer uses `tv`, so that the memory of `tv` can be reused.
+
+        `tv` is a buffer, or a view of the shards of several ranks. For such a view, the ranks wait
+        for one another before the view ends.
+        """
         ...
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Receives `found`, the results of `op` that torch has computed in new memory."""
+        """Receives `found`, the results of the tensor op `op`, which torch has computed in new
+        memory.
+        """
         ...
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Receives an op whose output buffers torch's results may replace in later runs."""
+        """Receives that torch may return the results of `op` as new tensors.
+
+        A plan may then use these tensors in later runs in place of the op's allocated buffers.
+        """
         ...
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend `name` for the communication `op`; `what` names the collective."""
+        """Returns the backend that carries out the communication `op`, such as NCCL or gloo.
+
+        `name` is the backend's name. `what` is the kind of communication, such as "Allreduce"; a
+        recorder needs it to decide whether CUDA graphs can contain the communication.
+        """
         ...
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Receives the reason `why` this run's steps cannot be captured as a CUDA graph."""
+        """Receives the reason `why` no CUDA graph can repeat the steps of this run."""
         ...
 
 
 class Execution:
-    """One walk over a program: turns ops into steps and passes the steps to a receiver.
+    """One pass over a host program, which turns each op into steps and passes the steps to a
+    receiver.
 
-    An execution has the slot of each value, the open group of transfers and the current stream.
-    Implements `hostir.ir.ops.base.Runtime`, which describes the methods that ops call. A slot is
-    assigned once in a walk. A loop that allocates a tensor uses a new slot in each iteration.
+    The class implements `hostir.ir.ops.base.Runtime`, the interface that ops call. An execution
+    knows the slot of each value, the current stream, and the open group of sends and receives. A
+    slot is a position in the list `slots`, which holds the tensors and other values of a run. Each
+    slot is assigned once: a loop that allocates a tensor uses a new slot in each loop iteration.
     """
 
     def __init__(
@@ -223,11 +262,12 @@ class Execution:
         machine: ExecutionContext | None = None,
         receiver: Receiver | None = None,
     ) -> None:
-        """`free` has the positions of the scalar inputs on which no size depends.
+        """Prepares a pass over the program of `frame`.
 
-        `machine` is the context in which the steps will run. In a dry run, `machine` differs from
-        `frame.machine`. `receiver` runs or records the steps; the default runs each step
-        immediately.
+        - `free`: the positions of those input scalars on which no size depends.
+        - `machine`: the context in which the steps will run. The default is the context of `frame`.
+          A dry run passes another one, because its frame has tensors without contents.
+        - `receiver`: runs or records the steps. The default runs each step at once.
         """
         self.frame = frame
         self.machine = frame.machine if machine is None else machine
@@ -265,9 +305,11 @@ class Execution:
 
     # ------------------------------------------------------------ names
     def slot(self, value: object) -> int:
-        """Returns the slot of `value`: a tensor, an input scalar, or a communication's key.
+        """Returns the slot of `value`, which is the position of `value` in the list of a run's
+        values.
 
-        A value without a slot gets a new slot.
+        `value` is a tensor, an input scalar, or a key such as `("work", 3)` for communication 3. A
+        value that has no slot gets a new slot.
         """
         i = self._slot.get(value)
         if i is None:
@@ -277,9 +319,11 @@ class Execution:
         return i
 
     def new_slot(self, value: object) -> int:
-        """Assigns a new slot to `value` and returns the slot; clears the previous slot of `value`.
+        """Gives `value` a new slot in the list of a run's values, and returns the number of the
+        slot.
 
-        The previous slot is not cleared if delayed work or another tensor still uses that slot.
+        If `value` had a slot before, the old slot is emptied. The old slot keeps its tensor if
+        delayed work or another tensor still uses the slot.
         """
         slots, before = self.slots, self._slot.get(value)
         if before is not None and not self.holds_work_back and before not in self._aliased_slots:
@@ -294,13 +338,13 @@ class Execution:
             self.slots[slot] = None
 
     def has_slot(self, value: object) -> bool:
-        """Whether `value` has been assigned a slot in this walk."""
+        """Whether `value` already has a slot in the list of the run's values."""
         return value in self._slot
 
     def argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
-        """Returns a function that reads an operand from the slots of a run.
+        """Returns a function that reads an op's operand from the list of a run's values.
 
-        A tensor is read from its slot; a scalar is computed from the input scalars of the run.
+        A tensor is read from its slot. A scalar is computed from the input scalars of that run.
         """
         if isinstance(value, TensorView):
             i = self.slot(value)
@@ -308,22 +352,28 @@ class Execution:
         return reader(value, self.places, self.free_symbols, self.frame)
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns the tensor that is in `slot` in this walk, as an example of the slot's layout."""
+        """Returns the tensor that this pass over the program has stored in `slot`.
+
+        Implements `InputSizes.like`: steps are made from the tensor's shape, strides and dtype.
+        """
         return self.slots[slot]
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the local shape of `tv` in this walk."""
+        """Returns the shape of this rank's shard of `tv`, for the sizes of the present inputs."""
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` uses the memory of another tensor or of the caller, as `storage` plans."""
+        """Whether `tv` needs no memory, because it is stored in another tensor or in a caller's
+        buffer.
+        """
         return tv in self.frame.storage.named
 
     def number(self, x: Scalar) -> Number:
-        """Returns the value of a scalar in this walk.
+        """Returns the value of the scalar `x` for the present inputs and loop indices.
 
-        Raises `DefinitionError` if the current op declares that it has no control scalars. A plan
-        of such an op is replayed for other numbers, too, but would repeat the work for this number.
+        An op may call this method only if its class declares control scalars. Otherwise one plan
+        serves several values of `x`, and a step that was made from one value would be wrong for the
+        others. The method then raises `DefinitionError`.
         """
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
@@ -336,14 +386,15 @@ class Execution:
         return self.frame.number(x)
 
     def integer(self, x: Scalar) -> int:
-        """Returns the value of an integer scalar in this walk; raises the errors of `number`."""
+        """Returns the value of the integer scalar `x`; raises `DefinitionError` like `number`."""
         return int(self.number(x))
 
     # ------------------------------------------------------------ control flow
     def run(self, ops: Sequence[Op]) -> None:
-        """Carries out, in order, those ops of a region in which this rank takes part.
+        """Carries out `ops` in order, without the ops that concern only other ranks.
 
-        Raises `ExecutionError` with the op and the user's line if torch fails in an op.
+        `ops` is the whole program, the body of a loop, or a branch. If torch fails, raises
+        `ExecutionError` with the op and the user's source line.
         """
         frame, carry_out = self.frame, self.carry_out
         # In a program without meshes, every op concerns this rank.
@@ -353,7 +404,9 @@ class Execution:
                 carry_out(op)
 
     def carry_out(self, op: Op) -> None:
-        """Passes one op to the receiver; an error of torch is raised with the op and user line."""
+        """Passes one op to the receiver. An error of torch becomes an `ExecutionError` that names
+        the op and the user's source line.
+        """
         self.frame.op = op
         try:
             if torch_profiler._is_profiler_enabled and not self.is_dry:  # pyright: ignore[reportPrivateUsage]
@@ -369,7 +422,8 @@ class Execution:
     def emit(self, op: Op) -> None:
         """Makes the steps of `op` and passes the steps to the receiver.
 
-        A host op makes its own steps. Torch computes a tensor op of the fusion IR.
+        A host op makes its steps itself, in its `emit` method. For a tensor op of a fusion, the
+        step lets torch compute the results.
         """
         if isinstance(op, HostOp):
             op.emit(self)
@@ -378,9 +432,11 @@ class Execution:
             self._compute(op)
 
     def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
-        """Runs `body` once for each value of `index` in the range `steps`.
+        """Carries out the ops of a loop's `body` once for each value of `index` in the range
+        `steps`.
 
-        A dry run skips loop iterations that would need the same kernels as earlier iterations.
+        A dry run only looks for the needed kernels. Loop iterations that need the same kernels as
+        earlier loop iterations are skipped in a dry run.
         """
         if self.is_dry and not any(isinstance(op, ShardByStream) for op in walk(body)):
             # A few iterations show all kernels. Without `ShardByStream`, iterations differ only in
@@ -393,22 +449,26 @@ class Execution:
 
     # ------------------------------------------------------------ buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
-        """Passes the allocation of this rank's shard of `tv` to the receiver.
+        """Makes the receiver allocate a buffer for this rank's shard of `tv`.
 
-        If `stream_index` is not None, the buffer is only the part of the shard that the iteration
-        `stream_index` of a stream loop computes. If `is_cleared`, the elements are set to zero.
+        If `stream_index` is given, the buffer only has room for the part of the shard that one
+        iteration of a stream loop computes. `stream_index` is then the index of that loop
+        iteration. If `is_cleared`, the elements are set to zero.
         """
         shape = self.frame.local_shape(tv, stream_index)
         self._receiver.allocate(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
 
     def deallocate(self, tv: TensorView) -> None:
-        """Tells the receiver that `tv` is no longer used: a buffer or a view of ranks' shards."""
+        """Makes the receiver free the buffer of `tv`, or end `tv` if it is a view of all ranks'
+        shards.
+        """
         self._receiver.deallocate(tv)
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
-        """Defines `out` as a view of `inp`: an element or a chunk along an axis.
+        """Defines `out` as a view of `inp`: one element or one chunk along an axis.
 
-        If `part` is None, `out` is a view of the whole tensor `inp`.
+        `part` has the axis, the index and the number of chunks. If `part` is None, `out` is a view
+        of all elements of `inp`. No data moves.
         """
         i = self.slot(inp)
         source: torch.Tensor = self.slots[i]
@@ -427,18 +487,27 @@ class Execution:
         self._receiver.name(out, view)
 
     def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
-        """Defines `out` as a view of all elements of the dense tensor `inp`, in `out`'s shape."""
+        """Defines `out` as a view of all elements of `inp`, with the local shape of `out`.
+
+        `inp` must be dense in memory.
+        """
         self._name_as(out, inp, self.frame.tensors[inp].view(self.frame.local_shape(out)))
 
     def _name_as(self, out: TensorView, inp: TensorView, seen: torch.Tensor) -> None:
-        """Defines `out` as a view of `inp` with the shape, strides and start of the view `seen`."""
+        """Defines `out` as a view of `inp`, with the shape, strides and first element of `seen`.
+
+        `seen` is a torch view of the tensor of `inp`.
+        """
         i = self.slot(inp)
         shift = int(seen.storage_offset()) - int(self.slots[i].storage_offset())
         shape, strides, itemsize = tuple(seen.shape), seen.stride(), seen.element_size()
         self._receiver.name(out, View(i, self.new_slot(out), shape, strides, shift, itemsize))
 
     def show_shards(self, op: SymmetricContiguousView) -> None:
-        """Maps the shards of all ranks as one tensor; waits until all ranks have called this."""
+        """Maps the shards of all ranks into this process as one tensor, the result of `op`.
+
+        Every rank must call this method, and waits until the others have called it.
+        """
         frame, machine, shape = self.frame, self.machine, self.frame.local_shape(op.out)
         i, o = self.slot(op.inp), self.new_slot(op.out)
         if self.is_dry:
@@ -452,7 +521,10 @@ class Execution:
 
     # ------------------------------------------------------------ work on the current stream
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
-        """Enqueues a call of `work`; each run passes its own tensors and numbers for `operands`."""
+        """Enqueues a call of the function `work` on the current stream.
+
+        In each run, `work` receives the run's own tensors and numbers for `operands`.
+        """
         reads = [self.argument(v) for v in operands]
 
         def call(slots: Slots) -> None:
@@ -469,9 +541,10 @@ class Execution:
         axis: int,
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
-        """Enqueues a copy of a part of `inp` into `out`.
+        """Enqueues a copy of a range of `inp` into `out`.
 
-        `bounds` returns the (start, length) of the part along `axis`, from the local shapes.
+        The range covers some indices of axis `axis`. `bounds` computes its (start, length) from the
+        shapes of this rank's shards.
         """
         i, o = self.slot(inp), self.slot(out)
 
@@ -481,7 +554,7 @@ class Execution:
         self._receiver.enqueue(lambda: make(self), generic=lambda: ((i, o), make))
 
     def launch(self, op: LaunchKernel) -> None:
-        """Enqueues the launch of the compiled kernel of the fusion `op.group`."""
+        """Enqueues a launch of the kernel that was compiled for the fusion `op.group`."""
         frame = self.frame
         for out in op.outs:
             if out not in frame.tensors:
@@ -505,9 +578,11 @@ class Execution:
     def _launch_step(
         self, op: LaunchKernel, given: list[Argument], results: list[torch.Tensor]
     ) -> Step:
-        """Returns the step that launches the kernel in later runs with operands of equal layouts.
+        """Returns the step that launches the kernel of `op` in later runs.
 
-        If the kernel cannot be fixed for all later runs, the step looks up the launch in each run.
+        `given` and `results` are the operands and results of the first run. Later runs have tensors
+        of equal shapes, strides and alignments. If the launch still depends on the run, the step
+        looks up the launch each time.
         """
         frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
         device = self.machine.device if self.is_dry else None
@@ -533,6 +608,12 @@ class Execution:
         return Action(launch)
 
     def _generic_launch(self, op: LaunchKernel) -> GenericStep | None:
+        """Returns (slots of the kernel's tensors, function that makes the launch for other input
+        sizes).
+
+        Returns None if the kernel's tensors lack axes, or if the kernel is no fused kernel. The
+        launch must then be made from real tensors.
+        """
         runner, device = self.machine.runner(op.group), self.machine.device
         if not isinstance(runner, FusedKernelExecutor) or any(dropped_axes(op, self.frame.program)):
             return None
@@ -557,9 +638,10 @@ class Execution:
         return operands, make
 
     def run_unit(self, op: PostOnStream) -> None:
-        """Enqueues the run of a host unit: a host program that one op runs on the current stream.
+        """Enqueues the run of `op.unit`, a separate host program that `op` runs on the current
+        stream.
 
-        The step allocates the results that have no buffer yet.
+        Before the run, the step allocates those results of `op` that have no buffer yet.
         """
         frame, machine = self.frame, self.machine
         makes: list[Closure] = []
@@ -592,10 +674,11 @@ class Execution:
         self._receiver.enqueue(make)
 
     def _compute(self, op: TensorOp) -> None:
-        """Makes the step by which torch computes a tensor op, or defines the result as a view.
+        """Makes the step in which torch computes the tensor op `op`.
 
-        Outputs that have buffers are computed into the buffers. Other results are views, or new
-        tensors of torch.
+        There are three cases. If the outputs have buffers, torch computes into the buffers. If the
+        result shares memory with the operand, the output becomes a view. Otherwise, the output is a
+        new tensor of torch.
         """
         frame, receiver = self.frame, self._receiver
         if isinstance(op, nodes.LibraryOp):
@@ -624,9 +707,10 @@ class Execution:
             receiver.results(op, found)
 
     def _view(self, op: TensorOp) -> tuple[View, MakeGeneric] | None:
-        """Returns the result of a view op as a `View`, and a function for the view of other sizes.
+        """Returns the result of a view op, such as a reshape, as a `View` of the operand's slot.
 
-        Returns None if only torch can decide whether the result is a view.
+        Also returns a function that makes the `View` for inputs of other sizes. Returns None if
+        only torch can decide whether the result shares memory with the operand.
         """
         (source, *_), tv = op.inputs, op.out_tensor
         assert isinstance(source, TensorView), f"{op.name} is a view of a tensor"
@@ -649,6 +733,9 @@ class Execution:
         return view._replace(out=o), lambda: ((i,), lambda sizes: make(sizes, o))
 
     def _multiply(self, op: nodes.Contraction) -> None:
+        """Enqueues the step in which torch computes the matrix product `op` into the output's
+        buffer.
+        """
         ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
 
         def make(sizes: InputSizes) -> Step | Closure:
@@ -661,6 +748,10 @@ class Execution:
         self._receiver.enqueue(lambda: make(self), generic=generic)
 
     def _write(self, op: TensorOp) -> None:
+        """Enqueues the step in which torch computes `op` into the buffers of its outputs.
+
+        Matrix products have a step of their own, which `_multiply` makes.
+        """
         row = NODES[type(op)]
         if row.into is None or row.may_return:
             self._receiver.may_make_results(op)
@@ -680,16 +771,22 @@ class Execution:
         )
 
     def computing(self, op: TensorOp) -> Callable[[Slots], list[torch.Tensor]]:
-        """Returns a function that computes the results of `op` with torch, from a run's slots."""
+        """Returns a function that computes `op` with torch, from the list of a run's values. The
+        function returns the results as a list of tensors.
+        """
         return computing(op, self.frame, self.operands(op), self.free_slots, self.machine)
 
     def operands(self, op: TensorOp) -> list[int | None]:
-        """Returns the slot of each operand of an op; the entry of a scalar operand is None."""
+        """Returns the slot of each operand of `op`; None for an operand that is a scalar."""
         return [self.slot(v) if isinstance(v, TensorView) else None for v in op.inputs]
 
     # ------------------------------------------------------------ communications
     def post(self, op: Communication, team: Team, root: int) -> None:
-        """Starts a collective among the ranks `team`; `root` is a global rank, -1 for no root."""
+        """Starts the collective `op` among the ranks of `team`, for example an allreduce.
+
+        `root` is the global rank that sends or receives all data, or -1 for a collective without a
+        root.
+        """
         self._announce(op)
         rank, work = self.rank, self._new_work(op.number)
         inp, out = self._held(op.inp), self._held(op.out)
@@ -710,7 +807,9 @@ class Execution:
         self._start(work, make, (lambda: (asks, lambda sizes: make())) if is_fixed else None)
 
     def permute(self, op: CollectivePermute, team: Team, to: int, source: int) -> None:
-        """Starts a permutation: this rank sends to rank `to` and receives from rank `source`."""
+        """Starts the `CollectivePermute` op: this rank sends to rank `to` and receives from rank
+        `source`.
+        """
         self._announce(op)
         rank, work = self.rank, self._new_work(op.number)
         inp, out = self.slot(op.inp), self._landing(op.out, work)
@@ -733,7 +832,11 @@ class Execution:
         self._start(work, make)
 
     def transfer(self, op: P2PCommunication, peer: int) -> None:
-        """Starts a send or a receive with rank `peer`, or adds it to the open group."""
+        """Starts the send or receive `op` with rank `peer`.
+
+        Inside `StartCoalescing` and `EndCoalescing`, the transfer is only added to the open group.
+        All transfers of the group start together.
+        """
         self._announce(op)
         i, group = self.slot(op.buffer), self._group
         work = _GROUPED if group is not None else self._new_work(op.number)
@@ -748,7 +851,10 @@ class Execution:
             group.append((op, i, peer, half))
 
     def open_group(self, op: Op) -> None:
-        """Opens a group of sends and receives; raises `ExecutionError` if a group is open."""
+        """Opens a group, to which the following sends and receives are added.
+
+        Raises `ExecutionError` if a group is open already, because groups cannot be nested.
+        """
         if self._group is not None:
             raise ExecutionError(
                 f"{op.name} inside another group: close the open group with EndCoalescing first"
@@ -756,7 +862,11 @@ class Execution:
         self._group = []
 
     def close_group(self, op: EndCoalescing) -> None:
-        """Starts the group's transfers; raises `ExecutionError` if no group is open."""
+        """Starts all sends and receives of the open group together.
+
+        A later `Wait` for the number of `op` waits for the whole group. Raises `ExecutionError` if
+        no group is open.
+        """
         if self._group is None:
             raise ExecutionError(f"{op.name} without StartCoalescing: no group is open")
         group, self._group = self._group, None
@@ -768,9 +878,10 @@ class Execution:
         self._exchange(op, group, work)
 
     def _exchange(self, op: P2PCommunication | EndCoalescing, group: list[Half], work: int) -> None:
-        """Starts the sends and receives of `group`, which may be empty or have one member.
+        """Starts the sends and receives of `group`, which may also be empty or have only one
+        member.
 
-        `work` is the slot that gets the handle for the `Wait`.
+        `work` is the slot for the communication handle on which the `Wait` op waits.
         """
         team, stream, receiver = self.machine.team, self.stream, self._receiver
 
@@ -804,7 +915,11 @@ class Execution:
         self._start(work, make)
 
     def wait(self, number: int) -> None:
-        """Makes the current stream wait for communication `number`, if this rank has started it."""
+        """Makes the current stream wait for the communication with this number.
+
+        Does nothing if this rank has not started the communication, because the rank is outside of
+        the communication's mesh.
+        """
         # A rank outside the communication's mesh has started nothing.
         work = self._slot.get(("work", number))
         if work is None:
@@ -839,9 +954,10 @@ class Execution:
         self._receiver.enqueue(lambda: join_and_wait)
 
     def _ready(self, work: int) -> Ready | None:
-        """Returns a predicate: whether the transfer in slot `work` is done, so no wait is needed.
+        """Returns a function that tests whether the transfer in slot `work` is done.
 
         Returns None unless the communication is a send or a receive outside a group.
+        `DelayedStreams` uses the test to run other streams while the transfer waits for its peer.
         """
         if work not in self._alone:
             return None
@@ -854,19 +970,20 @@ class Execution:
         return is_done
 
     def _new_work(self, number: int) -> int:
-        """Returns the slot for the handle of communication `number`, which starts now.
+        """Returns the slot for the handle of communication `number`, which is about to start.
 
-        If streams delay work, the slot is new, because an earlier communication with the same
-        number may not have been waited for yet.
+        If streams delay work, each start gets a new slot. The reason is that an earlier
+        communication with this number may not have been waited for yet.
         """
         name = "work", number
         return self.new_slot(name) if self.holds_work_back else self.slot(name)
 
     def _start(self, work: int, make: MakeStep, generic: MakeGeneric | None = None) -> None:
-        """Enqueues the step that starts a communication, and records an event after the step.
+        """Enqueues the step that starts a communication, and records a stream event after the step.
 
-        The event is needed only if the program switches streams. If the `Wait` is on another
-        stream, that stream waits for the event. `work` is the slot of the communication.
+        The `Wait` for the communication may be on another stream, which then waits for the event. A
+        program that never switches streams needs no event. `work` is the slot of the
+        communication's handle.
         """
         if not self.switches_streams:
             self._receiver.enqueue(make, generic=generic)
@@ -879,14 +996,16 @@ class Execution:
         self._receiver.enqueue(make, after=note)
 
     def _held(self, tv: TensorView) -> int:
-        """Returns the slot of this rank's shard of a tensor; -1 if the rank has no shard."""
+        """Returns the slot of this rank's shard of `tv`; -1 if the rank has no shard of `tv`."""
         return self.slot(tv) if self.frame.is_mine(tv) else -1
 
     def _landing(self, tv: TensorView, work: int) -> int:
-        """Returns the slot of the buffer into which communication `work` receives `tv`.
+        """Returns the slot of the buffer that receives the data of a communication for `tv`.
 
-        If streams delay work, the buffer is temporary and the `Wait` copies the buffer to `tv`.
-        A program that reads `tv` before the `Wait` then computes a wrong result, so tests see it.
+        Usually this is the buffer of `tv`. If streams delay work (for tests), it is a temporary
+        buffer, and the `Wait` copies the data to `tv`. A program that reads `tv` before the `Wait`
+        then computes a wrong result, so a test finds the missing wait. `work` is the slot of the
+        communication's handle.
         """
         i = self.slot(tv)
         if not self.holds_work_back:
@@ -898,7 +1017,12 @@ class Execution:
         return len(self.slots) - 1
 
     def _announce(self, op: StartsCommunication) -> None:
-        """Writes a line for a communication in each run, if `FUSER_DUMP=communication` is set."""
+        """Makes each run write a dump line for the communication `op`, if the user asked for that
+        dump.
+
+        The dump is `FUSER_DUMP=communication`. CUDA graphs cannot write lines, so the run is kept
+        out of graphs.
+        """
         announce = None if self.is_dry else announcer(op, self.machine)
         if announce is None:
             return
@@ -911,7 +1035,7 @@ class Execution:
 
     # ------------------------------------------------------------ streams
     def enter(self, stream: Stream) -> None:
-        """Makes `stream` the current stream, on which the steps that follow run."""
+        """Makes `stream` the current stream, on which the following steps run."""
         enter, captured = self.machine.streams.enter, self._captured_slot(stream)
         if captured is None:
             handle = self.stream = self.frame.stream(stream)
@@ -921,7 +1045,9 @@ class Execution:
             self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
-        """Stores the current stream under the name of `stream`, so that the program can return."""
+        """Stores the current stream under the name of `stream`, so that the program can return to
+        it later.
+        """
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
         self._captured[stream.name] = self.stream
 
@@ -931,7 +1057,7 @@ class Execution:
         self._receiver.run_now(capture)
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all work enqueued so far on `stream`."""
+        """Makes the current stream wait for all work that has been enqueued on `stream` so far."""
         join, captured = self.machine.streams.join, self._captured_slot(stream)
         if captured is None:
             handle = self.frame.stream(stream)
@@ -940,9 +1066,11 @@ class Execution:
             self._receiver.run_now(lambda slots: join(slots[captured]))
 
     def _captured_slot(self, stream: Stream) -> int | None:
-        """Returns the slot of a stream that this program captured; None for any other stream.
+        """Returns the slot in which this program has stored the stream that it captured as
+        `stream`.
 
-        The stream is read from the slot because each run may begin on another stream.
+        Returns None for any other stream. Each run reads the stream from the slot, because runs may
+        begin on different streams.
         """
         if stream.index is not None or stream.name not in self._captured:
             return None
@@ -954,13 +1082,14 @@ _GROUPED = -1
 
 
 class Immediate:
-    """The receiver that runs each step immediately.
+    """A receiver that runs each step of a program at once, and records nothing.
 
-    In a dry run, this receiver only makes buffers and views, without contents. If streams delay
-    work, `enqueue` submits the step to the stream, which runs the step later.
+    In a dry run, the class only makes buffers and views, without contents. If streams delay work,
+    each step is submitted to the current stream, which runs the step later.
     """
 
     def __init__(self, execution: Execution) -> None:
+        """Prepares a receiver for the steps of `execution`, whose slots and frame it shares."""
         self._execution, self._frame = execution, execution.frame
         self._machine, self._slots = execution.machine, execution.slots
         self._is_dry, self._holds_work_back = execution.is_dry, execution.holds_work_back
@@ -978,14 +1107,18 @@ class Immediate:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Makes the step and runs or submits the step as `take` does; does nothing in a dry run."""
+        """Makes the step and runs it on the current stream. Does nothing in a dry run.
+
+        If streams delay work, the step is submitted to the stream and runs later.
+        """
         if not self._is_dry:
             self.take(make(), after, ready)
 
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
-        """Runs a step on the current stream; if streams delay work, submits the step instead.
+        """Runs the step `made` on the current stream, and then calls `after`.
 
-        Then calls `after`. A stream that delays work runs the step only once `ready()` is true.
+        If streams delay work, the step is submitted instead. The stream then runs the step only
+        when `ready()` is true, that is, when the step would not wait for another rank.
         """
         if isinstance(made, TwoPhaseStep):
             run = made.first
@@ -1005,19 +1138,23 @@ class Immediate:
             after(self._slots)
 
     def run_now(self, run: Closure) -> None:
-        """Calls `run` on the slots; does nothing in a dry run."""
+        """Calls `run` on the list of this run's values. Does nothing in a dry run."""
         if not self._is_dry:
             run(self._slots)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Makes the view and stores it as the tensor of `out`, in the frame and in the slot."""
+        """Makes the torch view `view`, and stores it as the tensor of `out`."""
         slots = self._slots
         slots[view.out] = self._frame.tensors[out] = view.of(slots[view.source])
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Allocates the buffer and stores it as the tensor of `tv`, in the frame and in `slot`."""
+        """Allocates a buffer of this shape, and stores it as the tensor of `tv` in `slot`.
+
+        If streams delay work, the new buffer is filled with NaN, so that a read before the first
+        write shows in the results.
+        """
         frame = self._frame
         made = new_buffer(frame.program, tv, shape, frame.machine.device, frame.symmetric(tv))
         self._slots[slot] = frame.tensors[tv] = made.zero_() if is_cleared else made
@@ -1026,7 +1163,11 @@ class Immediate:
             poison(made)
 
     def deallocate(self, tv: TensorView) -> None:
-        """Drops the buffer of `tv`; for a view of ranks' shards, first waits for all ranks."""
+        """Drops the buffer of `tv`, so that torch can reuse the memory.
+
+        If `tv` is a view of all ranks' shards, this rank first waits until all ranks have finished
+        with the view.
+        """
         frame, execution = self._frame, self._execution
         buffer, view = frame.tensors.pop(tv), frame.storage.views.get(tv)
         if view is not None:
@@ -1038,9 +1179,10 @@ class Immediate:
             frame.submit(partial(poison, buffer))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Stores the results `found` as the tensors of the op's outputs.
+        """Stores the tensors `found`, which torch has computed, as the outputs of `op`.
 
-        If streams delay work, the stream computes the values again, into new tensors.
+        If streams delay work, `found` only shows the shapes. The stream then computes the values
+        again, into new tensors, when the stream runs.
         """
         execution, frame = self._execution, self._frame
         if self._holds_work_back and not all(_shares(r, op, frame) for r in found):
@@ -1057,26 +1199,35 @@ class Immediate:
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Does nothing, because this receiver records no plan for later runs."""
+        """Does nothing, because this receiver records no plan in which torch's results could
+        replace buffers.
+        """
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend `name` of this rank."""
+        """Returns this rank's backend with the given name, such as "NCCL". The op does not matter
+        here.
+        """
         return self._machine.backend(name)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Does nothing, because this receiver records no plan that a CUDA graph could replay."""
+        """Does nothing, because this receiver records no plan that a CUDA graph could repeat."""
 
 
 def poison(buffer: torch.Tensor) -> None:
-    """Fills a buffer with NaN, or with 85 for integers, so that a wrong read shows in results."""
+    """Fills `buffer` with NaN, or with 85 if the dtype has no NaN.
+
+    Tests call this function on memory that the program must not read, so that a wrong read shows in
+    the results.
+    """
     buffer.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 85)
 
 
 def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int, int]) -> Closure:
     """Returns a function that copies a part of one slot's tensor into another slot's tensor.
 
-    `slots` is (source, target), `at` is (start, length) of the part along `axis`, and `like` is a
-    tensor with the layout of the target.
+    - `like`: a tensor with the layout of the target, which decides how torch copies.
+    - `slots`: (source slot, target slot).
+    - `at`: (start, length) of the copied part along `axis` of the source.
     """
     (inp, out), (start, length), put = slots, at, writer(like)
 
@@ -1087,15 +1238,18 @@ def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int
 
 
 def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
-    """Returns the extents of a rank's shard, as scalars; see `Frame.local_shape` for numbers."""
+    """Returns the shape of a rank's shard of `tv`, as symbolic scalars. `Frame.local_shape` returns
+    numbers.
+    """
     return local_extents(tv) if tv.domain.has_devices else tv.shape()
 
 
 def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
-    """Inserts axes of extent 1 into those operands and results that lack axes of the kernel.
+    """Inserts axes of extent 1 into the kernel's tensors that lack them.
 
-    A tensor lacks the axes along which `HirAliasSelect` selected one element. `dropped` has these
-    axes by the index of the operand and of the result. The lists are changed in place.
+    A tensor lacks an axis if `HirAliasSelect` has selected one element along that axis, but the
+    kernel was compiled with the axis. `operands` is (operands, results), two lists that are changed
+    in place. `dropped` has the missing axes of each tensor.
     """
     for values, axes in zip(operands, dropped, strict=True):
         for k, gone in axes.items():
@@ -1104,7 +1258,7 @@ def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
 
 
 def _shows(after: torch.Tensor, source: TensorView, frame: Frame) -> bool:
-    """Whether torch's result `after` is a view of the operand `source`.
+    """Whether `after`, a result of torch, is a view of the memory of the operand `source`.
 
     A plan can then make the result as a `View`, without a call of torch's function.
     """
@@ -1113,13 +1267,16 @@ def _shows(after: torch.Tensor, source: TensorView, frame: Frame) -> bool:
 
 
 def _shares(result: torch.Tensor, op: TensorOp, frame: Frame) -> bool:
-    """Whether `result` shares memory with the first operand of `op`."""
+    """Whether `result` is stored in the same memory as the first operand of `op`."""
     source = op.inputs[0] if op.inputs else None
     return isinstance(source, TensorView) and share_storage(result, frame.tensors[source])
 
 
 def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
-    """Returns `view` with the strides that the user declared for `tv`, and without gradient."""
+    """Returns `view` as a program output: detached from autograd, and with the strides of `tv`.
+
+    The user may have declared these strides with `stride_order`. No data is copied.
+    """
     view = without_gradient(view)
     strides = viewed_strides(tv, view.shape, view.stride())
     return view if strides == view.stride() else view.as_strided(view.shape, strides)
@@ -1130,10 +1287,10 @@ def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
 
 
 def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
-    """Returns the input scalars whose value may differ between runs of one plan.
+    """Returns the input scalars whose value may differ between the runs that repeat one plan.
 
-    These are the scalars that are not integers and the integers at the positions `free`, on which
-    no size depends.
+    These are the scalars that are no integers, and the integers on which no size depends. The set
+    `free` has the positions of the latter among the program's inputs.
     """
     inputs = frame.program.inputs
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
@@ -1141,17 +1298,20 @@ def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
 
 
 def changes(value: Scalar, free: Sequence[Symbol]) -> bool:
-    """Whether a scalar depends on any of the symbols `free`, which may change between runs."""
+    """Whether the scalar `value` depends on one of the input scalars `free`, which may change
+    between runs of one plan.
+    """
     return any(s in free for s in sc.symbols(value))
 
 
 def reader(
     value: Scalar, places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], Argument]:
-    """Returns a function that computes the scalar `value` from the slots of a run.
+    """Returns a function that computes the scalar `value` from the list of a run's values.
 
-    `places` has the slots of the input scalars, and `free` the input scalars that may change
-    between runs of one plan. A scalar that cannot change is computed once, from `frame`.
+    - `places`: the slots of the program's input scalars.
+    - `free`: the input scalars that may change between runs of one plan.
+    - `frame`: the first run. If `value` cannot change, the value in `frame` is used in all runs.
     """
     if isinstance(value, Symbol) and value in places:
         i = places[value]
@@ -1170,9 +1330,10 @@ def reader(
 def numbers_reader(
     scalars: Sequence[Scalar], places: Mapping[Symbol, int], free: Sequence[Symbol], frame: Frame
 ) -> Callable[[Slots], list[Number]] | None:
-    """Returns a function that computes `scalars` in a run; None if no scalar changes between runs.
+    """Returns a function that computes several scalars from the list of a run's values.
 
-    The parameters are those of `reader`.
+    Returns None if no scalar changes between runs of one plan. See `reader` for `places`, `free`
+    and `frame`.
     """
     if not any(changes(v, free) for v in scalars):
         return None
@@ -1185,11 +1346,12 @@ def numbers_reader(
 
 
 class Posting(NamedTuple):
-    """A collective with the slots of its buffers.
+    """A collective of a recorded program, with the slots of its buffers.
 
-    `inp` and `out` are the slots of operand and result; a slot is -1 if this rank has no such
-    buffer. `work` is the slot of the handle that a `Wait` waits for. `stream` is the raw handle of
-    a stream, or None for the stream on which runs begin.
+    - `call`: the op, this rank, the participating ranks, the backend and the root.
+    - `inp`, `out`: the slots of operand and result, or -1 if this rank has no such buffer.
+    - `work`: the slot for the communication handle on which the `Wait` op waits.
+    - `stream`: the raw handle of a stream, or None for the stream on which runs begin.
     """
 
     call: CommunicationCall
@@ -1199,23 +1361,34 @@ class Posting(NamedTuple):
     stream: int | None
 
     def post(self, slots: Slots) -> None:
-        """Starts the collective through its backend, with the tensors in `slots`."""
+        """Starts the collective through its backend, on the buffers in a run's list of values."""
         inp, out = self.held(slots)
         slots[self.work] = post(self.call, inp, out)
 
     def two_phase_step(self) -> TwoPhaseStep:
-        """Returns the step that starts the collective in a first run and in later runs."""
+        """Returns the step that starts the collective.
+
+        The first run starts the collective normally. Afterwards the backend prepares a faster
+        start, which later runs use.
+        """
         text = collective_text(self.inp, self.out)
         return TwoPhaseStep(self.post, lambda slots: self.step(*self.held(slots)), text)
 
     def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
-        """Returns the step of later runs, for buffers with the layouts of `inp` and `out`."""
+        """Returns the step that starts the collective in later runs.
+
+        `inp` and `out` are the buffers of the first run; later runs have buffers with equal
+        layouts. If the backend can prepare no faster start, the step is the same as in the first
+        run.
+        """
         bound = bind_post(self.call, inp, out)
         if bound is None:
             return Action(self.post)
         return CollectiveStep(bound, self.inp, self.out, self.work, self.stream)
 
     def held(self, slots: Slots) -> tuple[PostedBuffer, PostedBuffer]:
-        """Returns a run's buffers (operand, result); None for a buffer that this rank lacks."""
+        """Returns the operand and the result of a run; None for a buffer that this rank does not
+        have.
+        """
         inp = slots[self.inp] if self.inp >= 0 else None
         return inp, slots[self.out] if self.out >= 0 else None
