@@ -1,8 +1,9 @@
-"""The plan: the recorded steps of a program, which every run of an input class replays.
+"""The plan: the recorded steps of a program, which later runs repeat for inputs of one input class.
 
-    Plan -- bind(buffer, arena) --> BoundPlan: closures with fixed addresses of intermediates
+    Plan -- bind(buffer, arena) --> BoundPlan: functions with fixed addresses of intermediates
 
-The second half of the file has the memory of intermediates: arenas, and the pools that programs
+An input class is a set of inputs with equal shapes, strides, dtypes and alignments. The second half
+of the file manages the memory of intermediates: arenas, and the pools of arenas that programs
 share.
 """
 
@@ -43,20 +44,28 @@ from multidevice.transports.base.protocol import STEP_BY_STEP, Backend, Vote
 
 
 class Dropped(Protocol):
-    """An object with a `drop` method that releases its memory; compiled runners have one."""
+    """An object that holds memory for a plan, and frees the memory when `drop` is called.
+
+    The compiled runners, C functions that repeat whole runs, are such objects.
+    """
 
     def drop(self) -> None:
-        """Releases memory and graphs; the object is not used afterwards."""
+        """Frees the memory and the CUDA graphs of this object, which is not used afterwards."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class BoundPlan:
-    """A plan bound to an arena and a stream: the plan's steps as closures, for one run at a time.
+    """The steps of a plan as functions, bound to one stream and to one arena.
 
+    An arena is the memory of intermediates, so their addresses are fixed. A bound plan serves one
+    run at a time.
+
+    - `made`: by slot, the allocations of buffers that are still used after a run, such as outputs.
+      Those that a step allocates are not included.
     - `rest`: the initial values of the slots after the inputs. A slot in the arena has its tensor,
       and every other slot has None.
-    - `kept`: objects that the closures need as long as the closures exist.
+    - `kept`: objects that must live as long as the functions.
     """
 
     # By slot, the allocations of buffers that outlive a run, without those that steps allocate.
@@ -74,24 +83,31 @@ class BoundPlan:
     runners: list[Dropped] = field(default_factory=list["Dropped"])
 
     def release(self) -> None:
-        """Drops the compiled runners, because the memory no longer belongs to this plan."""
+        """Drops the compiled runners of this plan, because they use memory that now belongs to
+        other plans.
+        """
         for runner in self.runners:
             runner.drop()
         self.runners.clear()
 
     @cached_property
     def makes(self) -> tuple[Closure, ...]:
-        """The functions that allocate the buffers `made`, in order of allocation."""
+        """The functions that allocate a run's outputs and other lasting buffers, in order of
+        allocation.
+        """
         return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:
-        """Returns the op that a closure carries out; None for a closure without an op."""
+        """Returns the op of the program that the function `closure` carries out; None if there is
+        no op.
+        """
         return self.ops[self.closures.index(closure)]
 
     def explain(self, error: BaseException, closure: Closure | None) -> NoReturn:
-        """Raises `error` with the name of the op that `closure` carries out and the user's line.
+        """Raises `error`, after adding the op that was running and the user's source line.
 
-        If `closure` is None, the error occurred in a CUDA graph, and no op is added.
+        `closure` is the function of that op's step. None means that a CUDA graph was running, so
+        the op is unknown and is not added.
         """
         explained = _explained(error, None if closure is None else self.op(closure))
         if explained is error:
@@ -101,7 +117,9 @@ class BoundPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The recorded steps, slots and buffers of a program, for the inputs of one input class.
+    """The recorded steps, slots and buffers of a program, for inputs of equal layouts.
+
+    A slot is a position in the list of a run's values.
 
     - `inputs`: the number of inputs, which are in the first slots; `size`: the number of slots.
     - `outputs`: the slots of the outputs.
@@ -143,25 +161,28 @@ class Plan:
     after_first_run: Callable[[], Plan] | None = None
 
     def describe(self) -> list[str]:
-        """Returns a line per step: the op, the kind of step and the number of operands.
+        """Returns one line of text per recorded step, such as `LaunchKernel: Launch of 3`.
 
-        An example is `LaunchKernel: Launch of 3`. The line of a step without an op has no op name.
+        A line has the name of the op, the kind of step and the number of tensors. The line of a
+        step without an op has no op name.
         """
         return [str(step) if op is None else f"{op.name}: {step}" for step, op in self.steps]
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` bytes for intermediates on the current stream.
+        """Allocates `nbytes` bytes for the intermediates of this plan, on the current stream.
 
-        Raises torch's error if there is not enough memory.
+        The memory can be mapped by other ranks if some intermediate requires that. Raises torch's
+        error if there is not enough memory.
         """
         if self.symmetric is not None:
             return self.symmetric(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
-        """Returns closures of the steps, for the stream of `arena` and addresses in `buffer`.
+        """Binds each recorded step to the stream of `arena`, and to addresses in `buffer`.
 
-        `buffer` is the memory of the arena, in which the intermediates are stored.
+        `buffer` is the memory of the arena, where the intermediates of a run are stored. Returns
+        the bound steps as functions.
         """
         stream = arena.stream
         fixed = views_of(self.blocks, buffer)
@@ -189,7 +210,10 @@ class Plan:
         return BoundPlan(made, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
 
     def graphs(self) -> list[str]:
-        """Returns a line per stream on which the plan has run: the graphs, or why none exist."""
+        """Returns one line of text per stream on which the plan has run.
+
+        The line describes the captured CUDA graphs, or says why there are none.
+        """
         if self.why_not:
             return [f"not captured: {self.why_not}"]
         return [
@@ -200,9 +224,9 @@ class Plan:
         ]
 
     def reserve(self) -> None:
-        """Allocates the memory of intermediates before the first run.
+        """Allocates the memory for the intermediates of a run, before the first run.
 
-        Raises torch's error if there is not enough memory.
+        A lack of memory is then found early: this method raises torch's error.
         """
         arena = self.arenas.take(self.current_stream(), self)
         try:
@@ -212,10 +236,10 @@ class Plan:
             self.arenas.give(arena)
 
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Runs the steps on these inputs and returns the visible outputs.
+        """Repeats the recorded steps on these inputs, and returns the program's visible outputs.
 
-        A CUDA graph replaces the steps if one fits. Raises `ExecutionError` with the op and the
-        user's line if torch fails in a step.
+        If there is a CUDA graph for these inputs, the graph is launched instead of the steps.
+        Raises `ExecutionError` with the op and the user's line if torch fails in a step.
         """
         if self.current_device is not None and self.current_device() != self.device.index:
             with on_device(self.device):
@@ -262,10 +286,10 @@ class Plan:
 
 
 def _explained(error: BaseException, op: Op | None) -> BaseException:
-    """Returns the error to raise when a run fails with `error` in `op`.
+    """Returns the error to raise after a run has failed with `error`.
 
-    An error of torch is replaced by one with the op and the user's line. If `op` is None, no op was
-    running.
+    An error of torch is replaced by an error with the op and the user's line. `op` is the op that
+    was running; None if the run failed outside of any op.
     """
     if isinstance(error, FuserError) or not isinstance(error, Exception):
         return error
@@ -302,27 +326,32 @@ MIN_SHRINK_NBYTES = 64 << 20
 
 
 def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Returns, by slot, the tensors of `blocks` as views of `arena`, a uint8 tensor."""
+    """Returns, by slot, the tensors of several buffers in one arena.
+
+    `blocks` describes the buffers. `arena` is the memory of the arena, a uint8 tensor.
+    """
     typed = {dtype: arena.view(dtype) for dtype in {b.dtype for b in blocks}}
     return {b.slot: b.view(typed[b.dtype]) for b in blocks}
 
 
 def with_room(nbytes: int) -> int:
-    """Returns the size of the buffer to allocate for a plan that needs `nbytes`.
+    """Returns how many bytes to allocate for the intermediates of a plan that needs `nbytes`.
 
-    The buffer is up to a fourth larger than needed, but by less than MAX_ROOM_NBYTES. Somewhat
-    larger inputs of a program then fit, too, and no plan has to be bound again.
+    The result is up to a fourth larger than `nbytes`, but by less than MAX_ROOM_NBYTES. Inputs that
+    are somewhat larger can then use the same memory, and no plan must be bound to new addresses.
     """
     step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
     return -(-nbytes // step) * step
 
 
 def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
-    """Places blocks (lifetime, bytes), in order of allocation; returns (offsets, total bytes).
+    """Chooses the offset of each buffer in an arena, so that buffers which are not used at once can
+    share bytes.
 
-    Each block gets the lowest range of bytes that is large enough and is no longer used by earlier
-    blocks. An earlier block on another stream is no longer used if the program's waits order the
-    end of that block before the new allocation.
+    `blocks` has (lifetime, bytes) of each buffer, in order of allocation. Each buffer gets the
+    lowest range of bytes that is large enough and that earlier buffers no longer use. A buffer on
+    another stream counts as used until the program's waits order its end before the new allocation.
+    Returns (offsets, total bytes).
     """
     ends = [lifetime.end for lifetime, _ in blocks]
     # Lifetimes are compared lazily: of thousands of blocks, only those that compete for a gap.
@@ -331,18 +360,23 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
 
 
 class IsOver(Protocol):
-    """A table that says which earlier blocks have ended, indexed in the order of allocation."""
+    """For a buffer that begins: says of each earlier buffer whether its lifetime has ended.
+
+    Buffers are numbered in order of allocation. A list of bools can serve as such an object.
+    """
 
     def __getitem__(self, owner: int, /) -> bool:
-        """Whether block number `owner` has ended."""
+        """Whether the lifetime of buffer number `owner` has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """Answers, for one block with the clock `begin`, which earlier blocks have ended by then.
+    """For a buffer that begins at the clock `begin`: says of each earlier buffer whether it has
+    ended.
 
-    `ends` has the end of each block. Each answer is computed on request.
+    `ends` has the end of each buffer's lifetime. Answers are computed only when they are needed,
+    because few of thousands of buffers compete for the same bytes.
     """
 
     begin: Clock
@@ -354,7 +388,10 @@ class _Over:
 
 
 def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
-    """Returns a table: `table[k][i]` is whether lifetime `i` has ended when lifetime `k` begins."""
+    """Returns a table that says which buffers have ended when another buffer begins.
+
+    `table[k][i]` is whether lifetime `i` has ended when lifetime `k` begins, for `i < k`.
+    """
     ends = [lifetime.end for lifetime in lifetimes]
     return [
         [lifetime.begin.get(stream, 0) >= tick for stream, tick in ends[:k]]
@@ -363,9 +400,11 @@ def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
 
 
 def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Places blocks of these sizes as `first_fit` does; returns (offsets, total bytes).
+    """Chooses the offset of each buffer in an arena, as `first_fit` does; returns (offsets, total
+    bytes).
 
-    The `k`-th entry of `after` says which earlier blocks have ended when block `k` begins.
+    `sizes` are in bytes, in order of allocation. The `k`-th entry of `after` says which earlier
+    buffers have ended when buffer `k` begins.
     """
     offsets: list[int] = []
     # The latest block in each range of bytes: (begin, end, index of the block), without gaps. A
@@ -390,13 +429,13 @@ def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Arena:
-    """The buffer for the intermediates of runs on one stream of one device.
+    """The memory for the intermediates of all programs that run on one stream of one device.
 
-    The runs of all programs on this stream use the buffer, one run at a time.
+    The runs on this stream use the memory one after another.
     """
 
     def __init__(self, device: torch.device, stream: int, *, is_captured: bool = False) -> None:
-        """`stream` is a raw handle.
+        """Prepares an arena without memory, for the stream with the raw handle `stream`.
 
         If `is_captured`, the arena is for one run only, which the caller captures in a CUDA graph.
         """
@@ -410,9 +449,9 @@ class Arena:
         self._graphs: GraphMaker | None = None
 
     def graphs(self) -> GraphMaker:
-        """Returns the object that captures runs in this arena as graphs, and makes it at first use.
+        """Returns the object that captures runs in this arena as CUDA graphs.
 
-        Raises `KernelError` if the device's graphs cannot be made.
+        The object is made at the first call. Raises `KernelError` if the device cannot make graphs.
         """
         if self._graphs is None:
             self._graphs = MAKERS[self._device.type](self._device)
@@ -420,13 +459,14 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """The size of the buffer in bytes."""
+        """The size of the arena's memory in bytes."""
         return 0 if self._buffer is None else self._buffer.numel()
 
     def bind(self, plan: Plan) -> BoundPlan:
-        """Binds a plan to this arena, after allocating a larger buffer if the plan needs one.
+        """Binds the steps of `plan` to addresses in this arena.
 
-        A new buffer drops the bindings of all other plans.
+        If the plan needs more memory than the arena has, new memory is allocated. The old addresses
+        are then invalid, so the bindings of all other plans are dropped.
         """
         with lasting():
             is_mapped = plan.symmetric is not None
@@ -443,32 +483,40 @@ class Arena:
         return found
 
     def release(self, plan: Plan) -> None:
-        """Drops the binding of a plan to this arena, and the plan's CUDA graphs for this arena."""
+        """Drops the steps of `plan` that are bound to this arena, with their CUDA graphs."""
         if (bound := self.bound.pop(plan, None)) is not None:
             bound.release()
 
     def abandon(self) -> None:
-        """Drops all bindings, because after an error running work may still write to the buffer."""
+        """Drops the bound steps of all plans after an error, because work on the device may still
+        be running and write to this memory.
+        """
         for plan in list(self.bound):
             self.release(plan)
 
     def clear(self) -> None:
-        """Frees the buffer and drops all bindings; call it only while no run uses the arena."""
+        """Frees the memory of this arena, and drops the bound steps of all plans.
+
+        Call this method only while no run uses the arena.
+        """
         self.abandon()
         self._buffer = None
 
     def is_too_large(self) -> bool:
-        """Whether the buffer is much larger than the plans bound to this arena need."""
+        """Whether the arena's memory is much larger than its plans need, or no plan uses the
+        arena.
+        """
         needed = with_room(max((plan.nbytes for plan in list(self.bound)), default=0))
         return not self.bound or self.nbytes - needed >= max(needed, MIN_SHRINK_NBYTES)
 
 
 class Pool:
-    """The arenas of one device; `spare` has, by raw stream handle, the arenas that no run uses now.
+    """The arenas (memory of intermediates) of one device.
 
-    A run takes a spare arena and returns the arena at the end of the run. A concurrent or nested
-    run takes another arena. There are at most as many arenas as there were concurrent runs,
-    whatever the number of programs. Each arena is as large as its largest run needs.
+    A run takes an arena of its stream, and returns the arena when the run ends. A concurrent or
+    nested run takes another arena. The number of arenas therefore depends on the concurrent runs,
+    not on the number of programs. `spare` has the arenas that no run uses now, by raw stream
+    handle.
     """
 
     def __init__(self) -> None:
@@ -476,14 +524,17 @@ class Pool:
         self.spare: dict[int, list[Arena]] = {}
 
     def make(self, device: torch.device, stream: int) -> Arena:
-        """Makes a new arena for a stream; the arena is not spare until a run returns it."""
+        """Makes a new arena without memory for the run that has asked for one.
+
+        When that run ends, it adds the arena to the spare arenas of `stream`, a raw handle.
+        """
         self.spare.setdefault(stream, [])
         arena = Arena(device, stream)
         self.arenas.add(arena)
         return arena
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Exchanges `arena` for a spare arena of the same stream to which `plan` is bound.
+        """Exchanges `arena` for a spare arena of the same stream to which `plan` is bound already.
 
         Returns `arena` itself if `plan` is bound to no spare arena of the stream.
         """
@@ -497,26 +548,27 @@ class Pool:
         return arena
 
     def all_spare(self) -> list[Arena]:
-        """Returns the arenas that no run uses now."""
+        """Returns all arenas, of all streams, that no run uses now."""
         return [arena for arenas in list(self.spare.values()) for arena in list(arenas)]
 
     def drop(self, arena: Arena) -> None:
-        """Frees the buffer of an arena; does nothing if a run uses the arena."""
+        """Frees the memory of `arena`. Does nothing if a run uses the arena."""
         with suppress(ValueError):
             self.spare.get(arena.stream, []).remove(arena)
             arena.clear()
 
     def of(self, owner: object) -> list[Arena]:
-        """Returns the arenas to which plans of one evaluator are bound.
+        """Returns the arenas that have bound plans of one evaluator.
 
-        `owner` is the `Arenas.owner` of the evaluator.
+        `owner` is the object that identifies the evaluator (`Arenas.owner`).
         """
         return [a for a in list(self.arenas) if any(p.arenas.owner is owner for p in list(a.bound))]
 
     def leave(self, owner: object) -> None:
-        """Drops the bindings of an evaluator that no longer exists; `owner` is its `Arenas.owner`.
+        """Drops the bound plans of an evaluator that no longer exists.
 
-        Also frees each buffer that no other program needs or that is now far too large.
+        `owner` is the object that identifies the evaluator (`Arenas.owner`). Memory that no other
+        program needs is freed, and so is memory that is now far too large.
         """
         for arena in self.of(owner):
             for plan in list(arena.bound):
@@ -527,7 +579,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """The size of all buffers in bytes."""
+        """The memory of all arenas of this pool, in bytes."""
         return sum(arena.nbytes for arena in list(self.arenas))
 
 
@@ -538,17 +590,19 @@ _POOLS_OF_RANKS: WeakKeyDictionary[object, dict[torch.device, Pool]] = WeakKeyDi
 
 
 def shared_pools(rank: object | None) -> dict[torch.device, Pool]:
-    """Returns the pools, by device, that programs of one simulated rank share.
+    """Returns the pools, one per device, in which programs share the memory of intermediates.
 
-    If `rank` is None, returns the pools that all programs of this process share.
+    All programs of a process share pools. With simulated ranks, the programs of each rank share
+    pools, and `rank` identifies the rank.
     """
     return _POOLS if rank is None else _POOLS_OF_RANKS.setdefault(rank, {})
 
 
 class Arenas:
-    """The access of one evaluator to the arenas of one device, which are in a pool.
+    """The arenas (memory of intermediates) that the plans of one evaluator use, on one device.
 
-    Two kinds of arenas are not returned to the pool after a run:
+    The arenas are in a pool, which other evaluators may share. Two kinds of arenas are not returned
+    to the pool after a run:
 
     - The arena of a failed run, because running work may still write to the arena.
     - The arena of a run that the caller captures in a CUDA graph. The buffer is in the graph's
@@ -561,10 +615,9 @@ class Arenas:
         why_not: str = "",
         pools: dict[torch.device, Pool] | None = None,
     ) -> None:
-        """`why_not` is the reason why no CUDA graph may replay runs; "" if one may.
+        """Uses the pool of `device` in `pools`, or a new pool of this evaluator if `pools` is None.
 
-        `pools` are the pools, by device, that evaluators share. If `pools` is None, this evaluator
-        gets its own pool.
+        `why_not` is the reason why no CUDA graph may repeat the evaluator's runs; "" if graphs may.
         """
         self.device = device
         self.why_not = why_not
@@ -576,9 +629,10 @@ class Arenas:
         self.owner = object()
 
     def take(self, stream: int, plan: Plan | None = None) -> Arena:
-        """Takes an arena for a run that begins on `stream`, a raw handle; `give` returns the arena.
+        """Takes an arena (memory of intermediates) for a run that begins on `stream`, a raw handle.
 
-        Prefers an arena to which `plan` is already bound. Makes a new arena if none is spare.
+        `give` returns the arena after the run. An arena to which `plan` is bound already is
+        preferred. If no arena is spare, a new one is made.
         """
         if self._is_capturing is not None and self._is_capturing(stream):
             return Arena(self.device, stream, is_captured=True)
@@ -589,33 +643,41 @@ class Arenas:
         return arena if plan is None else self.exchange(arena, plan)
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Exchanges a taken arena for a spare arena to which `plan` is bound, if one exists."""
+        """Exchanges `arena`, which a run has taken, for a spare arena to which `plan` is bound
+        already.
+
+        Returns `arena` itself if there is no such arena.
+        """
         if arena.is_captured or plan in arena.bound:
             return arena
         return self.pool.exchange(arena, plan)
 
     def give(self, arena: Arena) -> None:
-        """Gives `arena` back to the pool after a run, so that later runs can take the arena."""
+        """Returns `arena` to the pool after a run, so that later runs can take the arena."""
         if not arena.is_captured:
             spare = self._spare[arena.stream]
             if len(spare) < MAX_SPARE:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Returns the list of a stream's spare arenas; `take` takes the last one."""
+        """Returns the list of those arenas of `stream` that no run uses now. `take` takes the last
+        one.
+        """
         return self.pool.spare.setdefault(stream, [])
 
     def bound(self, plan: Plan) -> list[BoundPlan]:
-        """Returns the bindings of a plan to arenas that no run uses now."""
+        """Returns the bound steps of `plan`, one object per arena that no run uses now."""
         return [arena.bound[plan] for arena in self.pool.all_spare() if plan in arena.bound]
 
     def forget(self, plan: Plan) -> None:
-        """Drops the bindings to all spare arenas of a plan that will hardly run again."""
+        """Drops the bound steps of a plan that will hardly run again, in all arenas that no run
+        uses now.
+        """
         for arena in self.pool.all_spare():
             arena.release(plan)
 
     def arenas(self) -> list[Arena]:
-        """Returns the arenas to which plans of this evaluator are bound."""
+        """Returns the arenas that have bound plans of this evaluator."""
         return self.pool.of(self.owner)
 
 
@@ -642,12 +704,16 @@ class Memory:
 
 
 def _bytes_text(nbytes: int) -> str:
-    """Returns a size as text: `12.5 MiB`, or `640 bytes` below one MiB."""
+    """Returns a number of bytes as text: `12.5 MiB`, or `640 bytes` below one MiB."""
     return f"{nbytes / _MIB:.1f} MiB" if nbytes >= _MIB else f"{nbytes} bytes"
 
 
 def memory_of(arenas: Iterable[Arenas], plans: Iterable[Plan]) -> Memory:
-    """Returns the memory that evaluators with these arenas and plans keep between runs."""
+    """Returns how much memory some evaluators keep between runs.
+
+    `arenas` has the arenas of each evaluator, one per device. `plans` are the recorded plans of all
+    evaluators.
+    """
     kept = list(arenas)
     shared = {arena for each in kept if each.pools is not None for arena in each.arenas()}
     pools = {pool for each in kept for pool in (each.pools or {}).values()}

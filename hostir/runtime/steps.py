@@ -1,10 +1,11 @@
-"""The steps of a recorded program, as data; each is bound once to an arena and a stream.
+"""The recorded steps of a program: each object repeats one action, such as a kernel launch.
 
-    step -- bind(binding) --> closure, which takes the slots of a run
+    step -- bind(binding) --> function, which takes the slots of a run
 
-A step works on *slots*: the numbers of tensors and other values of one run. A slot is *fixed* if
-all runs with one binding have the same tensor in it. Such tensors are buffers in the arena and
-their views. A view of a fixed slot is made when the step is bound, so it takes no time in a run.
+A *slot* is a position in the list of a run's values: tensors, scalars and communication handles. A
+step knows the slots of its operands and results. Before runs, each step is bound once to a stream
+and to an arena, the memory of intermediates. A slot is *fixed* if it has the same tensor in all
+runs with one binding. A view of a fixed slot is made during binding, so it takes no time in a run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ Closure = Callable[[Slots], object]
 
 
 class Block(NamedTuple):
-    """A buffer of a plan: slot, shape, strides in elements, dtype, and byte offset in the arena."""
+    """The description of a buffer that a plan allocates.
+
+    `slot` is the position of the buffer's tensor in the list of a run's values. `strides` are in
+    elements. `offset` is the buffer's first byte in the arena, the memory of intermediates.
+    """
 
     slot: int
     shape: tuple[int, ...]
@@ -53,24 +58,30 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes from the first element to the end of the last; 0 without elements."""
+        """The size of the buffer in bytes, from its first to its last element; 0 if there is no
+        element.
+        """
         return spanned(self.shape, self.strides) * self.dtype.itemsize
 
     def at(self, offset: int) -> Block:
-        """Returns a copy of this description with another offset, in bytes."""
+        """Returns a copy of this buffer description that begins at byte `offset` of the arena."""
         return Block(self.slot, self.shape, self.strides, self.dtype, offset)
 
     def view(self, arena: torch.Tensor) -> torch.Tensor:
-        """Returns this buffer as a view of `arena`, which is a 1-d tensor of the buffer's dtype."""
+        """Returns the tensor of this buffer, as a view of `arena`.
+
+        `arena` is the memory of all intermediates, seen as a 1-d tensor of this buffer's dtype.
+        """
         return arena.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedBuffer:
-    """A buffer that a program allocates, with the lifetime of the buffer.
+    """A buffer that a recorded program allocates, and the time during which the buffer is used.
 
-    `lies_in_order` is whether memory has the axes in their logical order. `lifetime` is None if the
-    buffer is still used after the run or is never allocated.
+    - `lies_in_order`: whether the axes have the same order in memory as in the tensor's shape.
+    - `lifetime`: from the allocation to the deallocation. None if the buffer is still used after
+      the run, or if it is never allocated.
     """
 
     tv: TensorView
@@ -84,10 +95,10 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class Binding:
-    """The context in which steps are bound.
+    """The stream, the device and the fixed tensors to which the steps of a plan are bound.
 
-    `stream` is the raw handle of the stream on which runs begin. `fixed` has the tensors of the
-    slots that have the same tensor in all runs.
+    - `stream`: the raw handle of the stream on which runs begin.
+    - `fixed`: by slot, the tensors that are the same in all runs, such as buffers in the arena.
     """
 
     device: torch.device
@@ -99,35 +110,45 @@ class Binding:
     launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
 
     def raw(self, stream: int | None) -> int:
-        """Returns the raw handle `stream`; None stands for the stream on which runs begin."""
+        """Returns the raw stream handle for `stream`. None stands for the stream on which runs
+        begin.
+        """
         return self.stream if stream is None else stream
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Returns `view`, the closure that makes slot `out` a view of slot `source`.
+        """Returns the function that makes slot `out` a view of slot `source` in a run, here `view`
+        itself.
 
-        The view begins `nbytes` bytes after the start of the source. This class ignores these
-        numbers. A subclass uses the numbers to compute the view's address in a CUDA graph.
+        The view begins `nbytes` bytes after the start of the source. A subclass uses the numbers to
+        compute the address of the view in a CUDA graph.
         """
         del source, out, nbytes
         return view
 
     def launch(self, kernel: BoundKernel) -> Closure:
-        """Returns the closure that launches `kernel`, and records the closure in `launches`."""
+        """Returns the function that launches `kernel` in a run.
+
+        The function is also added to `launches`, so that others can tell kernel launches from other
+        steps.
+        """
         closure = kernel.closure()
         self.launches[closure] = kernel
         return closure
 
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
-        """Returns a function that takes the slots of a run and returns the tensor in `slot`."""
+        """Returns a function that takes the list of a run's values and returns the tensor in
+        `slot`.
+        """
         if slot in self.fixed:
             tensor = self.fixed[slot]
             return lambda slots: tensor
         return lambda slots: slots[slot]
 
     def address(self, slot: int) -> Callable[[Slots], int]:
-        """Returns a function that takes the slots of a run and returns a tensor's address.
+        """Returns a function that takes the list of a run's values and returns a memory address.
 
-        The tensor is the one in `slot`. The address is 0 if `slot` is -1.
+        The address is that of the first element of the tensor in `slot`. If `slot` is -1, there is
+        no tensor and the address is 0.
         """
         if slot < 0 or slot in self.fixed:
             found = 0 if slot < 0 else self.fixed[slot].data_ptr()
@@ -136,10 +157,14 @@ class Binding:
 
 
 class BoundKernel(NamedTuple):
-    """A kernel launch with packed arguments.
+    """A kernel launch whose arguments are packed in memory, ready for the driver.
 
-    A run only writes into the arguments the tensor addresses that may change (`moving`) and the
-    scalars that may change (`read`, `writers`). `fail` raises the error for a status of the driver.
+    A run only writes those arguments that may change between runs:
+
+    - `moving`: the addresses of tensors, as pairs (parameter, slot of the tensor).
+    - `read`, `writers`: the scalars; None and empty if no scalar changes.
+
+    `fail` raises the error for a status that the driver has returned.
     """
 
     call: LaunchCall
@@ -153,7 +178,9 @@ class BoundKernel(NamedTuple):
     fail: Callable[[int], None]
 
     def closure(self) -> Closure:
-        """Returns the function that launches the kernel on the tensors of a run."""
+        """Returns the function that launches the kernel on the tensors in the list of a run's
+        values.
+        """
         words, function, arguments = self.call.words, self.call.function, self.call.arguments
         moving, fail = self.moving, self.fail
 
@@ -174,11 +201,13 @@ class BoundKernel(NamedTuple):
         return run_with_numbers
 
     def numbers(self, slots: Slots) -> Sequence[Number] | None:
-        """Returns the kernel's scalars in a run; None if no scalar changes between runs."""
+        """Returns the scalars that the kernel receives in a run; None if no scalar ever changes."""
         return None if self.read is None else self.read(slots)
 
     def write_numbers(self, slots: Slots) -> None:
-        """Writes the scalars of a run, and values computed from them, into the argument words."""
+        """Writes the scalars of a run, and values computed from them, into the packed kernel
+        arguments.
+        """
         if self.read is not None:
             values, words = self.read(slots), self.call.words
             for write, offset, value_for in self.writers:
@@ -186,22 +215,26 @@ class BoundKernel(NamedTuple):
 
 
 class Step(Protocol):
-    """One step of a plan; `str(step)` is the kind of step and the number of operands."""
+    """One recorded action of a plan, such as a kernel launch or a copy.
+
+    `str(step)` is the kind of the action and the number of its tensors, for example `Launch of 3`.
+    """
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that carries out the step in a run.
+        """Returns the function that carries out the action in a run, on the list of the run's
+        values.
 
-        Returns None if a run has nothing to do for this step.
+        Returns None if runs have nothing to do, because the action was done during binding.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """A step that calls the function `run` with the slots, whatever the arena and the stream.
+    """A recorded step that calls the function `run` on the list of a run's values.
 
-    `operands` is the number of tensors that `run` works on, for the text of the step. None leaves
-    the number out.
+    `operands` is the number of tensors that `run` works on. The number is shown in the plan's text.
+    If `operands` is None, no number is shown.
     """
 
     run: Closure
@@ -211,24 +244,25 @@ class Action:
         return "Action" if self.operands is None else f"Action of {self.operands}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function `run`, which does not depend on the binding."""
+        """Returns the function `run`, which works for every arena and every stream."""
         return self.run
 
 
 class TwoPhaseStep:
-    """Work whose first run differs from later runs.
+    """A step whose first run differs from later runs.
 
-    The first run calls `first`. Then `make_later` makes the step `later`, which all later runs use.
-    Examples are a communication that a backend binds after the first start, and a kernel launch
-    that is looked up once.
+    The first run calls `first`. Then `make_later` makes the step that all later runs use. Examples
+    are a kernel launch, which is looked up once, and a communication, for which a backend prepares
+    a faster start.
     """
 
     def __init__(
         self, first: Closure, later_step: Callable[[Slots], Step], text: str = "Started"
     ) -> None:
-        """`later_step` returns the step of later runs, from the slots on which `first` has run.
+        """`first` is the action of the first run, and `later_step` makes the step of later runs.
 
-        `text` names the step in a plan's description.
+        `later_step` receives the list of the first run's values. `text` is the name of the step in
+        the plan's text.
         """
         self.first, self._later_step, self._text = first, later_step, text
         self.later: Step | None = None
@@ -237,12 +271,17 @@ class TwoPhaseStep:
         return self._text
 
     def make_later(self, slots: Slots) -> Step:
-        """Makes the step of later runs, stores the step in `later` and returns the step."""
+        """Makes the step that later runs use, stores it in `self.later` and returns it.
+
+        `slots` is the list of values of the first run, which has finished the action `first`.
+        """
         self.later = self._later_step(slots)
         return self.later
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns a function that runs `first` and then makes the later step."""
+        """Returns a function that does the first run's action and then makes the step of later
+        runs.
+        """
 
         def run(slots: Slots) -> None:
             self.first(slots)
@@ -252,7 +291,11 @@ class TwoPhaseStep:
 
 
 class Allocation(NamedTuple):
-    """The allocation of a buffer outside the arena: `run` stores the new buffer in its slot."""
+    """The allocation of a buffer outside of the arena, for example for an output.
+
+    `run` takes the list of a run's values, and stores the new buffer in its slot. `block` describes
+    the buffer.
+    """
 
     run: Closure
     block: Block
@@ -267,10 +310,11 @@ def allocation(
     program: HostIrContainer,
     symmetric: Callable[[int], torch.Tensor] | None = None,
 ) -> Allocation:
-    """Returns the allocation of a tensor's buffer outside the arena.
+    """Returns an `Allocation` for the tensor `tv`, whose buffer is described by `block`.
 
-    `symmetric` is a function (bytes -> memory) for memory that peers can map; the default is
-    `machine.symmetric`. When the allocation runs, it raises `OutOfMemoryError` if memory is short.
+    Memory that other ranks can map is allocated by `symmetric`, a function (bytes -> memory). The
+    default is `machine.symmetric`. A run of the allocation raises `OutOfMemoryError` if there is
+    not enough memory.
     """
     device, i, make = machine.device, block.slot, empty_on(machine.device)
     shape, strides, dtype = block.shape, block.strides, block.dtype
@@ -291,7 +335,7 @@ def allocation(
 
 @dataclass(frozen=True, eq=False)
 class Make:
-    """The step that allocates the buffer of `slot`, unless the buffer is stored in the arena."""
+    """A recorded step that allocates the buffer in `slot`, unless the buffer is in the arena."""
 
     slot: int
     make: Closure
@@ -300,13 +344,15 @@ class Make:
         return "Make"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that allocates the buffer; None if the arena stores the buffer."""
+        """Returns the function that allocates the buffer in a run; None if the arena has the
+        buffer.
+        """
         return None if self.slot in binding.fixed else self.make
 
 
 @dataclass(frozen=True, eq=False)
 class Both:
-    """A step that runs two steps of one op, one after the other."""
+    """A recorded step that does two steps of one op, one after the other."""
 
     first: Step
     second: Step
@@ -315,7 +361,9 @@ class Both:
         return f"{self.first} + {self.second}"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns a function that runs both steps; None if neither has anything to do."""
+        """Returns a function that does both steps in a run; None if a run has nothing to do for
+        either.
+        """
         first, second = self.first.bind(binding), self.second.bind(binding)
         if first is None or second is None:
             return first or second
@@ -329,7 +377,10 @@ class Both:
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """The step that drops the tensor in `slot`, unless the tensor is stored in the arena."""
+    """A recorded step that drops the tensor in `slot`, so that its memory can be reused.
+
+    A tensor in the arena is not dropped, because all runs use the same tensor.
+    """
 
     slot: int
 
@@ -337,7 +388,7 @@ class Release:
         return "Release"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that drops the tensor; None if the arena stores the tensor."""
+        """Returns the function that drops the tensor in a run; None for a tensor in the arena."""
         i = self.slot
         if i in binding.fixed:
             return None
@@ -349,9 +400,10 @@ class Release:
 
 
 class View(NamedTuple):
-    """The step that makes slot `out` a view of the tensor in slot `source`.
+    """A recorded step that makes slot `out` a view of the tensor in slot `source`.
 
-    The view has the given shape and strides, and begins `shift` elements after the source's start.
+    The view has the given shape and strides (in elements). The first element of the view is `shift`
+    elements after the first element of the source.
     """
 
     source: int
@@ -365,7 +417,7 @@ class View(NamedTuple):
         return "View"
 
     def of(self, source: torch.Tensor) -> torch.Tensor:
-        """Returns the view that this step makes, for the tensor `source`."""
+        """Returns the view that this step makes of the tensor `source`."""
         x = source.detach() if source.requires_grad else source
         if self.shift:
             return x.as_strided(self.shape, self.strides, x.storage_offset() + self.shift)
@@ -374,7 +426,7 @@ class View(NamedTuple):
     def bind(self, binding: Binding) -> Closure | None:
         """Returns the function that makes the view in a run.
 
-        If all runs have the same source tensor, makes the view now and returns None.
+        If all runs have the same source tensor, the view is made at once, and None is returned.
         """
         i, o, shape, strides, shift = self.source, self.out, self.shape, self.strides, self.shift
 
@@ -393,14 +445,17 @@ class View(NamedTuple):
 
 
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x`, detached if `x` requires a gradient: no result of a program requires one."""
+    """Returns `x`, detached from autograd if `x` requires a gradient.
+
+    No result of a program requires a gradient.
+    """
     return x.detach() if x.requires_grad else x
 
 
 class Multiply(NamedTuple):
-    """The step by which torch computes a matrix product into the buffer in slot `out`.
+    """A recorded step in which torch computes a matrix product into the buffer in slot `out`.
 
-    `ins` are the slots of the operands.
+    `product` is the torch call, and `ins` are the slots of its operands.
     """
 
     product: Product
@@ -411,13 +466,14 @@ class Multiply(NamedTuple):
         return f"Multiply of {len(self.ins) + 1}"
 
     def run(self, slots: Slots) -> None:
-        """Computes the product of the tensors in `slots`, without a binding."""
+        """Computes the product at once, on the tensors in the list of a run's values."""
         self.product([slots[i] for i in self.ins], slots[self.out])
 
     def bind(self, binding: Binding) -> Closure:
         """Returns the function that calls torch in a run.
 
-        Views of tensors that are the same in all runs are made now, not in each run.
+        If the call needs a view of a tensor that is the same in all runs, the view is made only
+        once, here.
         """
         function, product = self.product.function, self.product
         if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
@@ -430,7 +486,7 @@ class Multiply(NamedTuple):
         return lambda slots: function(*[read(slots) for read in reads], out=write(slots))
 
     def _is_plain(self) -> bool:
-        """Whether torch's call takes the operands and the result directly, without views."""
+        """Whether torch's call takes the operands and the result directly, not views of them."""
         views = (*(view for _, view in self.product.operands), self.product.result)
         return all(view is None for view in views)
 
@@ -453,17 +509,22 @@ def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots
 
 
 def collective_text(inp: int, out: int) -> str:
-    """Returns a text such as `Collective of 2`, for slots of operand and result; -1 is no slot."""
+    """Returns the text of a collective in a plan: `Collective of 2` if both slots exist.
+
+    `inp` and `out` are the slots of operand and result, or -1 if this rank has no such buffer.
+    """
     return f"Collective of {(inp >= 0) + (out >= 0)}"
 
 
 @dataclass(frozen=True, eq=False)
 class CollectiveStep:
-    """The step that starts a collective which the backend has bound.
+    """A recorded step that starts a collective, such as an allreduce.
 
-    A run only passes the addresses of the buffers. `inp` and `out` are the slots of operand and
-    result; a slot is -1 if this rank has no such buffer. `work` is the slot that gets the handle
-    for the `Wait`.
+    The backend has prepared the call `post`, so a run only passes addresses.
+
+    - `inp`, `out`: the slots of operand and result, or -1 if this rank has no such buffer.
+    - `work`: the slot for the communication handle on which the `Wait` op waits.
+    - `stream`: the raw handle of a stream, or None for the stream on which runs begin.
     """
 
     post: Post
@@ -476,7 +537,7 @@ class CollectiveStep:
         return collective_text(self.inp, self.out)
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that starts the collective on the buffers of a run."""
+        """Returns the function that starts the collective in a run, on the buffers of that run."""
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         out, inp = binding.address(self.out), binding.address(self.inp)
@@ -489,10 +550,11 @@ class CollectiveStep:
 
 @dataclass(frozen=True, eq=False)
 class ExchangeStep:
-    """The step that starts a group of sends and receives which the backend has bound.
+    """A recorded step that starts a group of sends and receives together.
 
-    `buffers` are the slots of the transferred tensors, in order. `work` is the slot that gets the
-    handle for the `Wait`.
+    The backend has prepared the call `post`, so a run only passes addresses. `buffers` are the
+    slots of the sent and received tensors, in order. `work` is the slot for the communication
+    handle on which the `Wait` op waits.
     """
 
     post: PostBatch
@@ -504,7 +566,9 @@ class ExchangeStep:
         return f"Exchange of {len(self.buffers)}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that starts the transfers on the buffers of a run."""
+        """Returns the function that starts the sends and receives in a run, on the buffers of that
+        run.
+        """
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         addresses = [binding.address(slot) for slot in self.buffers]
@@ -516,10 +580,11 @@ class ExchangeStep:
 
 
 class LaunchStep(NamedTuple):
-    """The step that launches a kernel on the tensors in the slots `operands`.
+    """A recorded step that launches a compiled kernel on the tensors in the slots `operands`.
 
     The slots are in the order of the kernel's parameters. All runs of a plan have the same shapes,
-    strides and alignments. Only the addresses of tensors outside the arena and some scalars change.
+    strides and alignments. Only addresses of tensors outside of the arena, and some scalars,
+    change.
 
     - `numbers`: the scalar operands when the step was made.
     - `read`: a function that returns the scalar operands of a run; None if no scalar ever changes.
@@ -537,7 +602,7 @@ class LaunchStep(NamedTuple):
         return f"Launch of {len(self.operands)}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Packs the kernel's arguments and returns the function that launches the kernel."""
+        """Packs the kernel's arguments, and returns the function that launches the kernel."""
         kernel, launch = self.kernel.kernel, self.kernel.launch
         memories = launch.make_memories(binding.device)
         prepared, moving = launch.prepare(
@@ -568,7 +633,10 @@ _TITLES: WeakKeyDictionary[HostIrContainer, dict[Op, str]] = WeakKeyDictionary()
 
 
 def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]:
-    """Returns the profiler range of an op, as a context in which the op runs."""
+    """Returns a context in which torch's profiler records a range for `op`.
+
+    The range has the op's name and the user's source line.
+    """
     titles = _TITLES.setdefault(program, {})
     found = titles.get(op)
     if found is None:
@@ -577,15 +645,18 @@ def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]
 
 
 def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
-    """Returns the profiler range for a launch of a CUDA graph that carries out `ops`."""
+    """Returns a context in which torch's profiler records one range for a launch of a CUDA graph.
+
+    The graph repeats the steps of `ops`. The range has the number of steps and the user's lines.
+    """
     lines = [op.where for op in ops if op is not None]
     return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")
 
 
 def title(op: Op, program: HostIrContainer) -> str:
-    """Returns the name of an op in a profile: `relu at model.py:12`.
+    """Returns the name of `op` in a profile, such as `relu at model.py:12`.
 
-    The name of a kernel lists the tensor ops that the kernel computes, and the lines of the ops.
+    The name of a kernel lists the tensor ops that the kernel computes, and their source lines.
     """
     if not isinstance(op, LaunchKernel):
         return f"{op.name}{_at([op.where])}"
@@ -597,7 +668,7 @@ def title(op: Op, program: HostIrContainer) -> str:
 
 
 def _at(lines: Sequence[str]) -> str:
-    """Returns a text such as ` at model.py:7, :8, other.py:3` for lines of the user's code."""
+    """Returns text such as ` at model.py:7, :8, other.py:3` for the lines of a profiled op."""
     shown: list[str] = []
     last = ""
     for line in dict.fromkeys(filter(None, lines)):
@@ -618,11 +689,11 @@ def show_shards(
     shard: torch.Tensor,
     shape: Sequence[int],
 ) -> torch.Tensor:
-    """Maps the shards of all ranks as one tensor with this shape; `shard` is this rank's shard.
+    """Maps the shards of all ranks into this process as one tensor, the result of `op`.
 
-    Waits until all ranks of the team have called this. If the shards cannot be mapped as one
-    tensor, raises `UnsupportedError` or `CommunicationError` on all ranks, with op, tensor and user
-    line.
+    `shard` is this rank's part, and `shape` is the shape of the whole tensor. Every rank of the
+    team must call this function, and waits until the others have called it. If the shards cannot be
+    mapped as one tensor, all ranks raise `UnsupportedError` or `CommunicationError`.
     """
     peers, team, what = _where(op, machine)
     if not shard.is_contiguous():
@@ -634,7 +705,10 @@ def show_shards(
 
 
 def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
-    """Waits until all ranks of the team have reached the end of the view that `op` made."""
+    """Waits until all ranks of the team have finished with the view that `op` made of their shards.
+
+    A rank must not free its shard earlier, because other ranks still read the shard.
+    """
     peers, team, what = _where(op, machine)
     peers.rendezvous(team, what)
 
@@ -646,7 +720,7 @@ def shows_shards(
     out: int,
     shape: tuple[int, ...],
 ) -> Action:
-    """Returns the step that maps the shards of all ranks as one tensor, in slot `out`.
+    """Returns the recorded step that maps the shards of all ranks as one tensor, in slot `out`.
 
     This rank's shard is in slot `inp`. `shape` is the shape of the whole tensor.
     """
@@ -658,7 +732,7 @@ def shows_shards(
 
 
 def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
-    """Returns the step that waits for all ranks at the end of the view that `op` made."""
+    """Returns the recorded step that waits until all ranks have finished with the view of `op`."""
     return Action(lambda slots: meet_at(op, machine))
 
 
@@ -675,12 +749,12 @@ Find = Callable[[TensorView], torch.Tensor | None]
 
 
 def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
-    """Returns a function that writes a dump line when the communication `op` is started.
+    """Returns a function that writes a dump line when the communication `op` starts.
 
-    The argument of that function maps a tensor to this rank's shard, or to None. The line names the
-    library if another library than the op's carries out the communication. Returns None if `op`
-    starts no communication or the user did not ask for this dump. A plan decides this once, when
-    the plan is recorded.
+    The argument of that function maps a tensor to this rank's shard, or to None. The line also
+    names the library that carries out the communication, if the op names another one. Returns None
+    if `op` is no communication, or if `FUSER_DUMP=communication` is not set. A plan asks only once,
+    when it is recorded.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
         return None

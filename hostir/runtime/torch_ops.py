@@ -1,7 +1,8 @@
-"""Tensor ops that torch computes: library calls into allocated outputs, and views.
+"""Makes the steps of those ops in a host program that torch computes: library calls and views.
 
-An op with a shape parameter, such as a reshape, uses the shape of the local shard. The last part of
-the file has a few GPU kernels for work that torch's own calls do not cover.
+A library call, such as a matrix product, writes into an output buffer that the program has
+allocated. A reshape or expand uses the shape of this rank's shard. The last part of the file has a
+few GPU kernels for work that torch's own calls do not cover.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 
 
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
-    """Computes `op` with torch, on the tensors in `frame`, and returns the results.
+    """Computes `op` with torch, on the tensors of the run `frame`, and returns the results.
 
-    The results are views if torch makes views. A result that no op and no output reads may have any
-    size.
+    A result may share memory with an operand, if torch returns a view. A result that nothing reads
+    may have any size.
     """
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     return _evaluating(op, frame, frame.machine.device)(inputs, frame.values)
@@ -63,8 +64,9 @@ def _evaluating(
 ) -> Callable[[Sequence[torch.Tensor | None], Values], list[torch.Tensor]]:
     """Returns a function of (operands, values of symbols) that computes `op` with torch.
 
-    The local shape of a reshape or expand is fixed, from `frame`. In the list of operands, a scalar
-    is None.
+    In the list of operands, a scalar operand is None. New tensors are allocated on `device`. For a
+    reshape or an expand, the target shape is taken from `frame` once and does not change between
+    calls.
     """
     shaped = SHAPED.get(type(op))
     if shaped is not None:
@@ -82,9 +84,9 @@ def computing(
     scalars: Sequence[tuple[Symbol, int]],
     machine: ExecutionContext | None = None,
 ) -> Callable[[Slots], list[torch.Tensor]]:
-    """Returns a function that computes the results of `op` with torch, from the slots of a run.
+    """Returns a function that computes `op` with torch, from the list of a run's values.
 
-    - `ins`: the slot of each operand; None for a scalar operand.
+    - `ins`: the slot (position in that list) of each operand; None for a scalar operand.
     - `scalars`: the input scalars whose value may change between runs, with their slots.
     - `machine`: the context of the run; the default is the context of `frame`.
     """
@@ -104,11 +106,13 @@ def writing_at_once(
     outs: Sequence[int],
     compute_step: Callable[[Slots], list[torch.Tensor]],
 ) -> Closure:
-    """Returns a function that computes `op` into the buffers in the slots `outs`, for one run.
+    """Returns a function that computes `op` once, into the buffers in the slots `outs`.
 
-    The function makes calls that check their operands on the host. Later runs may check on the
-    device instead, and then report an error only in a following run. `compute_step` computes the
-    results if torch has no call that writes into buffers.
+    The torch calls here check their operands on the host, so an error appears at once. Later runs
+    use `writing`, which may check on the device and report an error only in a following run.
+
+    `ins` has the slot of each operand, None for a scalar. `compute_step` computes the results as
+    new tensors, if torch has no call that writes into buffers.
     """
     known, unread = (frame.values, frame.storage.unread), frame.storage.unread
 
@@ -133,11 +137,13 @@ def library_call(
     known: tuple[Values, Container[TensorView]],
     kernels: Kernels | None = None,
 ) -> LibraryCall | Returning | None:
-    """Returns torch's call that computes `op` for operands and results with these layouts.
+    """Returns the torch call that computes `op`, for tensors with the layouts of `ins` and `outs`.
 
-    A `LibraryCall` writes into buffers, and a `Returning` returns new tensors. Returns None if
-    torch has no single call for `op`. `known` is (values of symbols, results that are never read).
-    `kernels` are helper kernels that the call may use.
+    A `LibraryCall` writes into buffers. A `Returning` returns new tensors. Returns None in a dry
+    run, if torch has no single call for `op`, or if several elements of a result share memory.
+
+    `known` is (values of symbols, results that nothing reads). The call may use the helper kernels
+    `kernels`.
     """
     if any(out.is_meta or is_repeated(out) for out in outs):
         return None
@@ -150,18 +156,22 @@ def library_call(
 def contract_repeated(
     op: nodes.Contraction, inputs: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """Computes a contraction into `out`, which has axes of stride 0, through a dense temporary."""
+    """Computes the matrix product `op` into `out`, in which several elements share memory.
+
+    Torch cannot write into a tensor with stride 0. The product is computed into a dense temporary
+    tensor, which is then copied to `out`.
+    """
     whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     evaluate_into(op, inputs, whole)
     write(out, whole)
 
 
 def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
-    """Returns `out` without the axes that `rfactor` has split from the reduced axis.
+    """Returns the output `out` of a matrix product without the axes that `rfactor` has added.
 
-    Such an axis has one entry per rank or loop iteration that computes a partial sum. The local
-    size of the axis is 1. Raises `UnsupportedError` if the size is larger, because torch's products
-    cannot return several partial sums.
+    `rfactor` splits the summed axis, and one of the parts becomes an axis of the output. The axis
+    has one entry per rank or loop iteration that computes a partial sum, so its local size is 1.
+    Raises `UnsupportedError` for a larger size, because torch cannot return several partial sums.
     """
     axes = op.out_tensor.domain.no_reductions
     if not any(axis.rfactor for axis in axes):
@@ -188,10 +198,10 @@ def contraction(
     operands: Sequence[torch.Tensor],
     sample: torch.Tensor,
 ) -> Step | Closure:
-    """Returns the step that computes a matrix product, for tensors with these layouts.
+    """Returns the step in which torch computes the matrix product `op` into its output buffer.
 
-    `slots` is (slots of the operands, slot of the result). `operands` and `sample` are tensors with
-    the layouts of the operands and of the result.
+    `slots` is (slots of the operands, slot of the result). The step fits tensors with the layouts
+    of `operands` and of the result `sample`.
     """
     ins, out = slots
     result = as_contracted(op, sample)
@@ -220,14 +230,16 @@ def writing(
     outs: Sequence[tuple[int, torch.Tensor]],
     machine: ExecutionContext | None = None,
 ) -> Closure:
-    """Returns a function that computes `op` into the buffers in slots, for all runs of a plan.
+    """Returns a function that computes `op` with torch into its output buffers, in any run of a
+    plan.
 
     - `operands`: the slot of each operand; None for a scalar operand.
     - `scalars`: the input scalars whose value may change between runs, with their slots.
     - `outs`: for each result, the slot and a tensor with the layout of the result.
     - `machine`: the context of the run; the default is the context of `frame`.
 
-    The first call chooses torch's call. If torch can write into a buffer, no copy is made.
+    The function selects the torch call when it is first called. No copy is made if that torch call
+    can write into a buffer.
     """
     ins = [i for i in operands if i is not None]
     # The records must not keep a tensor of the run alive.
@@ -287,14 +299,16 @@ def writing(
 def _write_all(
     slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
 ) -> None:
-    """Calls torch to write the results into the tensors `made`; stores `made` in slots `into`."""
+    """Makes torch write an op's results into the tensors `made`, and stores `made` in the slots
+    `into`.
+    """
     call([slots[i] for i in ins], made)
     for i, result in zip(into, made, strict=True):
         slots[i] = result
 
 
 class BufferLayout(NamedTuple):
-    """The shape, the strides and the dtype of the buffer for a result."""
+    """The shape, the strides (in elements) and the dtype of the buffer for one result of an op."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -302,15 +316,21 @@ class BufferLayout(NamedTuple):
 
     @staticmethod
     def of(tv: TensorView, like: torch.Tensor) -> BufferLayout:
-        """Returns the layout of `like`, with the dtype of `tv`."""
+        """Returns the layout for a buffer of `tv`: shape and strides of `like`, and the dtype of
+        `tv`.
+        """
         return BufferLayout(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Allocates a buffer with this layout on `device`."""
+        """Allocates a buffer with this shape, these strides and this dtype on `device`."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def is_of(self, value: torch.Tensor, ins: Sequence[torch.Tensor]) -> bool:
-        """Whether `value` has this layout and shares no memory with the operands `ins`."""
+        """Whether the tensor `value` can replace an allocated buffer with this layout.
+
+        `value` must have the same shape, strides and dtype, and must not share memory with the
+        operands `ins`.
+        """
         return (
             (tuple(value.shape), value.stride(), value.dtype) == self
             and not (value.is_conj() or value.is_neg() or value.storage_offset())
@@ -319,10 +339,11 @@ class BufferLayout(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """A result of an op.
+    """One result of an op that torch computes in each run.
 
-    `put` is a function (target, value) that copies a value into the buffer of the result. `is_read`
-    is whether an op or an output reads the result.
+    - `slot`, `buffer`: the slot of the result, and the layout of the result's buffer.
+    - `put`: a function (target, value) that copies a value into the buffer.
+    - `is_read`: whether another op reads the result, or the program returns the result.
     """
 
     slot: int
@@ -334,11 +355,11 @@ class _Written(NamedTuple):
 def _putting(
     results: Sequence[_Written], ins: Sequence[int]
 ) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns a function that copies an op's values into the buffers in the slots of `results`.
+    """Returns a function that stores the tensors which torch has computed as the results of an op.
 
-    If a slot is empty and the value has the layout of the buffer, the function stores the value.
-    Results that are never read are not copied. `ins` are the slots of the operands, because a value
-    that shares memory with an operand must be copied.
+    A tensor is copied into the buffer of its result. If the slot has no buffer yet and the layouts
+    are equal, the tensor itself is stored. A tensor that shares memory with an operand is always
+    copied. The slots of the operands are `ins`. Results that nothing reads are not copied.
     """
 
     def put(slots: Slots, values: Sequence[torch.Tensor]) -> None:
@@ -355,9 +376,9 @@ def _putting(
 
 
 def _keeping(results: Sequence[_Written]) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns a function like that of `_putting`, but faster, for an op that makes new tensors.
+    """Returns a function that stores an op's results as `_putting` does, but with less host time.
 
-    The values of such an op never share memory with operands.
+    The function is only for ops whose results are new tensors, which share no memory with operands.
     """
     read = [(k, r.slot, r.buffer, r.put) for k, r in enumerate(results) if r.is_read]
 
@@ -380,11 +401,11 @@ def _first_kept(
     into: tuple[int, BufferLayout],
     store: Callable[[Slots, Sequence[torch.Tensor]], None],
 ) -> Closure:
-    """Returns a function that calls torch and stores the first value in its slot without a copy.
+    """Returns a function that calls torch and stores the first result in its slot, without a copy.
 
-    `into` is (slot, layout) of the first result. If a copy is needed, `store` stores the values.
-    The function stores the same results as the function of `_keeping`, in less host time. The call
-    must have at least two operands.
+    The function does the same as the one of `_keeping` in less host time, for a call with at least
+    two operands. `into` is (slot, layout) of the first result. If the result has another layout,
+    `store` copies all results instead.
     """
     direct, (out, (shape, strides, dtype)) = call.direct, into
     is_dense = strides == torch.empty(shape, device="meta").stride()
@@ -409,7 +430,11 @@ def _first_kept(
 
 
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Returns the function (target, value) that copies into a tensor with the layout of `like`."""
+    """Returns a function (target, value) that copies `value` into a target with the layout of
+    `like`.
+
+    Torch's own copy does not support a target in which several elements share memory.
+    """
     return write if is_repeated(like) else torch.Tensor.copy_
 
 
@@ -490,10 +515,11 @@ VIEWS: dict[type[TensorOp], Callable[[Any, torch.Tensor, _Shape, Values], _Seen]
 
 
 def view_of(op: TensorOp, x: torch.Tensor, shape: _Shape, values: Values) -> _Seen:
-    """Returns (strides, offset in elements) of the result of `op`, a view of `x` with this shape.
+    """Returns (strides, offset) of the view that `op` makes of a tensor like `x`, both in elements.
 
-    Only the sizes and the strides of `x` matter. `values` has the values of symbols. Returns None
-    if only torch can compute the strides, for example for a view without elements.
+    `shape` is the shape of the view. Only the sizes and strides of `x` matter. `values` has the
+    values of symbols. Returns None if only torch can compute the strides, for example for a view
+    without elements.
     """
     return None if 0 in shape else VIEWS[type(op)](op, x, shape, values)
 
@@ -554,7 +580,8 @@ extern "C" __global__ void __launch_bounds__(256) clear_rows(
 
 
 def _scatter_text(word: str, index: str, position: str, *, is_number: bool, is_last: bool) -> str:
-    """Returns the source text of a scatter kernel.
+    """Returns the C++ source text of a kernel that scatters elements to the positions in an index
+    tensor.
 
     - `word`, `index`, `position`: the C types of elements, of indices and of offsets in tensors.
     - `is_number`: whether the kernel writes one number instead of the elements of a tensor.
@@ -597,7 +624,11 @@ extern "C" __global__ void __launch_bounds__({THREADS}) scatter(
 
 
 class LibraryKernels:
-    """The helper kernels of one device; a kernel is compiled when it is first used."""
+    """The project's helper kernels for one device, which torch's own calls do not cover.
+
+    The kernels check the ends of groups, clear rows, and scatter elements. Each kernel is compiled
+    when it is first used.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -612,11 +643,12 @@ class LibraryKernels:
 
     # -------------------------------------------------------------- groups
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that takes the end offsets of groups and returns them clamped.
+        """Returns a function that checks the group ends of a grouped matrix product, `op`.
 
-        The offsets must not decrease and must be in the range 0 to `extent`. The device checks and
-        clamps the offsets, so that nothing outside of the axis is read. The host does not wait for
-        the check. A wrong offset therefore raises `InputError` in a later call.
+        The function takes the end index of each group along the grouped axis. The ends must rise
+        from 0 to at most `extent`. The function returns the ends, clamped to that range. The device
+        does this, so that no kernel reads outside of the axis and the host does not wait. A wrong
+        end therefore raises `InputError` only in a later call.
         """
         kernel = self._find("ends", _ends_source)
         is_cuda = self._device.type == "cuda"
@@ -641,9 +673,10 @@ class LibraryKernels:
         return ends
 
     def clear_rows(self, out: torch.Tensor, ends: torch.Tensor) -> None:
-        """Sets the matrix rows of `out` after the last group end to 0.
+        """Sets the rows of the matrix `out` that belong to no group to 0.
 
-        `out [m, n]` is dense, with 2-byte elements. `ends` has the row index after each group.
+        These are the rows after the last group. `ends` has the row index at the end of each group.
+        `out [m, n]` must be dense and have 2-byte elements.
         """
         rows, columns = out.shape
         kernel = self._find("clear", _clear_source)
@@ -654,10 +687,11 @@ class LibraryKernels:
     def takes_scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None
     ) -> bool:
-        """Whether `scatter` supports tensors like these.
+        """Whether the helper kernel `scatter` supports these tensors; otherwise torch's scatter
+        must be used.
 
-        The tensors must be contiguous. `index` must have the sizes of `out` along all axes except
-        `dim`. `src` is None for a number.
+        All tensors must be contiguous. `index` must have the sizes of `out` along all axes except
+        `dim`. `src` is None if one number is scattered.
         """
         pairs = enumerate(zip(out.shape, index.shape, strict=True))
         is_plain = out.is_contiguous() and index.is_contiguous() and index.numel() > 0
@@ -668,9 +702,10 @@ class LibraryKernels:
     def scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | int
     ) -> None:
-        """Writes the elements of `src` into `out`, at the positions in `index` along axis `dim`.
+        """Writes the elements of `src` into `out`, at the positions along axis `dim` that `index`
+        has.
 
-        `src` may be one number for all positions. Positions out of range are skipped.
+        `src` may be one number for all positions. Positions outside of the axis are skipped.
         """
         position = "int" if max(out.numel(), index.numel()) <= _MAX_INT // 2 else "int64_t"
         word, kind = _WORDS[out.element_size()], _INDICES[index.dtype]
@@ -721,5 +756,7 @@ def _scatter_source(
 
 @cache
 def kernels_of(device: torch.device) -> LibraryKernels:
-    """Returns the helper kernels of a device; one object per device for the whole process."""
+    """Returns the helper kernels of `device`. All callers in the process share one object per
+    device.
+    """
     return LibraryKernels(device)
