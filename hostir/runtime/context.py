@@ -1,6 +1,6 @@
-"""The context of the runs of one program on one rank.
+"""The context of the runs of one host program on one rank.
 
-- `RunBinder` checks the inputs of a run and binds them.
+- `RunBinder` checks the inputs of a run, and computes the values of the program's symbols.
 - `Devices` makes the execution context of each device: streams, backends and host units.
 - The functions at the end check that a program fits the job that runs it.
 """
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
 
 class RunBinder:
-    """Checks and binds the inputs of each run of one program.
+    """Checks the inputs of each run of one program, and makes the `Frame` in which the run begins.
 
-    The result is a `Frame` with the values of all symbols, the input tensors, and the execution
-    context of the device.
+    The frame has the values of all symbols, the input tensors, and the execution context of the
+    device.
     """
 
     def __init__(
@@ -72,10 +72,13 @@ class RunBinder:
         number_of_streams: int,
         is_checked: bool,
     ) -> None:
-        """If `device` is None, a run uses the device of its first tensor input.
+        """Prepares the checks for runs of `program`, which `devices` gives execution contexts.
 
+        - `storage`: says which tensors of the program share memory.
+        - `device`: the device of all runs; None: each run uses the device of its first tensor
+          input.
         - `rank`, `number_of_streams`: the values of these symbols in the program.
-        - `is_checked`: whether a program is checked for races and deadlocks before the first run.
+        - `is_checked`: whether the program is checked for races and deadlocks before the first run.
         """
         self._program, self.storage = program, storage
         self.devices, self._device = devices, device
@@ -93,13 +96,13 @@ class RunBinder:
         results: Sequence[TensorView] = (),
         checked_on: torch.device | None = None,
     ) -> Frame:
-        """Checks the inputs and returns the frame in which a run on these inputs begins.
+        """Checks the inputs of a run and returns the `Frame` in which the run begins.
 
         `results` are the tensors for which the caller provides buffers. `checked_on` is the device
         for which the caller has already checked kinds, dtypes and layouts.
 
         Raises `InputError` or `ShardingError` for inputs that do not fit the program. Raises
-        `VerifyError` if the streams of the program race, or if its ranks would wait for ever.
+        `VerifyError` if streams of the program race, or if its ranks would wait for ever.
         """
         program = self._program
         device = checked_on or self._device or device_of(program.inputs, inputs)
@@ -123,22 +126,31 @@ class RunBinder:
         return frame
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Returns the values that the inputs give to symbols; raises the errors of `frame`."""
+        """Checks the inputs as `frame` does, and returns the values of the program's symbols.
+
+        The values of the rank and of the number of streams are left out, because they are no
+        inputs.
+        """
         values = self.frame(flatten(inputs)).values
         return {s: v for s, v in values.items() if s not in self.own}
 
     def check_of_numbers(
         self, inputs: Sequence[Argument]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Returns a function that checks the numbers in later inputs of the same signature.
+        """Returns a function that checks the scalar inputs of later calls with inputs of equal
+        layouts.
 
-        Returns None if no number needs a check.
+        The numbers must be representable in the dtypes of results. Returns None if no number needs
+        a check.
         """
         return self._exact.check_of(self.check(inputs)) if self._exact else None
 
 
 class Devices:
-    """The execution contexts of a program, one per device; contexts are kept between runs."""
+    """The execution contexts (`ExecutionContext`) of one program, one per device.
+
+    A context is made at the first run on its device, and is kept for later runs.
+    """
 
     def __init__(
         self,
@@ -152,12 +164,13 @@ class Devices:
         votes: bool,
         late_stream: str | int | None,
     ) -> None:
-        """`kernel` returns the executor of the kernel group with a number.
+        """Prepares contexts for runs of `program`; nothing is made for a device yet.
 
-        - `make_evaluator` makes the evaluator of a host unit's program.
-        - `team` are the ranks of the program.
-        - `votes`: whether the ranks vote before each run if CUDA graphs replay the run.
-        - `late_stream`: see `ProgramEvaluator`.
+        - `kernel`: returns the executor of the kernel group with a number.
+        - `make_evaluator`: makes the evaluator for the program of a host unit.
+        - `team`: the ranks of the program.
+        - `votes`: whether the ranks vote before each run whether to launch a CUDA graph.
+        - `late_stream`: the stream whose work is delayed, for tests; see `ProgramEvaluator`.
         """
         self._program, self._communicator, self._settings = program, communicator, settings
         self._kernel, self._make_evaluator = kernel, make_evaluator
@@ -167,14 +180,14 @@ class Devices:
         self._units: dict[tuple[int, torch.device], UnitRunner] = {}
 
     def machine(self, device: torch.device) -> ExecutionContext:
-        """Returns the execution context of a device; makes the context at first use."""
+        """Returns the execution context for runs on `device`, which is made at the first call."""
         found = self._machines.get(device)
         if found is None:
             found = self._machines.setdefault(device, self._machine_on(device))
         return found
 
     def streams(self, device: torch.device) -> Streams:
-        """Returns the streams of a device; makes the object at first use."""
+        """Returns the streams of the program on `device`, which are made at the first call."""
         if device not in self._streams:
             made: Streams
             if device.type == "cuda":
@@ -235,7 +248,11 @@ class Devices:
         )
 
     def _unit(self, number: int, device: torch.device) -> UnitRunner:
-        """Returns the runner of host unit `number` on a device; makes the runner at first use."""
+        """Returns the object that runs host unit `number` on `device`, which is made at the first
+        call.
+
+        A host unit is a fusion that a `PostOnStream` op runs as a separate host program.
+        """
         key = number, device
         if key not in self._units:
             unit = self._program.units[number]
@@ -258,19 +275,26 @@ MAX_PROGRAMS = 16
 
 
 class UnitEvaluator(Protocol):
-    """The methods of an evaluator that a host unit's runner calls."""
+    """The method that a `UnitRunner` needs of an evaluator, the object that runs the unit's
+    program.
+    """
 
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
-        """Runs the program on these inputs; see `ProgramEvaluator.run_as_agreed`."""
+        """Runs the unit's program on these inputs, without a comparison between the ranks.
+
+        `signature` is the signature of the inputs (layouts and numbers), if it has been computed
+        already.
+        """
         ...
 
 
 class UnitRunner:
-    """Runs one host unit on this rank's shards, on the current stream.
+    """Runs one host unit on this rank's shards: a fusion that a `PostOnStream` op runs.
 
-    Compiles one program per class of inputs that can share a program.
+    The fusion is compiled to its own host program, once per input class (inputs that can share a
+    program).
     """
 
     def __init__(
@@ -282,10 +306,11 @@ class UnitRunner:
         settings: Settings,
         make_evaluator: Callable[..., UnitEvaluator],
     ) -> None:
-        """`number` is the number of the host unit, and `fusion` is the unit's program.
+        """Prepares runs of host unit `number`, whose definition is `fusion`, on `device`.
 
-        `make_evaluator` takes a program, the communicator, `device` and `settings`. It is called
-        once per compiled program.
+        `make_evaluator` makes the evaluator that runs a compiled program. The function takes the
+        program, the communicator, the device and the settings, and is called once per compiled
+        program.
         """
         self._name = f"HostUnit{number}"
         self._fusion = fusion
@@ -300,7 +325,8 @@ class UnitRunner:
         self._by_class: Recent[object, UnitEvaluator] = Recent(MAX_PROGRAMS)
 
     def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
-        """Runs the unit and writes the results into the tensors `outputs`.
+        """Runs the host unit on the current stream, and writes the results into the tensors
+        `outputs`.
 
         Raises `InputError` or `ShardingError`, with the unit's name, for inputs that do not fit.
         """
@@ -312,7 +338,7 @@ class UnitRunner:
             write(out, value)
 
     def size(self) -> int:
-        """Returns the number of cached programs."""
+        """Returns how many programs this unit has compiled and keeps, one per input class."""
         return self._by_class.size()
 
     def _evaluator(self, inputs: Sequence[Argument]) -> UnitEvaluator:
@@ -347,9 +373,10 @@ class UnitRunner:
 
 
 def read_late_stream(late: str | int | None) -> str | int | None:
-    """Checks and returns the argument `late_stream`: a stream number, "entry", "all" or None.
+    """Checks the option `late_stream`, which names the stream whose work is delayed in a test.
 
-    A string of digits is returned as an int. Raises `ExecutionError` for any other value.
+    The option is a stream number, "entry" (the stream on which runs begin), "all", or None. A
+    string of digits is returned as an int. Raises `ExecutionError` for any other value.
     """
     if isinstance(late, str) and late.isascii() and late.isdigit():
         return int(late)
@@ -362,7 +389,12 @@ def read_late_stream(late: str | int | None) -> str | int | None:
 
 
 def check_lowered(program: HostIrContainer) -> None:
-    """Raises `VerifyError` if an op's result has a stream axis, but the program has no loops."""
+    """Raises `VerifyError` if a tensor is computed in the iterations of a stream loop, but no loop
+    exists.
+
+    Such a tensor has a stream axis. `hostir.lower_streams` must make the loop before the program
+    runs.
+    """
     ops = list(walk(program.ops))
     if any(isinstance(op, ForLoop) for op in ops):
         return
@@ -396,7 +428,9 @@ def check_grouped(program: HostIrContainer) -> None:
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:
-    """Raises `ShardingError` if a mesh names a rank that a job of `size` ranks does not have."""
+    """Raises `ShardingError` if a mesh of `program` names a rank that a job of `size` ranks
+    lacks.
+    """
     for tv in program.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -406,7 +440,7 @@ def check_devices(program: HostIrContainer, size: int) -> None:
 
 
 def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
-    """Returns whether the option `tune` is on.
+    """Returns whether the option `tune` is on, which times kernels to choose their parameters.
 
     Raises `UnsupportedError` if `tune` is on for a program of several ranks. Each rank could choose
     another kernel then, but replicated tensors must be equal in every bit on all ranks.

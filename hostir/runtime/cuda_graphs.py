@@ -1,16 +1,16 @@
-"""CUDA graphs of bound plans: after a few equal runs, one driver call launches the whole run.
+"""CUDA graphs of recorded plans: after a few equal runs, one driver call launches a whole run.
 
-A graph contains the addresses with which it was captured. There are two kinds of addresses:
+A graph contains the tensor addresses with which it was captured. There are two kinds of addresses:
 
-- Those of generated kernels are replaced before a launch, if a tensor has moved.
-- Those that torch's calls and communications use cannot be replaced. They form the *key* of a
-  graph. A plan has one graph per key, captured when a key recurs. Other runs go step by step.
+- Generated kernels: their addresses are replaced before a launch, if a tensor has moved.
+- Torch calls and communications: their addresses cannot be replaced, and form the *key* of a graph.
+  A plan has one graph per key, captured when a key recurs. Other runs go step by step.
 
 Outputs are new tensors in each run, as without graphs, so no result of an earlier run is
 overwritten. Intermediates are stored in the plan's arena, whose runs follow one another.
 
-If peers copy out of this rank's memory, either all ranks launch graphs in a run or none does. The
-ranks vote: each sends a number for its own key, and the numbers of all ranks form the key.
+If other ranks copy out of this rank's memory, either all ranks launch graphs in a run or none does.
+The ranks vote: each sends a number for its own key, and the numbers of all ranks form the key.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ _NUMBERS = count(FIRST_GRAPH)
 
 
 def gains_nothing(steps: int, kernels: int) -> str:
-    """Returns the reason why a CUDA graph would not make a plan faster, or "" if it would.
+    """Returns the reason why a CUDA graph would not make a plan faster; "" if a graph would.
 
-    `steps` is the number of steps of the plan, and `kernels` is how many steps launch a kernel.
+    `steps` is the number of recorded steps, and `kernels` is how many of the steps launch a kernel.
     """
     is_slower = steps < (1 if steps == kernels else MIN_STEPS)
     return f"{steps} step(s) gain nothing by it" if is_slower else ""
 
 
 class _Refused(Exception):
-    """Raised with the reason why a plan is never captured."""
+    """Raised with the reason why a plan is never captured as a CUDA graph."""
 
 
 class _Postponed(Exception):
-    """Raised with the reason why a plan is not captured now, but may be later."""
+    """Raised with the reason why a plan cannot be captured as a CUDA graph at present."""
 
 
 def _beside(threads: Sequence[str]) -> str:
@@ -76,7 +76,11 @@ def _beside(threads: Sequence[str]) -> str:
 
 
 class _WatchedSlots(list[Any]):
-    """The slots of a run during capture; `read` collects the indices that steps read."""
+    """The list of a run's values while the run is captured as a CUDA graph.
+
+    `read` collects the positions (slots) of the tensors that steps read. The addresses of these
+    tensors are then part of the graph.
+    """
 
     def __init__(self, slots: Slots) -> None:
         super().__init__(slots)
@@ -89,10 +93,10 @@ class _WatchedSlots(list[Any]):
 
 @dataclass(frozen=True)
 class CaptureBinding(Binding):
-    """The binding of a plan for a capture: records the plan's kernels and views.
+    """Binds the steps of a plan for a capture as a CUDA graph, and records kernels and views.
 
-    `origins` has, by the slot of a view, (slot of the viewed tensor, offset in bytes). The
-    addresses of views are computed from these pairs.
+    `origins` has, for the slot of each view, (slot of the viewed tensor, offset in bytes). The
+    address of a view can thus be computed when the viewed tensor has moved.
     """
 
     maker: GraphMaker = field(kw_only=True)
@@ -103,13 +107,15 @@ class CaptureBinding(Binding):
     views: dict[int, Closure] = field(default_factory=dict[int, Closure])
 
     def raw(self, stream: int | None) -> int:
-        """Returns the handle of the stream that replaces `stream` during the capture."""
+        """Returns the handle of the stream that replaces the stream `stream` during a capture."""
         return self.stream if stream is None else self.maker.stand_in(stream)
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Records that slot `out` is a view of slot `source`, at `nbytes` from its start.
+        """Records that slot `out` is a view of slot `source`, and begins `nbytes` bytes after its
+        start.
 
-        The closure that is returned makes the view without marking the source as read.
+        Returns a function that makes the view in a run. The function does not count as a read of
+        the source, because a view alone puts no address into the graph.
         """
         self.origins[out] = source, nbytes
         self.views[out] = view
@@ -122,7 +128,10 @@ class CaptureBinding(Binding):
         return unwatched
 
     def launch(self, kernel: BoundKernel) -> Closure:
-        """Returns a function that adds the kernel to the captured graph as a node."""
+        """Returns a function that adds the launch of `kernel` to the graph that is being captured.
+
+        The kernel's arguments are copied, so that later runs can replace addresses and scalars.
+        """
         number = len(self.kernels)
         self.kernels.append(kernel)
 
@@ -138,7 +147,11 @@ class CaptureBinding(Binding):
         return launch
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Follows a chain of views to the viewed tensor; returns its (slot, offset in bytes)."""
+        """Returns (slot, offset in bytes) of the tensor that a view shows, through any number of
+        views.
+
+        For a `slot` that is no view, returns the slot itself and 0.
+        """
         nbytes = 0
         while slot in self.origins:
             slot, more = self.origins[slot]
@@ -147,12 +160,15 @@ class CaptureBinding(Binding):
 
 
 def _seen_as_words(memory: Any) -> memoryview:
-    """Returns `memory`, the arguments of a kernel, as 8-byte words, which are fast to copy."""
+    """Returns the packed arguments of a kernel as 8-byte words, which are fast to copy.
+
+    `memory` is the buffer that has the arguments.
+    """
     return memoryview(memory).cast("B").cast("Q")
 
 
 def _exact(x: Any) -> object:
-    """Returns a key of a number; two keys are equal only if the numbers have equal bits.
+    """Returns a key of the number `x`. Two keys are equal only if the numbers have equal bits.
 
     The numbers themselves cannot be keys, because 0.0 == -0.0 and NaN != NaN.
     """
@@ -160,9 +176,9 @@ def _exact(x: Any) -> object:
 
 
 def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
-    """Returns keys (`_exact`) of the scalars that a kernel reads in a run.
+    """Returns keys of the scalars that a kernel receives in a run; see `_exact` for the keys.
 
-    Returns None if no scalar of the kernel can change between runs.
+    Returns None if the kernel receives the same scalars in all runs.
     """
     numbers = kernel.numbers(slots)
     return None if numbers is None else list(map(_exact, numbers))
@@ -170,10 +186,11 @@ def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
 
 @dataclass
 class _CapturedKernel:
-    """A kernel node of a graph.
+    """One kernel launch in a captured CUDA graph, with its current arguments.
 
-    `words` are the packed arguments of the kernel (`_seen_as_words`). `numbers` are keys of the
-    scalars in these arguments (`_numbers`).
+    - `node`: the driver's handle of the launch in the graph.
+    - `words`: the packed arguments of the kernel, as 8-byte words.
+    - `numbers`: keys (`_exact`) of the scalars in these arguments; None if no scalar changes.
     """
 
     node: object
@@ -182,7 +199,7 @@ class _CapturedKernel:
 
 
 class Replayed(NamedTuple):
-    """The data about graphs that the compiled runner reads; `Replays` describes the fields."""
+    """The fields of `Replays` that the compiled runner (C code) reads to launch the graphs."""
 
     replays: Replays
     graphs: dict[Hashable, _Captured]
@@ -197,9 +214,9 @@ class Replayed(NamedTuple):
 
 @dataclass
 class _Captured:
-    """A captured graph, with the current tensor addresses in its kernels.
+    """A captured CUDA graph, with the addresses that its kernels have at present.
 
-    - `nodes`: the kernel nodes, by the number of the kernel.
+    - `nodes`: the kernel launches, by the number of the kernel in the plan.
     - `places`: the addresses of the tensors that may move, in the order of `Replays._moving`.
     - `held`: objects that must live as long as the graph.
     """
@@ -214,51 +231,59 @@ class _Captured:
 
 
 class RepeatedPlan(Protocol):
-    """The attributes of a `hostir.runtime.plan.Plan` that `Replays` reads."""
+    """The attributes of a recorded plan (`hostir.runtime.plan.Plan`) that its CUDA graphs need."""
 
     @property
     def backends(self) -> tuple[Backend, ...]:
-        """The backends that communicate."""
+        """The communication backends that the plan's steps use, such as NCCL."""
         ...
 
     @property
     def vote(self) -> Vote | None:
-        """The vote by which all ranks choose a graph for a run; None if each rank chooses alone."""
+        """The vote by which all ranks choose the CUDA graph of a run; None if each rank chooses
+        alone.
+        """
         ...
 
     @property
     def steps(self) -> tuple[tuple[Step, Op | None], ...]:
-        """Each step with the op that it carries out; the op is None if there is no single op."""
+        """The recorded steps, each with the op that it carries out; None for a step of no single
+        op.
+        """
         ...
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of the program; None if the program does not switch streams."""
+        """The streams of the program; None if it stays on the stream on which runs begin."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """The device of the plan."""
+        """The device on which the plan's tensors are stored."""
         ...
 
     @property
     def inputs(self) -> int:
-        """The number of inputs; the inputs are in the first slots."""
+        """The number of the program's inputs, which are first in the list of a run's values."""
         ...
 
     @property
     def made(self) -> Mapping[int, object]:
-        """The allocations of buffers that are still used after a run, by slot."""
+        """By slot, the allocations of buffers that are still used after a run, such as outputs."""
         ...
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The slots of the outputs."""
+        """The positions of the outputs in the list of a run's values."""
         ...
 
 
 class Replays:
-    """The CUDA graphs of a plan on one stream, or the reason why the plan has no graphs."""
+    """The CUDA graphs that repeat one recorded plan on one stream.
+
+    Each graph serves runs whose fixed addresses are equal. If a plan cannot be captured, the object
+    has the reason instead.
+    """
 
     def __init__(
         self,
@@ -269,9 +294,11 @@ class Replays:
         stream: int,
         graphs: Callable[[], GraphMaker],
     ) -> None:
-        """`memory` has the tensors of fixed slots, and `steps` is the number of bound steps.
+        """Prepares an object without graphs, for runs of `plan` that begin on `stream`.
 
-        Runs begin on `stream`. `graphs` returns the graph maker that captures the runs.
+        - `memory`: by slot, the tensors that are the same in all runs.
+        - `steps`: the number of the plan's steps that do something in a run.
+        - `graphs`: a function that returns the object which captures runs as graphs.
         """
         self._plan, self._memory = plan, memory
         self._is_long = steps >= MIN_STEPS
@@ -310,7 +337,7 @@ class Replays:
         self.why_not = self.why_not_now = ""
 
     def describe(self) -> str:
-        """Returns a line about the captured graphs, or the reason why no graph is captured."""
+        """Returns one line of text about the captured CUDA graphs, or why there are none."""
         if self._key_slots is None or not self._graphs.size():
             why = self.why_not or self.why_not_now or "it has not run often enough"
             return f"not captured: {why}"
@@ -322,10 +349,11 @@ class Replays:
         )
 
     def run(self, slots: Slots, stream: int) -> bool:
-        """Launches a graph for the tensors in `slots`; returns False if no graph fits.
+        """Launches the CUDA graph that fits the tensors of this run. Returns False if there is
+        none.
 
-        `slots` has the inputs, and the buffers that are still used after the run. If runs with such
-        tensors are frequent, this captures a new graph and launches the new graph.
+        `slots` has the inputs and the newly allocated outputs. If runs with tensors at these
+        addresses are frequent, a new graph is captured and launched.
         """
         vote = self._plan.vote
         if self.why_not and (vote is not None or self._key_slots is None):
@@ -368,11 +396,14 @@ class Replays:
 
     @property
     def never(self) -> bool:
-        """Whether no graph has been captured, and none will be."""
+        """Whether the plan has no CUDA graph and will get none."""
         return bool(self.why_not) and self._key_slots is None
 
     def replayed(self) -> Replayed | str:
-        """Returns the data for the compiled runner, or why that runner cannot launch the graphs."""
+        """Returns the data with which the compiled runner (C code) launches the CUDA graphs.
+
+        If the compiled runner cannot launch these graphs, returns the reason as text.
+        """
         if self._key_slots is None or self._binding is None:
             return "it has not been captured"
         tensors, numbers = self._key_slots
@@ -391,7 +422,7 @@ class Replays:
         )
 
     def forget(self) -> None:
-        """Drops all graphs, for example because their communicators are closed."""
+        """Drops all CUDA graphs of the plan, for example because their communicators are closed."""
         for graphs in (self._graphs, self._seen):
             graphs.forget()
         # Old numbers must not recur: other ranks may keep graphs captured together with this rank.
@@ -412,10 +443,11 @@ class Replays:
         return tuple(key)
 
     def _own_vote(self, key: Hashable) -> int:
-        """Returns this rank's vote for a run with this key.
+        """Returns the number that this rank sends to the other ranks before a run.
 
-        The vote is STEP_BY_STEP while other threads run programs, because this rank cannot capture
-        a graph then. Otherwise the vote is the number of `key`.
+        The ranks choose a CUDA graph together. The number stands for `key`, this rank's fixed
+        addresses. While other threads run programs, this rank cannot capture a graph, and the
+        number is STEP_BY_STEP.
         """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
@@ -424,7 +456,12 @@ class Replays:
         return STEP_BY_STEP
 
     def _number(self, key: Hashable) -> int:
-        """Returns the number that this rank sends in votes for `key`; makes one for a new key."""
+        """Returns the number that stands for `key` in the votes of this rank; makes one for a new
+        key.
+
+        Other ranks compare the number instead of the key, because the key has addresses of this
+        process.
+        """
         number = self._vote_numbers.get(key)
         if self._is_full or (number is None and len(self._vote_numbers) >= MAX_KEYS // 2):
             self.forget()
@@ -434,9 +471,11 @@ class Replays:
         return number
 
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
-        """Captures a graph for this key if runs with this key are frequent enough.
+        """Captures a CUDA graph for runs with this key, if such runs are frequent enough.
 
-        Returns None if no graph is captured: runs are too few, or this or another rank cannot.
+        The key is the tuple of those addresses that a graph cannot replace. Returns None if no
+        graph is captured, because such runs are too few, or because this rank or another rank
+        cannot capture.
         """
         if self.why_not:
             return None
@@ -529,10 +568,11 @@ class Replays:
         return binding
 
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
-        """Returns an action that first writes the flags of earlier transfers, then runs `action`.
+        """Returns a step for a capture that first signals earlier transfers as complete.
 
-        If `op` is a transfer itself, returns `action`: only further transfers may be captured
-        between a transfer and its flags. A flag tells a peer that a transfer is complete.
+        A transfer signals its peer by writing a flag. Several transfers in a row may be captured
+        before their flags are written. If `op` is a transfer or a change of streams, `action` is
+        therefore returned unchanged.
         """
         flushes = [backend.flush for backend in self._plan.backends]
         if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):
@@ -546,10 +586,11 @@ class Replays:
         return after_flags
 
     def _classify_slots(self, binding: CaptureBinding, watched: _WatchedSlots) -> None:
-        """Divides the slots of inputs and buffers into two sets, after a first capture.
+        """Finds out, after the first capture, which tensor addresses a CUDA graph can replace.
 
-        - Slots that torch's calls or communications read. Their addresses are part of the key.
-        - Slots that only kernels read. Their addresses can be replaced in the graph.
+        - Torch calls and communications: the addresses that they read are fixed, and form the
+          graph's key.
+        - Kernels: the addresses that only kernels read can be replaced before a launch.
 
         Raises `_Refused` if an output is not a view of an input or of a buffer.
         """
@@ -586,7 +627,11 @@ class Replays:
         self._words = [_seen_as_words(kernel.call.words) for kernel in binding.kernels]
 
     def _updated(self, captured: _Captured, slots: Slots) -> _Captured:
-        """Returns the graph or a copy of the graph, with the addresses and scalars of this run."""
+        """Returns a CUDA graph whose kernels have the addresses and scalars of this run.
+
+        The result is the graph `captured` or a copy of that graph. If necessary, the addresses and
+        scalars in its kernels are replaced.
+        """
         places = [slots[i].data_ptr() for i in self._moving]
         if places != captured.places:
             captured = self._twin(captured, places)
@@ -595,9 +640,11 @@ class Replays:
         return captured
 
     def _twin(self, captured: _Captured, places: list[int]) -> _Captured:
-        """Returns the graph or the copy of the graph to use for these addresses.
+        """Returns the CUDA graph to use for tensors at the addresses `places`: `captured` or a
+        copy.
 
-        Makes a new copy if tensors have moved often and there are few copies.
+        A copy that already has these addresses needs no update. A new copy is made if tensors have
+        moved often and there are few copies.
         """
         for twin in captured.twins:
             if twin.places == places:
@@ -618,7 +665,10 @@ class Replays:
         return twin
 
     def _update(self, captured: _Captured, places: list[int], slots: Slots) -> None:
-        """Writes the addresses and the scalars of this run into the kernels of a graph."""
+        """Writes the tensor addresses and the scalars of this run into the kernels of a CUDA graph.
+
+        `places` are the addresses of the tensors that may move.
+        """
         assert self._binding is not None
         nodes, kernels = captured.nodes, self._binding.kernels
         changed: set[int] = set()

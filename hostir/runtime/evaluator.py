@@ -1,9 +1,10 @@
-"""`ProgramEvaluator`: runs a host program on one rank.
+"""Runs a host program on one rank, with the class `ProgramEvaluator`.
 
-- `evaluate` runs a program op by op (`hostir.runtime.execute`). Every faster path must return
-  the same results bit for bit.
-- `run` walks a program once per input class and replays the recorded plan afterwards. The walk is a
-  dry run (`hostir.runtime.dry_run`) if that can record the plan, and a real run otherwise.
+- `evaluate` runs a program op by op (`hostir.runtime.execute`). Every faster path must return the
+  same results bit for bit.
+- `run` records a program's steps once per input class (inputs of equal layouts). Later runs repeat
+  the recorded plan. Recording takes a dry run (`hostir.runtime.dry_run`), which computes nothing,
+  or a real run if a dry run cannot record the plan.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ _NAME = "HostIrEvaluator"
 
 
 class ProgramEvaluator:
-    """Runs one program on one rank; each rank has its own evaluator.
+    """Runs one host program on one rank of the job; each rank has its own evaluator.
 
-    `hostir.HostIrEvaluator` adds traces, and its docstring describes the parameters.
+    The subclass `hostir.HostIrEvaluator` adds traces, and its docstring describes the parameters.
     """
 
     def __init__(
@@ -173,7 +174,10 @@ class ProgramEvaluator:
         self.outputs = returned(program)
 
     def kernel(self, group: int) -> KernelRunner:
-        """Returns the executor of kernel group number `group`; makes the executor at first use."""
+        """Returns the executor that runs the kernel of kernel group number `group`.
+
+        The executor is made when it is first needed.
+        """
         if group not in self._runners:
             self._runners[group] = self._make_runner(self.program.groups[group])
         return self._runners[group]
@@ -182,9 +186,9 @@ class ProgramEvaluator:
     def run(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
         """Runs the program and returns the visible outputs in order.
 
-        Hidden outputs are written into the inputs that they alias. All ranks of the program's
-        meshes call `run` together. They first agree on program and inputs, and an error on one rank
-        is raised on all; see `multidevice.job.communicator.run_agreed`.
+        An output that only updates an input is not returned. All ranks of the program's meshes call
+        `run` together. The ranks first agree on the program and the inputs, and an error on one
+        rank is raised on all ranks; see `multidevice.job.communicator.run_agreed`.
 
         Raises, before anything is launched:
 
@@ -200,9 +204,10 @@ class ProgramEvaluator:
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
-        """Like `run`, but without comparing the ranks, which have agreed on the enclosing call.
+        """Runs the program as `run` does, but without a comparison between the ranks.
 
-        `signature` is the signature of the inputs, if the caller has already computed it.
+        The ranks must already have agreed on the call that contains this run. `signature` is the
+        signature of the inputs (layouts and numbers), if the caller has already computed it.
         """
         inputs, key, entry = self.cache.recall(inputs, signature)
         if entry is not None:
@@ -214,10 +219,11 @@ class ProgramEvaluator:
 
     # ------------------------------------------------------------ among ranks
     def _prepare_run(self, inputs: Sequence[Argument]) -> Prepared[list[torch.Tensor]]:
-        """Returns (run signature of this rank, free scalar inputs, function that runs the program).
+        """Prepares a run on these inputs, without launching anything.
 
-        The ranks compare the signatures and the scalars before the function is called. Nothing is
-        launched before that.
+        Returns (run signature of this rank, scalar inputs that are not part of it, function that
+        runs the program). The ranks compare the signatures and the scalars before they call the
+        function.
         """
         inputs, key, entry = self.cache.recall(inputs)
         if entry is None:
@@ -239,7 +245,10 @@ class ProgramEvaluator:
         return signature, self.ranks.numbers(inputs), run
 
     def new_entry(self, inputs: Sequence[Argument]) -> SignatureEntry:
-        """Returns a new cache entry for the signature of `inputs`; see `run_entry`."""
+        """Returns a new, empty cache entry for inputs with the layouts of `inputs`.
+
+        `run_entry` takes the entry and stores a recorded plan in it.
+        """
         return self.cache.new(inputs, self.binder.check_of_numbers(inputs))
 
     def run_entry(
@@ -249,7 +258,9 @@ class ProgramEvaluator:
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
-        """Like `run_as_agreed`, for inputs whose cache entry the caller has looked up.
+        """Runs the program on inputs whose cache entry the caller has found already.
+
+        The ranks must already have agreed on the call that contains this run.
 
         - `places`: the alignments of the inputs, from `entry.contents.check`; None before the first
           run.
@@ -268,7 +279,7 @@ class ProgramEvaluator:
             return self._updates.run(list(inputs), lambda apart: self._run(apart, entry, None))
 
     def begin_run(self) -> None:
-        """Adds 1 to this rank's count of runs, if the program copies from peers.
+        """Adds 1 to this rank's count of runs, if the program copies from other ranks' memory.
 
         All ranks count, because peer copies use the count to distinguish runs.
         """
@@ -276,18 +287,21 @@ class ProgramEvaluator:
             self.ranks.begin_run()
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
-        """Whether no input that is updated in place shares memory with another input.
+        """Whether no input that the program updates in place shares memory with another input.
 
-        `signature` is a key of the inputs' layouts, by which the last answer is cached. Raises
-        `InputError` if two updated inputs share memory, because one update would be lost.
+        If the result is False, the other input must be copied before a run, because the update
+        would change it. `signature` is a key of the inputs' layouts, by which the last answer is
+        cached. Raises `InputError` if two updated inputs share memory, because one update would be
+        lost.
         """
         return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
-        """Like `run`, but takes a dict of inputs and may write results into buffers of the caller.
+        """Runs the program like `run`, but takes the inputs by name and may write into the caller's
+        buffers.
 
-        `values` must have a value for every input of the program. Any other key is a tensor of the
-        program; its value is the buffer into which the program writes this tensor.
+        `values` has a value for every input of the program. Any other key is a tensor of the
+        program, and its value is the buffer into which the program writes that tensor.
         """
         channel = self.ranks.channel()
         if channel is None:
@@ -355,11 +369,11 @@ class ProgramEvaluator:
     def _first_replay(
         self, plan: Plan, inputs: Sequence[Argument], entry: SignatureEntry, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
-        """Runs a new plan for the first time and adds the plan to `entry`.
+        """Runs a new plan for the first time, and adds the plan to the cache entry `entry`.
 
-        If there is no memory for all intermediates at once, the program runs op by op instead. That
-        run needs less memory, or raises an error that names the op. `places` are the alignments of
-        the inputs.
+        A plan needs memory for all intermediates at once. If there is not enough, the program runs
+        op by op instead. Such a run needs less memory, or raises an error that names the op.
+        `places` are the alignments of the inputs.
         """
         try:
             with on_device(plan.device):
@@ -376,16 +390,18 @@ class ProgramEvaluator:
         return outputs
 
     def plans(self) -> list[Plan]:
-        """Returns all plans that `run` has cached."""
+        """Returns all recorded plans that `run` has cached for this program."""
         return self.cache.plans()
 
     def steady(
         self, entry: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
-        """Returns an object of C code that repeats runs on inputs like these in one call.
+        """Returns an object of the compiled runner, which repeats runs on inputs like these in one
+        C call.
 
-        The program must have run on such inputs before. If the C code cannot run the program now,
-        returns the reason as text. `around` is the context that must not change between runs.
+        The program must have run on such inputs before. `entry` is their cache entry. `around`
+        describes the context that must not change between runs. If C code cannot run the program
+        now, returns the reason as text.
         """
         if self._settings.disabled("compiled_runner"):
             return "FUSER_DISABLE=compiled_runner"
@@ -400,18 +416,19 @@ class ProgramEvaluator:
         return steady(runner, plan, inputs, around)
 
     def arenas(self) -> list[Arenas]:
-        """Returns this evaluator's `Arenas` objects, one per device on which it has run."""
+        """Returns the arenas (memory of intermediates) of this program, one object per device."""
         return self.cache.arenas()
 
     def memory(self) -> Memory:
-        """Returns the memory that the evaluator keeps between runs."""
+        """Returns how many bytes this evaluator keeps between runs, by purpose."""
         return self.cache.memory()
 
     def cuda_graphs(self, entry: SignatureEntry | None = None) -> list[str]:
-        """Returns a line per cached plan and stream about the plan's CUDA graphs on the stream.
+        """Returns lines of text about the CUDA graphs that repeat this program's runs.
 
-        The line says how many graphs are captured, or why none is. If `entry` is not None, the
-        lines are only about the plans of that entry.
+        There is one line per recorded plan and stream. The line says how many graphs are captured,
+        or why there is none. If `entry` is given, the lines are only about the plans of that cache
+        entry.
         """
         if not self._is_replayed:
             return ["not captured: the value of a float decides what is done"]
@@ -419,11 +436,18 @@ class ProgramEvaluator:
         return [line for plan in plans for line in plan.graphs()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Returns the values that `inputs` give to symbols; raises the errors that `run` raises."""
+        """Checks `inputs` as `run` does, and returns the values of the program's symbols.
+
+        The sizes of the inputs determine these values. Raises the errors that `run` raises for
+        wrong inputs.
+        """
         return self.binder.check(inputs)
 
     def _checked(self, inputs: Sequence[Argument]) -> Values:
-        """Like `check`; also raises `InputError` if two updated inputs share memory."""
+        """Checks `inputs` as `check` does, and returns the values of the program's symbols.
+
+        Also raises `InputError` if two inputs that the program updates in place share memory.
+        """
         values = self.check(inputs)
         self.are_apart(inputs, None)
         return values
@@ -452,13 +476,17 @@ class ProgramEvaluator:
         return entry
 
     def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
-        """Returns the kernels that `prepare` compiles; equal loop iterations share a kernel."""
+        """Returns a request for each kernel that a run on `inputs` needs; compiles nothing.
+
+        Loop iterations that can use the same kernel share one request.
+        """
         return dry_run(self.binder.frame(flatten(inputs))).requests
 
     def _dry_run_plan(self, frame: Frame) -> Plan | None:
-        """Makes a plan for the inputs of `frame` in a dry run, and compiles the plan's kernels.
+        """Records a plan for the inputs of `frame` in a dry run, and compiles the plan's kernels.
 
-        Returns None if only a real run can record the plan.
+        A dry run carries out the program on tensors without contents. Returns None if only a real
+        run can record the plan.
         """
         device = frame.machine.device
         findings = dry_run_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
@@ -474,7 +502,10 @@ class ProgramEvaluator:
             compile_many(kernels.requests, device=frame.machine.device)
 
     def evaluate(self, inputs: Sequence[Argument]) -> list[torch.Tensor]:
-        """Like `run`, but runs op by op without a cache: the reference for all faster paths."""
+        """Runs the program op by op, without recorded plans, and returns the same outputs as `run`.
+
+        This method is the reference: every faster path must return the same results bit for bit.
+        """
         return self.ranks.agreed(inputs, self._checked, self._evaluate)
 
     def _evaluate(self, inputs: list[Argument]) -> list[torch.Tensor]:
@@ -485,13 +516,18 @@ class ProgramEvaluator:
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
         """Returns the outputs of `body`, called on inputs that share no memory with updated inputs.
 
-        Inputs that share memory with an updated input are copied for the call.
+        The program may update some inputs in place. Another input that shares memory with such an
+        input is copied before the call.
         """
         signature_of(inputs)  # raises for an input that is no dense tensor or number
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)
 
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
-        """Runs the program op by op in `frame`; if a `recorder` is passed, records the steps."""
+        """Runs the program op by op in `frame`, which has the inputs of the run; returns the
+        outputs.
+
+        If a `recorder` is passed, the recorder also records the steps in a plan.
+        """
         if not frame.machine.streams.holds_work_back:
             return self._walk_streams(frame, recorder)
         # The queues of delayed work serve one run at a time.
@@ -516,9 +552,10 @@ class ProgramEvaluator:
 
 
 def returned(program: HostIrContainer) -> list[TensorView]:
-    """Returns the tensors that a run returns, in order.
+    """Returns the tensors of `program` whose values a run returns, in order.
 
-    An output that is written into an input is replaced by that input; hidden outputs are left out.
+    If an output is written into an input, that input is returned in its place. Hidden outputs,
+    which only update an input, are left out.
     """
     # An input that is an output is the caller's own tensor, whatever else it is written into.
     into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
@@ -527,9 +564,9 @@ def returned(program: HostIrContainer) -> list[TensorView]:
 
 
 def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
-    """Returns `communicator` if it belongs to a simulated rank, and None otherwise.
+    """Returns `communicator` if it belongs to a simulated rank, and None for a real process.
 
-    Simulated ranks run concurrently in one process, so each needs its own arenas.
+    Simulated ranks run concurrently in one process, so each needs its own memory for intermediates.
     """
     if communicator is None or not communicator.is_available() or communicator.is_real():
         return None

@@ -1,7 +1,7 @@
-"""Checks the inputs of a program: kinds, dtypes, devices and layouts; computes symbols from them.
+"""Checks the inputs of a host program before a run, and computes the values of its symbols.
 
-The module also handles inputs that share memory, and checks numbers that must fit the dtype of a
-result.
+The kind, dtype, device and layout of each input must fit the declaration in the program. The module
+also handles inputs that share memory, and checks numbers that must fit the dtype of a result.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _ACCEPTS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """The requirements on input tensor number `index`: dtype, memory order, expanded axes."""
+    """The properties that the program's tensor input number `index` must have.
+
+    `order` has the axes in memory order, each with a flag: whether the axis must be contiguous.
+    """
 
     index: int
     tv: TensorView
@@ -63,13 +66,18 @@ class _TensorSpec:
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Returns the error `<head>Expected input .., <text>`, with the user's line."""
+        """Returns an `InputError` about this input: `<head>Expected input .., <text>`, with the
+        user's line.
+        """
         line = user_code(self.tv.user_line())
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
 
 
 def spec_of(index: int, tv: TensorView) -> _TensorSpec:
-    """Returns the requirements on `tv`, which is input number `index`."""
+    """Returns the properties that a caller's tensor must have to be passed for `tv`.
+
+    `tv` is input number `index` of the program.
+    """
     order = memory_order(tv)
     expanded = expanded_positions(tv)
     is_in_order = not expanded and all(p == i for i, (p, _) in enumerate(order))
@@ -77,7 +85,10 @@ def spec_of(index: int, tv: TensorView) -> _TensorSpec:
 
 
 class InputBinder:
-    """Checks the inputs of one program and computes the values of the program's symbols."""
+    """Checks the inputs of one program, and computes the values of the program's symbols.
+
+    The sizes of tensors and the scalar inputs determine the symbols.
+    """
 
     def __init__(self, values: Fusion) -> None:
         self._specs: list[_TensorSpec | Scalar] = [
@@ -90,11 +101,11 @@ class InputBinder:
         self._binder = Binder(values, blocks=parts)
 
     def bind(self, inputs: Sequence[Argument], device: torch.device) -> Values:
-        """Checks the inputs and returns the value of every symbol.
+        """Checks the inputs of a run, and returns the value of every symbol of the program.
 
-        Raises `InputError` for an input that does not fit its declaration. If two inputs disagree
-        about a symbol, the message names both. Raises `ShardingError` if an extent does not fit the
-        mesh. `device` is the device on which tensors must be.
+        Tensors must be on `device`. Raises `InputError` for an input that does not fit its
+        declaration. If two inputs disagree about a symbol, the message names both. Raises
+        `ShardingError` if an extent is not divisible by the size of the mesh.
         """
         check_count(len(inputs), self._declared)
         for i, (spec, value) in enumerate(zip(self._specs, inputs, strict=True)):
@@ -115,14 +126,19 @@ class InputBinder:
         return values
 
     def values(self, inputs: Sequence[Argument]) -> Values:
-        """Returns the value of every symbol, for inputs that the caller has checked already."""
+        """Returns the value of every symbol of the program, without checking the inputs.
+
+        The caller must have checked the inputs already.
+        """
         return self._binder.bind(inputs)
 
 
 def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
-    """Raises `InputError` unless `value` is a tensor with the declared dtype and dimension count.
+    """Raises `InputError` unless `value` is a tensor with the declared dtype and number of
+    dimensions.
 
-    The tensor must be on `device`; a CPU scalar must be on the host instead.
+    `spec` has the declaration of the input. The tensor must be on `device`, or on the CPU if it was
+    declared as a CPU scalar.
     """
     if not isinstance(value, torch.Tensor):
         raise spec.refuses(f"to be an at::Tensor but got scalar {show(value)}")
@@ -147,7 +163,11 @@ def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> No
 
 
 def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
-    """Raises `InputError` if the strides contradict a contiguity flag of the declaration."""
+    """Raises `InputError` if the strides of `value` contradict the declaration of the input.
+
+    An axis that was declared contiguous must have no gaps in memory, and an expanded axis must have
+    stride 0.
+    """
     if spec.is_in_order and value.is_contiguous():
         return
     if value.numel() == 0:
@@ -171,10 +191,11 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
 
 
 def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] | None:
-    """Returns (axis, expected stride) for the innermost axis whose stride is wrong.
+    """Returns (axis, expected stride) for the innermost axis of `value` that has a wrong stride.
 
-    The stride is wrong if `order` declares the axis contiguous, but memory has gaps. Returns None
-    if all strides of `value` fit the declaration.
+    `order` has the axes in memory order, each with the declared flag for contiguity. A stride is
+    wrong if the flag is set, but memory has gaps along the axis. Returns None if all strides are
+    right.
     """
     expected = 1
     for position, flag in reversed(order):
@@ -188,7 +209,8 @@ def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] |
 
 
 def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
-    """Raises `InputError` unless `value` is a number that fits the dtype of scalar input `spec`.
+    """Raises `InputError` unless `value` is a number that the dtype of the scalar input `spec` can
+    hold.
 
     `index` is the position of the input, for the message.
     """
@@ -209,15 +231,20 @@ def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
 
 
 def is_computed(tv: TensorView) -> bool:
-    """Whether an extent of `tv` is computed: by a formula, or by division over a mesh's devices."""
+    """Whether an extent of `tv` must be computed before its value is known.
+
+    Such an extent is a formula of symbols, or is divided among the devices of a mesh.
+    """
     is_given = all(isinstance(x, Symbol | Const) for x in tv.shape())
     return not is_given or any(n > 1 for n in parts(tv))
 
 
 def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.device:
-    """Returns the device of the first tensor input that is not declared as a CPU scalar.
+    """Returns the device on which a program runs: that of the first tensor input.
 
-    Without such an input, returns torch's default device. `declared` are the program's inputs.
+    Inputs that are declared as CPU scalars do not count. Without a tensor input, returns torch's
+    default device. `declared` are the program's inputs, and `inputs` the values that the caller
+    passes.
     """
     for value, given in zip(declared, inputs, strict=False):
         is_scalar = isinstance(value, TensorView) and value.is_cpu_scalar
@@ -238,9 +265,9 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...]:
-    """Returns the positions of the inputs that a program writes to.
+    """Returns the positions of those inputs whose memory the program writes to.
 
-    A program writes to an input by a declared update or by an op that writes into its memory.
+    These are inputs that the program updates with an output, and inputs into which an op writes.
     """
     effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
     written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
@@ -250,10 +277,11 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Returns a context for a run; at its end, tells autograd which tensors the run has changed.
+    """Returns a context for a run, which tells autograd at its end which tensors the run has
+    changed.
 
     `written` has the positions of these tensors in `tensors`. A backward pass that needs an old
-    value then raises an error. Autograd is told after an error of the run, too.
+    value then raises an error. Autograd is told even if the run fails.
     """
     try:
         yield
@@ -264,7 +292,10 @@ def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None
 
 
 class Updates:
-    """Handles inputs that share memory with an input that the program updates in place."""
+    """For a program that updates inputs in place: handles other inputs that share memory with them.
+
+    Such an input is copied before the run, so that the run reads the old values.
+    """
 
     def __init__(self, program: HostIrContainer) -> None:
         self._program = program
@@ -275,7 +306,7 @@ class Updates:
         self._apart: object = None
 
     def are_apart(self, inputs: Sequence[Argument], signature: object) -> bool:
-        """Whether no updated input shares memory with another input.
+        """Whether no input that the program updates shares memory with another input.
 
         `signature` is a key of the inputs' layouts, by which the last answer is cached. Raises
         `InputError` if two updated inputs have an element in common.
@@ -289,9 +320,11 @@ class Updates:
         return is_apart
 
     def run(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Calls `body` with `inputs`, after copying inputs that share memory with an updated input.
+        """Calls `body` on `inputs`, after copying each input that shares memory with an updated
+        input.
 
-        Returns the outputs of `body`. An output that is a copy is replaced by the original input.
+        Returns the outputs of `body`. If an output is such a copy, the original input is returned
+        instead.
         """
         copies = {i: _copy(_tensor(inputs[i])) for i in sorted(self._shared(inputs))}
         outputs = body([copies.get(i, x) for i, x in enumerate(inputs)])
@@ -299,9 +332,11 @@ class Updates:
         return [given.get(id(out), out) for out in outputs]
 
     def _shared(self, inputs: Sequence[Argument]) -> set[int]:
-        """Returns the positions of read-only inputs that share elements with an updated input.
+        """Returns the positions of those inputs that must be copied, because an update would change
+        them.
 
-        Raises `InputError` if two updated inputs share elements.
+        These inputs are only read and share elements with an updated input. Raises `InputError` if
+        two updated inputs share elements, because one update would be lost.
         """
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.numel()}
         # In the order of addresses: only tensors whose byte ranges overlap are compared.
@@ -347,13 +382,13 @@ def _end(x: torch.Tensor) -> int:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of `x` with the same strides; gaps between elements are copied, too."""
+    """Returns a copy of `x` with the same strides. Memory between the elements is copied, too."""
     flat = x.as_strided((_span(x.shape, x.stride()),), (1,))
     return flat.clone().as_strided(x.shape, x.stride(), 0)
 
 
 def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have a byte in common."""
+    """Whether the tensors `a` and `b` have a byte of memory in common."""
     if a.device != b.device or not a.numel() or not b.numel():
         return False
     layouts = ((tuple(t.shape), t.stride(), t.element_size()) for t in (a, b))
@@ -374,7 +409,9 @@ def _share(a: _Layout, b: _Layout, distance: int) -> bool:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor with this shape and strides has no gaps between its elements in memory."""
+    """Whether a tensor with this shape and these strides has no gaps between its elements in
+    memory.
+    """
     expected = 1
     for n, stride in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]):
         if n > 1 and stride > expected:
@@ -389,7 +426,9 @@ def _bytes_of(marks: torch.Tensor, layout: _Layout, offset: int) -> torch.Tensor
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` may share memory, as with expanded axes or sliding windows."""
+    """Whether two elements of `x` may have the same address, as with expanded axes or sliding
+    windows.
+    """
     reach = 1
     for n, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda s: s[1]):
         if n > 1:
@@ -410,7 +449,10 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 @record
 class _Exact:
-    """A scalar, the dtype that must represent it exactly, and the op that uses it."""
+    """A scalar operand that must be representable in the dtype of an op's result, with that op.
+
+    `dtype` is the dtype of the result.
+    """
 
     scalar: Scalar
     dtype: DataType
@@ -418,9 +460,10 @@ class _Exact:
 
 
 class ExactNumbers:
-    """Checks scalar operands of ops that must be representable in the dtype of the op's result.
+    """Checks the scalar operands that must be representable in the dtype of an op's result.
 
-    `inputs` are the inputs of the program.
+    An example is the limit of `clamp` on an Int32 tensor. `ops` are all ops of a program, and
+    `inputs` are the program's inputs.
     """
 
     def __init__(self, ops: Iterable[Op], inputs: Sequence[object]) -> None:
@@ -442,9 +485,10 @@ class ExactNumbers:
         return bool(self._found)
 
     def check(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `InputError` for the first number that does not fit its dtype; names the op.
+        """Raises `InputError` for the first scalar operand that its op's result dtype cannot
+        represent.
 
-        `values` has the values of all symbols.
+        `values` has the values of all symbols. The message names the op.
         """
         for exact, value in zip(self._found, self._values(values), strict=True):
             problem = misfit(value, exact.dtype)
@@ -452,10 +496,10 @@ class ExactNumbers:
                 raise self._refusal(exact, problem, values)
 
     def check_of(self, values: Mapping[Symbol, Number]) -> Callable[[Sequence[Any]], None]:
-        """Returns a function that does `check` for later inputs of the same signature.
+        """Returns a function that checks the scalar inputs of later calls, as `check` does.
 
-        The function takes the list of inputs. `values` has the values of symbols for the first
-        inputs; the sizes among these values stay the same.
+        The function takes the list of a call's inputs, which have the same sizes as the first
+        inputs. `values` has the values of symbols for the first inputs.
         """
         known = dict(values)
         positions = {v: i for i, v in self._inputs}
@@ -495,7 +539,9 @@ class ExactNumbers:
 
 
 def _range_of(dtype: DataType) -> tuple[Number, Number]:
-    """Returns the smallest (most negative) and the largest finite value of a dtype."""
+    """Returns the smallest (most negative) and the largest finite value that `dtype` can
+    represent.
+    """
     own = to_torch(dtype)
     info = torch.finfo(own) if is_floating(dtype) else torch.iinfo(own)
     return info.min, info.max

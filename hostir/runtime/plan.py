@@ -503,9 +503,7 @@ class Arena:
         self._buffer = None
 
     def is_too_large(self) -> bool:
-        """Whether the arena's memory is much larger than its plans need, or no plan uses the
-        arena.
-        """
+        """Whether the arena's memory is far larger than its plans need, or no plan uses it."""
         needed = with_room(max((plan.nbytes for plan in list(self.bound)), default=0))
         return not self.bound or self.nbytes - needed >= max(needed, MIN_SHRINK_NBYTES)
 
