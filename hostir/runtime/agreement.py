@@ -1,7 +1,8 @@
-"""The agreement of a program's ranks before each run: all compare their run signatures.
+"""The agreement of a program's ranks before each run: all ranks compare their run signatures.
 
-A *run signature* describes the run of one rank: the program's text, the options, the sizes and the
-local extents of inputs. `multidevice.job.agreement` compares the run signatures of all ranks.
+A *run signature* describes what one rank is about to run: the program's text, the options, the
+sizes and the local extents of inputs. `multidevice.job.agreement` compares the run signatures of
+all ranks. If they differ, all ranks raise an error before anything is launched.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
 
 
 class RankAgreement:
-    """Compares the runs of one program on all ranks, before a run begins.
+    """Makes the run signatures of one program on this rank, and compares them with those of other
+    ranks.
+
+    A run signature describes what a rank is about to run: program, options, sizes and inputs.
 
     - `communicator`: None for a rank that is alone, which then compares nothing.
     - `free`: the positions of the scalar inputs whose values are not part of the run signature.
@@ -54,26 +58,33 @@ class RankAgreement:
         self.team = program.devices() or (self.rank,)
 
     def channel(self) -> Channel | None:
-        """Returns the channel over which the ranks compare; None without a communicator."""
+        """Returns the channel over which the ranks compare their run signatures.
+
+        Returns None for a rank that is alone and has no communicator.
+        """
         return None if self.communicator is None else self.communicator.channel(self.team)
 
     def begin_run(self) -> None:
-        """Adds 1 to the communicator's count of runs; every rank counts its own runs."""
+        """Adds 1 to this rank's count of runs. Every rank counts, so that copies from peers match
+        runs.
+        """
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
     def run_signature(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
-        """Returns this rank's signature of a run on these inputs.
+        """Returns this rank's run signature for these inputs, which the ranks compare before the
+        run.
 
-        `values` are the values that the inputs give to symbols. `also` are further lines of text
-        that must be equal on all ranks.
+        `values` are the values of the program's symbols. `also` are further lines of text that must
+        be equal on all ranks.
         """
         return program_run_signature(self._program, (self._how, *also), inputs, values, self._free)
 
     def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
         """Returns the scalar inputs that are not part of the run signature.
 
-        The ranks compare the values of these scalars in each run.
+        The ranks compare these values separately in each run, because they may change from run to
+        run.
         """
         return tuple(inputs[i] for i in sorted(self._free))
 
@@ -84,10 +95,11 @@ class RankAgreement:
         body: Callable[[list[Argument]], T],
         *also: str,
     ) -> T:
-        """Calls `body` with the flat list of inputs once the ranks agree; returns its result.
+        """Compares the run signatures of all ranks, and then calls `body` with the list of inputs.
 
-        `check` returns the values of all symbols. An error in `check` is raised on all ranks.
-        `also` are further lines of text that the ranks compare.
+        Returns the result of `body`. `check` checks the inputs and returns the values of all
+        symbols. If `check` fails on one rank, all ranks raise an error. `also` are further lines of
+        text that the ranks compare.
         """
         channel = self.channel()
         if channel is None:
@@ -102,10 +114,10 @@ class RankAgreement:
 
 
 def communications_text(program: HostIrContainer) -> str:
-    """Returns the text of a program's communications, in order, with the memory order of each.
+    """Returns the text of the communications of `program`, in order, each with its memory order.
 
-    Ranks may run together if only these texts are equal: local layouts and kernels may differ. Axes
-    are therefore numbered in the order in which they appear in this text.
+    Ranks may run together if these texts are equal; local layouts and kernels may differ. Axes are
+    therefore numbered in the order in which they appear in this text.
     """
     text = "\n".join(
         f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
@@ -115,14 +127,17 @@ def communications_text(program: HostIrContainer) -> str:
 
 
 def first_line(program: HostIrContainer) -> str:
-    """Returns the user's line of the first communication that has such a line, else ""."""
+    """Returns the user's source line of the program's first communication; "" if no op has such a
+    line.
+    """
     return next((op.where for op in program.started() if op.where), "")
 
 
 def input_names(inputs: Sequence[Value], ops: Iterable[Op]) -> tuple[str, ...]:
-    """Returns, for error messages, a text for each input.
+    """Returns a text for each input of a program, by which error messages name the input.
 
-    The text has the input's number, label and the user's line of the first op that uses the input.
+    The text has the number of the input, its label, and the user's line of the first op that uses
+    it.
     """
     lines: dict[object, str] = {}
     for op in ops:
@@ -148,15 +163,15 @@ def run_signature_of(
     ops: Iterable[Op] = (),
     fixed: int = 1,
 ) -> RunSignature:
-    """Returns a rank's run signature, from texts and the properties of the inputs.
+    """Returns a run signature, which describes what this rank is about to run.
 
     - `parts`: texts that must be equal on all ranks. The first `fixed` texts do not depend on the
       inputs.
-    - `names`: the names of the inputs in errors.
+    - `names`: the names of the inputs in error messages.
     - `sizes`: the values of integer symbols.
     - `declared`: the inputs of the program.
     - `free`: the positions of the scalar inputs whose values are not part of the signature.
-    - `ops`: the ops in the texts; `where`: the user's line for errors.
+    - `ops`: the ops in the texts; `where`: the user's line for error messages.
     """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(
@@ -179,9 +194,9 @@ def run_signature_of(
 
 
 def _traits(x: Argument) -> tuple[tuple[str, str], ...]:
-    """Returns the properties of an input, besides extents, on which the program depends.
+    """Returns the properties of an input, besides its extents, that must be equal on all ranks.
 
-    Each property is a pair (name, value).
+    Each property is a pair of a name and a text, such as ("dtype", "float32").
     """
     if not isinstance(x, torch.Tensor):
         return (("the value", str(x)),)
@@ -202,7 +217,7 @@ def program_run_signature(
     values: Mapping[Symbol, Number],
     free: Iterable[int],
 ) -> RunSignature:
-    """Returns a rank's run signature for a host program.
+    """Returns the run signature of this rank for a run of `program` on `inputs`.
 
     - `parts`: lines of text about options.
     - `values`: the values of symbols.

@@ -1,7 +1,7 @@
-"""Turns communication ops into calls of a backend.
+"""Turns the communication ops of a host program into calls of a backend, such as NCCL or gloo.
 
 `post` and `exchange` start a communication once. `bind_post` and `bind_exchange` return a function
-that starts the same communication again, on buffers at other addresses.
+that starts the same communication again in later runs, on buffers at other addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ PostedBuffer = torch.Tensor | None
 
 
 class Done:
-    """The handle of a communication that needs no wait: a rank's copy to itself, an empty group."""
+    """The handle of a communication that is complete at once, so that a `Wait` has nothing to do.
+
+    Examples are a rank's copy to itself, and a group without transfers.
+    """
 
     def wait(self) -> None:
         """Returns immediately, because the communication is complete."""
@@ -41,7 +44,8 @@ class Done:
 def flat(
     op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
-    """Returns `tensor`, a shard of `tv`, as a contiguous view for a backend.
+    """Returns `tensor`, this rank's shard of `tv`, as a contiguous view that a backend can
+    transfer.
 
     The axes of the view are in memory order (`order.axes`), and expanded axes have one element.
     Raises `CommunicationError` if the shard has gaps in the memory order that the program declares.
@@ -60,9 +64,10 @@ def flat(
 
 @dataclass(frozen=True)
 class CommunicationCall:
-    """A collective op, with the team, the backend and the root for the call on `rank`.
+    """A collective op with everything that its call on this rank needs: ranks, backend and root.
 
-    `root` is a global rank, or -1 for a collective without root.
+    `rank` is this rank, and `team` has all ranks that take part. `root` is a global rank, or -1 for
+    a collective without a root.
     """
 
     op: Communication
@@ -73,10 +78,10 @@ class CommunicationCall:
 
 
 def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
-    """Starts a collective on this rank's shards `inp` and `out`; returns the handle to wait for.
+    """Starts the collective of `call` on this rank's shards, and returns the communication handle.
 
-    A shard is None if this rank has no such shard. Raises `CommunicationError` for a shard that has
-    gaps in its declared memory order.
+    A later `Wait` waits for the handle. `inp` or `out` is None if this rank has no such shard.
+    Raises `CommunicationError` for a shard that has gaps in its declared memory order.
     """
     op = call.op
     mine, theirs = op.orders
@@ -102,10 +107,10 @@ def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
 def bind_post(
     call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer
 ) -> protocol.Post | None:
-    """Binds a collective that `post` has started once, for shards with these shapes and strides.
+    """Prepares a collective for later runs, after `post` has started it once.
 
-    Returns a function that starts the collective on the shards' addresses. Returns None if the
-    backend must check each call.
+    Returns a function that starts the collective on shards at other addresses. `inp` and `out` show
+    the shapes and strides of the shards. Returns None if the backend must check each call.
     """
     op, row = call.op, call.op.collective
     mine, theirs = op.orders
@@ -126,9 +131,9 @@ def bind_post(
 def bind_exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> protocol.PostBatch | None:
-    """Binds sends and receives that `exchange` has started once, for tensors like these.
+    """Prepares a group of sends and receives for later runs, after `exchange` has started it once.
 
-    Returns a function that starts the transfers on the tensors' addresses. Returns None if the
+    Returns a function that starts the transfers on tensors at other addresses. Returns None if the
     backend must check each call.
     """
     backend.where = op.where
@@ -147,9 +152,9 @@ def permute(
     inp: torch.Tensor,
     out: torch.Tensor,
 ) -> Work:
-    """Sends `inp` to rank `peers[0]` and receives `out` from rank `peers[1]`.
+    """Sends `inp` to rank `peers[0]` and receives `out` from rank `peers[1]`, for the op `op`.
 
-    If both peers are this rank, copies `inp` to `out`. Returns the handle to wait for.
+    If both peers are this rank, copies `inp` to `out`. Returns the handle for which a `Wait` waits.
     """
     sent, received = both = halves(op, peers, inp, out)
     if peers == (rank, rank):
@@ -161,7 +166,11 @@ def permute(
 def halves(
     op: CollectivePermute, peers: tuple[int, int], inp: torch.Tensor, out: torch.Tensor
 ) -> tuple[protocol.Transfer, protocol.Transfer]:
-    """Returns the two transfers of a permutation on this rank: the send and the receive."""
+    """Returns the two transfers of a permutation on this rank: the send of `inp` and the receive of
+    `out`.
+
+    `peers` is (rank to which this rank sends, rank from which this rank receives).
+    """
     mine, theirs = op.orders
     sent, received = flat(op, op.inp, inp, mine), flat(op, op.out, out, theirs)
     return protocol.Transfer("send", sent, peers[0]), protocol.Transfer("recv", received, peers[1])
@@ -170,9 +179,10 @@ def halves(
 def transfer(
     op: P2PCommunication, tensor: torch.Tensor, peer: int, order: int | None = None
 ) -> protocol.Transfer:
-    """Returns the description of a send or a receive of `tensor`, to pass to `exchange`.
+    """Returns the description of the send or receive `op`, which `exchange` takes.
 
-    `order` is the number of the transfer among those with this peer; None for program order.
+    `tensor` is this rank's buffer and `peer` the other rank. `order` is the number of the transfer
+    among those with this peer; None if transfers start in the order of the program.
     """
     return protocol.Transfer(op.type, flat(op, op.buffer, tensor, op.orders[0]), peer, order)
 
@@ -180,7 +190,10 @@ def transfer(
 def exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> Work:
-    """Starts sends and receives as one batch of the backend; returns the handle to wait for."""
+    """Starts several sends and receives together, and returns the handle for which a `Wait` waits.
+
+    `op` is the op of the program that needs these transfers. `team` has the ranks of the program.
+    """
     backend.where = op.where
     try:
         return backend.batch(transfers, team=team)

@@ -72,9 +72,10 @@ class RunBinder:
         number_of_streams: int,
         is_checked: bool,
     ) -> None:
-        """Prepares the checks for runs of `program`, which `devices` gives execution contexts.
+        """Prepares the checks for the runs of `program`.
 
         - `storage`: says which tensors of the program share memory.
+        - `devices`: makes the execution context of each device.
         - `device`: the device of all runs; None: each run uses the device of its first tensor
           input.
         - `rank`, `number_of_streams`: the values of these symbols in the program.
@@ -428,8 +429,9 @@ def check_grouped(program: HostIrContainer) -> None:
 
 
 def check_devices(program: HostIrContainer, size: int) -> None:
-    """Raises `ShardingError` if a mesh of `program` names a rank that a job of `size` ranks
-    lacks.
+    """Raises `ShardingError` if a mesh of `program` has a rank that the job does not have.
+
+    `size` is the number of ranks of the job.
     """
     for tv in program.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:

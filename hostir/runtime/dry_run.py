@@ -1,10 +1,10 @@
-"""The dry run: walks a program on tensors without contents (torch's `meta` device).
+"""The dry run: carries out a host program on tensors without contents (torch's `meta` device).
 
 Nothing is launched, computed or communicated. A dry run finds two things:
 
 - the kernels that a run needs, so that all kernels are compiled before the first launch, several at
   the same time;
-- the plan that later runs replay, for programs that `can_bind`.
+- the plan of recorded steps that later runs repeat, for programs that `can_bind`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 
 
 def can_bind(program: HostIrContainer) -> bool:
-    """Whether a dry run can make the plan of `program`; otherwise the first run makes it."""
+    """Whether a dry run can record the plan of `program`, the steps that later runs repeat.
+
+    Otherwise a real run must record the plan.
+    """
     return all(not isinstance(op, HostOp) or op.has_dry_run for op in walk(program.ops))
 
 
 @dataclass
 class DryRun:
-    """The findings of a dry run: a request for each kernel, and the plan of later runs.
+    """The results of a dry run: a request for each kernel, and the plan that later runs repeat.
 
-    A request has the executor, the operands, the results and the sizes of a launch. `plan` is None
-    if no plan was asked for, or if only a real run can record the plan.
+    A request has the executor, the operands, the results and the sizes of a kernel launch. `plan`
+    is None if no plan was asked for, or if only a real run can record the plan.
     """
 
     requests: Sequence[KernelRequest]
@@ -56,7 +59,7 @@ class DryRun:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether every kernel is compiled; False if there is no plan in which to look."""
+        """Whether all kernels of the dry run's plan are compiled. False if there is no plan."""
         if self.plan is None:
             return False
         launches = [step.kernel for step, _ in self.plan.steps if isinstance(step, LaunchStep)]
@@ -64,9 +67,10 @@ class DryRun:
 
 
 def dry_run(frame: Frame) -> DryRun:
-    """Finds the kernels that the program of `frame` needs for the inputs in `frame`.
+    """Finds the kernels that a run of the frame's program needs, without running it.
 
-    Loop iterations with equal shapes, strides and alignments share one request.
+    `frame` has the program and the inputs. Loop iterations with equal shapes, strides and
+    alignments share one request.
     """
     requests: dict[object, KernelRequest] = {}
 
@@ -83,11 +87,13 @@ def dry_run(frame: Frame) -> DryRun:
 def dry_run_plan(
     frame: Frame, free: frozenset[int], outputs: list[TensorView], arenas: Arenas
 ) -> DryRun:
-    """Finds the kernels of the frame's program, and makes the plan whose runs return `outputs`.
+    """Finds the kernels that a run of the frame's program needs, and records the plan of later
+    runs.
 
-    The program must satisfy `can_bind`. `free` has the positions of scalar inputs on which no size
-    depends. There is no plan in two cases: torch chooses the strides of a result, or the address of
-    an input is not a multiple of its element size.
+    The runs of the plan return `outputs`. The program must satisfy `can_bind`. `free` has the
+    positions of scalar inputs on which no size depends. `arenas` manages the memory of
+    intermediates. The result has no plan in two cases: torch chooses the strides of a result, or
+    the address of an input is not a multiple of its element size.
     """
     requests: list[KernelRequest] = []
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):
@@ -106,9 +112,9 @@ def dry_run_plan(
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
-    """Returns a frame with the same values as `frame` and with tensors on the `meta` device.
+    """Returns a frame for a dry run: the values of `frame`, and tensors without contents.
 
-    A kernel launch in the new frame only passes the kernel's request to `note`.
+    A kernel launch in the new frame only passes a request for the kernel to `note`.
     """
     from fuser.kernels.executor import FusedKernelExecutor
 
@@ -136,9 +142,10 @@ def _nothing() -> None:
 
 
 def _without_contents(t: torch.Tensor) -> torch.Tensor:
-    """Returns a `meta` tensor with the shape, strides, dtype and alignment of `t`.
+    """Returns a tensor without contents that has the shape, strides, dtype and alignment of `t`.
 
-    The alignment is represented by a storage offset, in whole elements.
+    The tensor is on torch's `meta` device. Its storage offset, in whole elements, represents the
+    alignment.
     """
     shape, strides, skipped = t.shape, t.stride(), t.data_ptr() % VECTOR_BYTES // t.element_size()
     if not skipped:
@@ -150,7 +157,7 @@ def _without_contents(t: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel_key(value: Argument) -> object:
-    """Returns the properties of an operand by which a kernel is selected.
+    """Returns the properties of an operand that decide which kernel is needed.
 
     For a tensor, these are shape, strides, and the address modulo the bytes of a vector access. For
     a number, this is the number.

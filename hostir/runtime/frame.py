@@ -1,4 +1,4 @@
-"""The state of one run of a program on one rank: context, values of symbols, and tensors."""
+"""The state of one run of a host program on one rank: execution context, values and tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 
 class KernelRunner(Protocol):
-    """Runs the compiled kernel of one kernel group on this rank's shards, on the current stream."""
+    """The executor of one compiled kernel, which runs on this rank's shards and on the current
+    stream.
+    """
 
     def run(
         self,
@@ -45,7 +47,10 @@ class KernelRunner(Protocol):
         *,
         sizes: Mapping[Symbol, int],
     ) -> None:
-        """Computes the results into the tensors `outputs`; `sizes` has every global extent."""
+        """Launches the kernel, which writes its results into the tensors `outputs`.
+
+        `inputs` are the kernel's operands. `sizes` has the value of every global extent.
+        """
         ...
 
     def launch_for(
@@ -56,21 +61,24 @@ class KernelRunner(Protocol):
         sizes: Mapping[Symbol, int],
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch that `run` would make, for all tensors with these layouts.
+        """Returns the launch that `run` would make, for all operands with the layouts of these
+        tensors.
 
         A layout consists of shape, strides and alignment. Returns None if the launch must be looked
-        up in each run. In a dry run, `device` is the device of the later run: the tensors then have
-        no memory on that device, and the kernel may not be compiled yet.
+        up in each run. In a dry run, `device` is the device of later runs: the tensors then have no
+        memory on that device, and the kernel may not be compiled yet.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """The context of a run: the rank, the device, the backends, the streams and the kernels.
+    """The surroundings of a program's runs on one device of this rank.
 
-    - `rank`, `size`: the number of this rank, and the number of all ranks.
+    - `rank`, `size`: the number of this rank, and the number of all ranks of the job.
     - `team`: the ranks of the program's meshes, which send to and receive from each other.
+
+    The other fields are the streams, and functions that return backends, memory and kernels.
     """
 
     rank: int
@@ -99,7 +107,8 @@ class ExecutionContext:
 class Frame:
     """The state of one run: the values of symbols, the tensors, and the op that is running.
 
-    `machine` is the context of the run, and `storage` says which tensors share memory.
+    `machine` has the device, the streams and the backends of the run. `storage` says which tensors
+    of the program share memory.
     """
 
     program: HostIrContainer
@@ -121,11 +130,14 @@ class Frame:
 
     @property
     def rank(self) -> int:
-        """The number of this process's rank, or of the simulated rank that runs."""
+        """The number of this rank in the job; with simulated ranks, the number of the rank that
+        runs now.
+        """
         return self.machine.rank
 
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
-        """Returns the function (bytes -> memory) that allocates memory for `tv` that peers can map.
+        """Returns a function (bytes -> memory) that allocates memory for `tv` which other ranks can
+        map.
 
         Memory of a recorded run is not cached, because the recording happens only once.
         """
@@ -135,7 +147,7 @@ class Frame:
         return self.machine.lasting if self.is_recorded else self.machine.symmetric
 
     def number(self, x: Scalar) -> Number:
-        """Returns the value of the scalar `x`.
+        """Returns the value of the scalar `x` in this run, from the inputs and the loop indices.
 
         Raises `InputError` if the inputs do not determine the value, or if the value is undefined.
         """
@@ -148,16 +160,22 @@ class Frame:
             raise InputError(f"{x} has no value for {bound}: {error}") from None
 
     def operand(self, value: TensorView | Scalar) -> Argument:
-        """Returns the tensor of a tensor operand, or the number of a scalar operand."""
+        """Returns the value of an op's operand in this run: a tensor, or the number of a scalar."""
         return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
 
     def integer(self, x: Scalar) -> int:
-        """Returns the value of `x` as an int; raises `InputError` in the same cases as `number`."""
+        """Returns the value of the integer scalar `x`; raises `InputError` in the same cases as
+        `number`.
+        """
         return int(self.number(x))
 
     @contextmanager
     def with_index(self, index: Symbol) -> Generator[Callable[[int], None]]:
-        """Opens a loop over `index`; yields a function that sets the index for an iteration."""
+        """Opens a loop over `index` for the time of the context.
+
+        Yields a function that the caller calls with the value of the index before each loop
+        iteration.
+        """
 
         def bind(value: int) -> None:
             self.values = {**self.values, index: value}
@@ -167,9 +185,10 @@ class Frame:
         self.indices, self.values = outside, values
 
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
-        """Submits `work` to the current stream, as `Streams.submit` does.
+        """Passes the function `work` to the current stream, which runs the function now or later.
 
-        If streams delay work, errors of torch get the name and the user's line of the current op.
+        If streams delay work, an error of torch in `work` gets the name and the user's line of the
+        current op. `ready()` is whether `work` can run without waiting for another rank.
         """
         streams = self.machine.streams
         if streams.holds_work_back and self.op is not None:
@@ -177,10 +196,12 @@ class Frame:
         streams.submit(work, ready)
 
     def order(self, kind: str, peer: int) -> int | None:
-        """Returns how many transfers of this kind with `peer` precede this transfer.
+        """Returns how many transfers of this kind with the rank `peer` the program has before the
+        current one.
 
-        `kind` is "send" or "recv". Returns None unless streams delay work, because only such
-        streams start transfers in another order than the program.
+        `kind` is "send" or "recv". The number matches sends with receives if streams delay work,
+        because transfers then start in another order than in the program. In all other cases,
+        returns None.
         """
         if not self.machine.streams.holds_work_back:
             return None
@@ -188,7 +209,10 @@ class Frame:
         return number
 
     def stream(self, stream: Stream) -> Handle:
-        """Returns the handle of `stream`, which has a number or a name that no op has captured."""
+        """Returns the stream of this run that `stream`, a stream of the program, stands for.
+
+        `stream` has a number, or a name that no op has captured.
+        """
         if stream.index is None:
             return self.machine.streams.handle(stream.name)
         number = self.integer(stream.index)
@@ -197,9 +221,10 @@ class Frame:
         return self.machine.streams.handle(number)
 
     def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
-        """Returns (start, length), along the axis `part.axis`, of the part that `op` takes.
+        """Returns (start, length) of the part of the tensor `source` that `op` uses.
 
-        Raises `ExecutionError` if the part is outside the tensor `source`.
+        Both count along the axis `part.axis`. The part is one element or one chunk. Raises
+        `ExecutionError` if the part is outside of the tensor.
         """
         size = source.size(part.axis)
         index = self.integer(part.index)
@@ -217,7 +242,7 @@ class Frame:
 
     @cached_property
     def sizes(self) -> Mapping[Symbol, int]:
-        """The values of the integer symbols that inputs determine, such as the global extents."""
+        """The values of the integer symbols that inputs determine, such as global extents."""
         own = (RANK, NUMBER_OF_STREAMS, *self.indices)
         return {s: int(v) for s, v in self.values.items() if isinstance(v, int) and s not in own}
 
@@ -228,7 +253,11 @@ class Frame:
     def elsewhere(
         self, machine: ExecutionContext, tensors: dict[TensorView, torch.Tensor]
     ) -> Frame:
-        """Returns a frame with the same values and shapes, for another context and new tensors."""
+        """Returns a frame for the same inputs with another context and other tensors.
+
+        Sizes and local shapes are the same. A dry run uses such a frame, with tensors without
+        contents.
+        """
         made = Frame(self.program, machine, self.storage, self.values, tensors)
         made._whole, made.sizes = self._whole, self.sizes
         return made
@@ -236,9 +265,10 @@ class Frame:
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
         """Returns the shape of this rank's shard of `tv`.
 
-        If `stream_index` is not None, returns the shape of the part of the shard that the iteration
-        `stream_index` of a stream loop computes. Raises `ShardingError` if an extent is not
-        divisible by the mesh, and `InputError` if an extent is negative.
+        If `stream_index` is given, returns the shape of the part of the shard that one iteration of
+        a stream loop computes. `stream_index` is then the index of that loop iteration. Raises
+        `ShardingError` if an extent is not divisible by the mesh, and `InputError` if an extent is
+        negative.
         """
         if stream_index is None and not self.indices and tv in self._whole:
             return self._whole[tv]
@@ -261,18 +291,23 @@ class Frame:
         return (*shape[:cut], length, *shape[cut + 1 :])
 
     def is_mine(self, tv: TensorView) -> bool:
-        """Whether this rank has a shard of `tv`."""
+        """Whether this rank has a shard of `tv`: the mesh of `tv` contains this rank, or `tv` has
+        no mesh.
+        """
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 
     def is_idle(self, op: Op) -> bool:
-        """Whether this rank skips `op`, because no tensor of `op` is on a mesh with this rank."""
+        """Whether this rank skips `op`, because no tensor of `op` has a shard on this rank."""
         if not self.storage.is_placed:
             return False
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
         return bool(tensors) and not any(map(self.is_mine, tensors))
 
     def result(self, tv: TensorView) -> torch.Tensor:
-        """Returns the tensor of output `tv`; an empty tensor if this rank has no shard of `tv`."""
+        """Returns the tensor that a run returns for output `tv`.
+
+        If this rank has no shard of `tv`, the tensor is empty.
+        """
         if not self.is_mine(tv):
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
         if tv not in self.tensors:
@@ -280,7 +315,7 @@ class Frame:
         return self.tensors[tv].clone() if tv in self.storage.borrowed else self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:
-        """Returns the input into whose buffer the in-place output `out` is written."""
+        """Returns the input whose memory the output `out` overwrites."""
         into = self.program.values.alias_of(out)
         assert into is not None, f"{out} has neither a buffer nor a declared alias"
         return into
@@ -291,13 +326,14 @@ class Frame:
 
 
 class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
-    """Raised if there is no memory for a tensor; the message has op, tensor and bytes."""
+    """Raised if there is no memory for a tensor. The message names op, tensor and bytes."""
 
 
 def op_failed(op: Op, error: Exception) -> ExecutionError:
-    """Returns an error with the op and the user's line, for an `error` that torch raised in `op`.
+    """Returns the error to raise after torch has raised `error` while `op` was running.
 
-    The error is an `OutOfMemoryError` if torch had no memory.
+    The message has the op and the user's line. If torch had no memory, the result is an
+    `OutOfMemoryError`, otherwise an `ExecutionError`.
     """
     kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
     return kind(
@@ -306,7 +342,10 @@ def op_failed(op: Op, error: Exception) -> ExecutionError:
 
 
 def guarded(op: Op, work: Callable[[], object]) -> None:
-    """Runs `work`, a part of `op`; raises `ExecutionError` with op and user line if torch fails."""
+    """Calls the function `work`, which does a part of `op` later than the op itself ran.
+
+    If torch fails, raises `ExecutionError` with the op and the user's line.
+    """
     try:
         work()
     except FuserError:
@@ -322,10 +361,10 @@ def new_buffer(
     device: torch.device,
     symmetric: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Allocates the buffer of `tv` with this local shape.
+    """Allocates the buffer of `tv`, whose shard on this rank has this shape.
 
-    `symmetric` is a function (bytes -> memory that peers can map). Raises `OutOfMemoryError` if the
-    allocation fails, whatever error torch raises.
+    `symmetric` is a function (bytes -> memory that other ranks can map), for tensors in such
+    memory. Raises `OutOfMemoryError` if the allocation fails, whatever error torch raises.
     """
     strides, dtype = allocated_strides(tv, shape), to_torch(tv.dtype())
     try:
@@ -340,7 +379,9 @@ def new_buffer(
 def no_memory(
     program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
 ) -> OutOfMemoryError:
-    """Returns the error for the tensor `tv`, if no memory is left for its local shape."""
+    """Returns the error to raise if there is no memory for `tv`, whose shard on this rank has this
+    shape.
+    """
     name, where = _maker(program, tv)
     nbytes = spanned(shape, allocated_strides(tv, shape)) * nbytes_of(tv.dtype())
     place = "" if device.type == "meta" else f" on {device}"  # found in a dry run
@@ -351,7 +392,11 @@ def no_memory(
 
 
 def _maker(program: HostIrContainer, tv: TensorView) -> tuple[str, str]:
-    """Returns (name, user's line) of the op that computes `tv`; ("allocate", "") without one."""
+    """Returns (name, user's line) of the op that computes `tv`, for an error about the memory of
+    `tv`.
+
+    If no op computes `tv`, returns ("allocate", "").
+    """
     for op in walk(program.ops):
         if isinstance(op, Allocate) or tv not in op.outputs:
             continue

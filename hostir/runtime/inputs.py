@@ -277,11 +277,10 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Returns a context for a run, which tells autograd at its end which tensors the run has
-    changed.
+    """Returns a context for a run, which tells autograd which tensors the run has changed.
 
     `written` has the positions of these tensors in `tensors`. A backward pass that needs an old
-    value then raises an error. Autograd is told even if the run fails.
+    value then raises an error. Autograd is told at the end of the context, even if the run fails.
     """
     try:
         yield
@@ -539,9 +538,7 @@ class ExactNumbers:
 
 
 def _range_of(dtype: DataType) -> tuple[Number, Number]:
-    """Returns the smallest (most negative) and the largest finite value that `dtype` can
-    represent.
-    """
+    """Returns the smallest (most negative) and the largest finite value of the dtype `dtype`."""
     own = to_torch(dtype)
     info = torch.finfo(own) if is_floating(dtype) else torch.iinfo(own)
     return info.min, info.max

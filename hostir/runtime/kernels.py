@@ -1,7 +1,7 @@
-"""Executors of kernel groups.
+"""The executors that run the compiled kernels of a host program.
 
-- The kernel of a stream loop runs once per iteration, on one block (part) of a tensor. The last
-  blocks may be shorter or empty.
+- The kernel of a stream loop runs once per loop iteration, on one block (part) of a tensor. The
+  last blocks may be shorter or empty.
 - A kernel may read tensors that the preceding kernel has left in the L2 cache.
 """
 
@@ -40,9 +40,10 @@ Sizes = Mapping[Symbol, int]
 
 
 class StepKernels:
-    """The kernels of a kernel group that runs once per loop iteration, on one part of a tensor.
+    """Runs the kernels of a stream loop: one kernel per loop iteration, on one part of a tensor.
 
-    There is one kernel each for full parts, for the shorter last part, and for empty parts.
+    There is one compiled kernel each for full parts, for the shorter last part, and for empty
+    parts.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class StepKernels:
     def pick(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> FusedKernelExecutor | None:
-        """Returns the kernel for a loop iteration with these tensors; None if results are empty.
+        """Returns the executor of the kernel for the current loop iteration, chosen by the size of
+        its part.
 
-        `sizes` has every global extent.
+        `inputs` and `outputs` are the tensors of the iteration, and `sizes` has every global
+        extent. Returns None if all results are empty.
         """
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):
@@ -78,7 +81,7 @@ class StepKernels:
         return self._made[block]
 
     def has(self, executor: FusedKernelExecutor) -> bool:
-        """Whether `executor` runs one of this group's kernels."""
+        """Whether `executor` runs a kernel of this stream loop."""
         return any(made is executor for made in self._made.values())
 
     def _number(self, inputs: Sequence[Argument]) -> int:
@@ -98,9 +101,10 @@ class StepKernels:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch of the kernel for this iteration's part of the tensors.
+        """Returns the kernel launch for the part of the tensors that a loop iteration computes.
 
-        Returns None if all results are empty. See `KernelRunner.launch_for`.
+        Later runs can repeat the launch on tensors of equal layouts. Returns None if all results
+        are empty. See `KernelRunner.launch_for` for `device`.
         """
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is None:
@@ -110,7 +114,10 @@ class StepKernels:
     def run(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], *, sizes: Sizes
     ) -> None:
-        """Runs the kernel for this iteration's part; does nothing if all results are empty."""
+        """Launches the kernel for the part of the tensors that the current loop iteration computes.
+
+        Does nothing if all results are empty.
+        """
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is not None:
             kernel.run(inputs, outputs, sizes=sizes)
@@ -128,10 +135,10 @@ _IN_ANY_ORDER = ("pointwise", "transpose")
 
 
 class CacheReuse(NamedTuple):
-    """The L2 reuse of one kernel.
+    """How one kernel shares tensors in the GPU's L2 cache with the kernel before or after it.
 
-    `again` has the numbers of those input tensors that the next kernel reads again. `is_second` is
-    whether this kernel reads inputs that the preceding kernel has left in the cache.
+    - `again`: the numbers of those input tensors that the next kernel reads again.
+    - `is_second`: whether this kernel reads inputs that the preceding kernel has left in the cache.
     """
 
     again: frozenset[int] = frozenset()
@@ -143,10 +150,12 @@ NOTHING_AGAIN: Mapping[int, CacheReuse] = MappingProxyType({})
 
 
 def second_reads(program: HostIrContainer) -> Mapping[int, CacheReuse]:
-    """Finds pairs of consecutive kernels that read the same tensors; returns their L2 reuse.
+    """Finds consecutive kernels that read the same tensors, so that the second finds them in the L2
+    cache.
 
-    The keys are numbers of kernel groups. The first kernel of a pair is a reduction. The second
-    kernel needs the results of the first, and may run its CUDA blocks in any order.
+    The first kernel of such a pair is a reduction. The second kernel needs the results of the
+    first, and may run its CUDA blocks in any order. Returns the reuse of each such kernel, by the
+    number of its kernel group.
     """
     found: dict[int, CacheReuse] = {}
     launches = [op for op in walk(program.ops) if isinstance(op, LaunchKernel)]
@@ -176,7 +185,7 @@ def make_kernel_executor(
     lowered: Lowered | None = None,
     reads: Mapping[int, CacheReuse] = NOTHING_AGAIN,
 ) -> FusedKernelExecutor | StepKernels:
-    """Returns the executor of the kernel of `group`.
+    """Returns the executor that compiles and runs the kernel of `group`.
 
     If the kernel runs once per iteration of a stream loop, returns a `StepKernels`.
 

@@ -1,8 +1,9 @@
-"""Describes a bound plan for the compiled runner (`fuser/runtime/runner.c`), which is fast.
+"""Describes a recorded plan to the compiled runner (`fuser/runtime/runner.c`), which repeats it
+fast.
 
 `steady` returns a runner that repeats a call that has just run, or the reason why no runner can.
-The runner declines a call that differs, which then takes the Python path. The C code reads the
-attributes of `_Description` and `Replayed` by name.
+The runner declines a call that differs, which Python then runs. The C code reads the attributes of
+`_Description` and `Replayed` by name.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ MAX_RUNNERS = 8
 
 
 class Steady(Protocol):
-    """A compiled runner, which repeats a call with other tensors of the same layouts.
+    """A compiled runner, which repeats a call of a program in C, with other tensors of equal
+    layouts.
 
-    Implemented by the type `Steady` in `fuser/runtime/runner.c`.
+    The C type `Steady` in `fuser/runtime/runner.c` implements this interface.
     """
 
     # The number of calls that the runner has run, and of calls declined since the last run.
@@ -53,17 +55,20 @@ class Steady(Protocol):
     is_dropped: int
 
     def drop(self) -> None:
-        """Releases the memory and the CUDA graphs; the runner declines all later calls."""
+        """Frees the memory and the CUDA graphs of this runner, which declines all later calls."""
         ...
 
     def __call__(self, inputs: Any, /, *device_and_options: Any) -> list[torch.Tensor] | None:
-        """Runs the call and returns the outputs; returns None if earlier calls were different."""
+        """Runs the program on `inputs`, and returns the outputs.
+
+        Returns None if the inputs, the device or the options differ from those of earlier calls.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The context that must be unchanged if the compiled runner is to run a call.
+    """The context that must be unchanged if the compiled runner is to repeat a call.
 
     `context` has the simulated rank. `no_options` is the value that the options of a call have if
     the user passes no options.
@@ -75,9 +80,11 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The description of a bound plan that the C code reads, by the names of the fields.
+    """The description of a recorded plan that the compiled runner reads, by the names of the
+    fields.
 
-    The runner keeps this object alive. No field may refer to a tensor of the caller.
+    The runner keeps this object alive. No field may refer to a tensor of the caller, because the
+    runner would then keep that tensor's memory.
     """
 
     # The alignment mask of a vector, the device (-1: the CPU), the stream, the most spare arenas.
@@ -111,7 +118,7 @@ def _enter() -> None:
 
 
 def _why_not(plan: Plan) -> str:
-    """Returns why the compiled runner cannot repeat `plan` with any arena; "" if it can."""
+    """Returns the reason why the compiled runner can never repeat `plan`; "" if it can."""
     if plan.records:
         return "torch records gradients of its inputs"
     if plan.vote is not None:
@@ -124,10 +131,10 @@ def _why_not(plan: Plan) -> str:
 def steady(
     runner: ModuleType, plan: Plan, inputs: Sequence[Argument], around: Surroundings
 ) -> Steady | str:
-    """Returns a compiled runner for runs of `plan` on inputs like these.
+    """Returns a compiled runner, which repeats runs of `plan` on inputs like these in C.
 
-    If the plan cannot run in a compiled runner now, returns the reason as text. The plan must have
-    run on these inputs, on the current stream. `runner` is the extension module.
+    The plan must have run on these inputs, on the current stream. If the compiled runner cannot
+    repeat the plan now, returns the reason as text. `runner` is the extension module.
     """
     if why := _why_not(plan):
         return why
@@ -198,9 +205,10 @@ def steady(
 def _explain(
     bound: BoundPlan, arena: Arena, error: BaseException, closure: Closure | None
 ) -> NoReturn:
-    """Raises an error of a run, with the op that failed added to the message.
+    """Raises `error`, which has occurred in a run, with the op of the failed step in the message.
 
-    First drops all bindings of the arena, because running work may still write to its buffer.
+    First drops all plans that are bound to `arena`, because running work may still write to its
+    memory. `closure` is the function of the failed step.
     """
     arena.abandon()
     bound.explain(error, closure)
@@ -212,10 +220,10 @@ def _others(
     stream: int,
     explain: Callable[[BaseException, Closure | None], NoReturn],
 ) -> Callable[[Slots], None]:
-    """Returns a function that runs the plan in Python if no CUDA graph fits the addresses.
+    """Returns a function that runs the plan in Python, for the case that no CUDA graph fits.
 
-    The function uses the buffers that the runner has already allocated. With new buffers at other
-    addresses, the next run would not find a graph, either.
+    The compiled runner calls the function with the buffers that the runner has already allocated.
+    With new buffers at other addresses, the next run would not find a graph, either.
     """
 
     def run(slots: Slots) -> None:
@@ -234,9 +242,10 @@ def _others(
 
 
 def _step(bound: BoundPlan, closure: Closure) -> Closure | _Launch:
-    """Returns the addresses of a kernel launch if the closure only launches a kernel.
+    """Returns the memory addresses from which the compiled runner launches a kernel itself.
 
-    The runner then launches the kernel itself. Otherwise, returns the closure.
+    If the step `closure` does more than launch a kernel, returns `closure`, which the runner then
+    calls.
     """
     kernel = bound.launches.get(closure)
     if kernel is None or kernel.read is not None or not kernel.call.raw:

@@ -2,9 +2,9 @@
 
 A result is written while the program runs. Two cases of shared memory need a check:
 
-- The buffer shares elements with an input. Then no later op may read the input, and the op that
-  writes the buffer may read it only if it can work in place.
-- Two buffers share elements. This always raises an error, because one result would be lost.
+- The buffer shares elements with an input. Then no later op may read the input. The op that writes
+  the buffer may read the input only if the op can work in place.
+- Two buffers share elements. Such buffers always raise an error, because one result would be lost.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _POINTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp, nodes.CastOp, node
 def inputs_and_buffers(
     program: HostIrContainer, values: Mapping[Value, Argument]
 ) -> tuple[list[Argument], dict[TensorView, Argument]]:
-    """Splits `values` into (list of the program's inputs, buffers by tensor of the program).
+    """Splits a caller's `values` into the program's inputs and the buffers for results.
 
-    Raises `InputError` for an input without a value, and for a key that is not in the program.
+    Returns (list of inputs, buffers by tensor of the program). Raises `InputError` for an input
+    without a value, and for a key that is not in the program.
     """
     if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"Expected a value for each input by name, but got {show(values)}")
@@ -124,7 +125,8 @@ def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
 
 
 def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -> None:
-    """Raises `InputError` for a buffer whose strides a backend cannot send or receive.
+    """Raises `InputError` if a caller's buffer has strides with which no backend can send or
+    receive.
 
     Without this check, the backend would raise the error when other ranks already wait.
     """
@@ -144,7 +146,7 @@ def _box(t: torch.Tensor) -> object:
 # ------------------------------------------------------------------ uses in program order
 @dataclass(frozen=True)
 class _Use:
-    """A use of a buffer by an op.
+    """One use of a buffer by an op of the program: a read or a write.
 
     - `at`: the position of the op in the program. All ops in a loop have the position of the loop.
     - `loops`: the indices of the loops around the op.
@@ -161,7 +163,7 @@ class _Use:
 
 
 class _BufferUses(Walk[None]):
-    """Collects the uses of all buffers by the ops of a program, in program order.
+    """The reads and writes of all buffers by the ops of a program, in program order.
 
     `given` are the tensors for which the caller provides buffers.
     """
@@ -178,12 +180,12 @@ class _BufferUses(Walk[None]):
         self._is_ordered = not any(isinstance(o, in_turn) for o in walk(frame.program.ops))
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Records the position at which an outermost loop begins."""
+        """Records where an outermost loop begins in the program; other regions need no record."""
         if isinstance(op, ForLoop) and not self.indices:
             self._loop_begin = len(self._all)
 
     def on_op(self, op: Op) -> None:
-        """Records the tensors that an op reads and writes."""
+        """Records the buffers that `op` reads and writes, for the later calls of `check`."""
         storage = self._frame.storage
         if self._frame.is_idle(op):
             return
@@ -207,10 +209,11 @@ class _BufferUses(Walk[None]):
         return tv, tuple(parts)
 
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
-        """Raises `InputError` if a value is lost because the buffer of `tv` shares memory with `x`.
+        """Raises `InputError` if a value is lost because a caller's buffer shares memory with an
+        input.
 
-        `x` is an input. `is_same` is whether the buffer has the same address, shape and strides as
-        `x`.
+        The buffer is for the result `tv`, and the input is `x`. `is_same` is whether the buffer has
+        the same address, shape and strides as `x`.
         """
         program = self._frame.program
         what = f"the buffer of {tv} shares elements with input {program.inputs.index(x)}, {x}"
@@ -233,9 +236,10 @@ class _BufferUses(Walk[None]):
 
 
 def _is_in_place(use: _Use, write: _Use, *, is_same: bool) -> bool:
-    """Whether an op may read and write the same elements, in every iteration of its loops.
+    """Whether one op may read and write the same elements, in every iteration of the loops around
+    it.
 
-    `use` is the read and `write` is the write, both of one op.
+    `use` is the op's read of a buffer, and `write` is its write of a buffer with the same memory.
     """
     op = use.op
     is_permuted = isinstance(op, nodes.LoadStoreOp) and bool(op.out.domain.root_numbers)

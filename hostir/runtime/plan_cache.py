@@ -1,9 +1,10 @@
-"""`PlanCache`: the plans of one program, by the signature and the alignments of its inputs.
+"""The cache of a program's recorded plans, by the signature and the alignments of the inputs.
 
     signature of the inputs -> `SignatureEntry` -> alignments of the inputs -> `Plan`
 
-For each device the cache also has a size-generic plan, which makes plans for new sizes, and the
-arenas in which plans store intermediates.
+A signature has the layouts of tensors and the values of some numbers. For each device the cache
+also has a size-generic plan, which makes plans for new sizes, and the arenas in which plans store
+intermediates.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ MAX_PLACES = 64
 
 
 def forget(plan: Plan) -> None:
-    """Drops the bindings and CUDA graphs of a plan that will hardly run again."""
+    """Drops the CUDA graphs and bound steps of a plan that will hardly run again, to free their
+    memory.
+    """
     plan.arenas.forget(plan)
 
 
 class SignatureEntry:
-    """The cache entry of one signature: the checks of each call, and the plans.
+    """The cache entry for inputs with one signature: the checks of each call, and the recorded
+    plans.
 
     A plan depends on the alignment of each input (address modulo the bytes of a vector access). The
     signature does not have the alignments. `contents` computes the alignments of a call. Each
@@ -53,21 +57,33 @@ class SignatureEntry:
         self._new: dict[tuple[int, ...], Plan] = {}
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Stores `plan` for the first run on these inputs, which `take` then gets."""
+        """Stores `plan`, which a dry run has recorded, for the first run on inputs like these.
+
+        `take` returns the plan to that run.
+        """
         self._new[self.contents.places(inputs)] = plan
 
     def take(self, places: tuple[int, ...]) -> Plan | None:
-        """Removes and returns the plan that `expect` stored for these alignments, or None."""
+        """Removes and returns the plan for the first run on inputs with these alignments.
+
+        Returns None if `expect` has stored no such plan.
+        """
         return self._new.pop(places, None)
 
     def forget(self) -> None:
-        """Drops the bindings and CUDA graphs of all plans of this entry."""
+        """Drops the CUDA graphs and bound steps of all plans for this signature, to free their
+        memory.
+        """
         for plan in self.plans.values():
             forget(plan)
 
 
 class PlanCache:
-    """The cache of one program on one rank: signatures, plans, size-generic plans and arenas."""
+    """All that one program keeps between its runs on one rank, by the signature of inputs.
+
+    The cache has recorded plans, size-generic plans (which make plans for new sizes), and arenas,
+    which are the memory of intermediates.
+    """
 
     def __init__(
         self,
@@ -77,10 +93,10 @@ class PlanCache:
         pools: dict[torch.device, Pool] | None = None,
         why_no_graphs: str = "",
     ) -> None:
-        """`inputs` are the inputs of the program.
+        """Makes an empty cache for a program with these `inputs`.
 
-        `free` has the positions of the scalar inputs whose values are not part of the signature.
-        See `Arenas` for `pools` and for `why_no_graphs`, which is `why_not` there.
+        `free` has the positions of the scalar inputs whose values are not part of a signature. See
+        `Arenas` for `pools` and for `why_no_graphs`, which is `why_not` there.
         """
         self._inputs, self.free = inputs, free
         self._pools, self._why_no_graphs = pools, why_no_graphs
@@ -94,10 +110,11 @@ class PlanCache:
     def recall(
         self, inputs: Sequence[Argument], signature: Hashable | None = None
     ) -> tuple[Sequence[Argument], Hashable, SignatureEntry | None]:
-        """Returns (flat list of inputs, signature of the inputs, cache entry of the signature).
+        """Finds the cache entry for the inputs of a call.
 
-        The entry is None if the signature is not in the cache. `signature` is the signature of the
-        inputs, if the caller has already computed it.
+        Returns (flat list of inputs, signature of the inputs, cache entry). The entry is None if
+        the cache has none for the signature. `signature` is the signature of the inputs, if the
+        caller has already computed it.
         """
         try:
             inputs = list(inputs)
@@ -112,37 +129,42 @@ class PlanCache:
     def new(
         self, inputs: Sequence[Argument], also: Callable[[Sequence[Any]], None] | None
     ) -> SignatureEntry:
-        """Returns a new entry for inputs like these; `keep` adds the entry to the cache.
+        """Returns a new entry for inputs like these, which `keep` adds to the cache.
 
-        `also` is a further check of the numbers of later calls, or None.
+        `also` is a further check of the scalar inputs of later calls, or None.
         """
         return SignatureEntry(Contents(self._inputs, inputs, VECTOR_BYTES, also))
 
     def keep(self, signature: Hashable, known: SignatureEntry) -> None:
-        """Adds the entry `known` to the cache, for later calls with this signature."""
+        """Adds the entry `known` to the cache, for later calls whose inputs have this signature."""
         self._known[signature] = known
 
     def plans(self) -> list[Plan]:
-        """Returns all plans in the cache."""
+        """Returns all recorded plans in the cache."""
         return [plan for known in self._known.values() for plan in known.plans.values()]
 
     # ------------------------------------------------------------ devices
     def plan_for_new_sizes(self, frame: Frame) -> Plan | None:
-        """Makes a plan for the inputs of `frame` from the size-generic plan of the device.
+        """Makes a plan for the inputs of `frame` without a dry run, from a plan for other sizes.
 
-        Returns None if there is no size-generic plan yet, or if these sizes need a dry run. All
-        kernels of the plan are already compiled.
+        Returns None if there is no size-generic plan for the device yet, or if these sizes need a
+        dry run. All kernels of the returned plan are already compiled.
         """
         generic_plan = self._generic_plans.get(frame.machine.device)
         return None if generic_plan is None else generic_plan.plan_for(frame)
 
     def keep_generic_plan(self, device: torch.device, generic_plan: SizeGenericPlan | None) -> None:
-        """Stores the size-generic plan of a device, for later sizes; does nothing for None."""
+        """Stores a size-generic plan, from which plans for later sizes on `device` are made.
+
+        Does nothing if `generic_plan` is None.
+        """
         if generic_plan is not None:
             self._generic_plans[device] = generic_plan
 
     def arenas_on(self, device: torch.device) -> Arenas:
-        """Returns the `Arenas` of a device, which store the intermediates of plans."""
+        """Returns the arenas in which plans on `device` store intermediates; makes the object at
+        first use.
+        """
         found = self._arenas.get(device)
         if found is None:
             made = Arenas(device, self._why_no_graphs, self._pools)
@@ -152,9 +174,9 @@ class PlanCache:
         return found
 
     def arenas(self) -> list[Arenas]:
-        """Returns the `Arenas` of all devices on which the program has run."""
+        """Returns the arenas (memory of intermediates) of all devices that have run the program."""
         return list(self._arenas.values())
 
     def memory(self) -> Memory:
-        """Returns the memory that the plans of this cache keep between runs."""
+        """Returns how many bytes the plans of this cache keep between runs, by purpose."""
         return memory_of(self.arenas(), self.plans())

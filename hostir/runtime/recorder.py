@@ -1,9 +1,9 @@
-"""Records a program as a list of steps over slots, for one input class (inputs of equal layouts).
+"""Records the steps of a host program in a plan, once for all inputs of equal layouts.
 
-The first run of an input class, or its dry run, walks the ops once (`hostir.runtime.execute`). The
+The first run on such inputs, or a dry run, carries out the ops once (`hostir.runtime.execute`). The
 *recorder* runs each step and records it for later runs. Sizes, strides, teams and launches are then
-fixed; only the tensors in the slots change. Intermediates are stored in an arena
-(`hostir.runtime.plan`). Every run allocates new tensors for its outputs.
+fixed; only the tensors in the slots (the list of a run's values) change. Intermediates are stored
+in an arena (`hostir.runtime.plan`). Every run allocates new tensors for its outputs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ from multidevice.transports.base.protocol import Backend
 
 
 class Listener(Protocol):
-    """An object that a recorder notifies of the steps of each op."""
+    """An object to which a `Recorder` reports the recorded steps of each op, for example for a
+    trace.
+    """
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
         """Receives the steps that the recorder has recorded for `op`; the list may be empty.
@@ -67,18 +69,20 @@ class Listener(Protocol):
 
 
 class Recorder:
-    """The receiver that runs each step of a walk and also records the step in a plan.
+    """A receiver of a program's steps, which runs each step and also records it in a plan.
 
-    In a dry run, steps are recorded but do not run.
+    Later runs repeat the plan without a new pass over the ops. In a dry run, the steps are recorded
+    but do not run.
     """
 
     def __init__(
         self, frame: Frame, free: frozenset[int], machine: ExecutionContext | None = None
     ) -> None:
-        """`free` has the positions of scalar inputs on which no size depends.
+        """Prepares a recording of the program of `frame`.
 
-        `machine` is the context in which the steps will run; the default is `frame.machine`. A dry
-        run passes `machine`, because the frame of a dry run is for torch's `meta` device.
+        - `free`: the positions of scalar inputs on which no size depends.
+        - `machine`: the context in which the steps will run; the default is `frame.machine`. A dry
+          run passes `machine`, because the frame of a dry run is for torch's `meta` device.
         """
         frame.is_recorded = True
         self.execution = Execution(frame, free, machine, self)
@@ -119,17 +123,20 @@ class Recorder:
         self.outputs: list[TensorView] = []
 
     def slot(self, value: object) -> int:
-        """Returns the slot of `value`: a tensor, an input scalar or a communication's key."""
+        """Returns the position of `value` in the list of a run's values.
+
+        `value` is a tensor, an input scalar, or the key of a communication.
+        """
         return self.execution.slot(value)
 
     def forget_tensors(self) -> None:
-        """Drops the tensors of this run, which the recorded steps do not need."""
+        """Drops the tensors of the recorded run, so that the plan does not keep their memory."""
         self.frame.tensors.clear()
         self.execution.slots.clear()
 
     # ------------------------------------------------------------ receiving steps
     def carry_out(self, op: Op) -> None:
-        """Runs an op, records its steps and notifies the listeners."""
+        """Carries out one op, records its steps and reports them to the listeners."""
         self._order.follow(op)
         self._now.carry_out(op)
         if not isinstance(op, Allocate):
@@ -154,7 +161,11 @@ class Recorder:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Makes the step, runs it except in a dry run, and records the step of later runs."""
+        """Makes a step, runs it except in a dry run, and records the step for later runs.
+
+        A two-phase step is recorded in the form that later runs use. See `Receiver.enqueue` for the
+        parameters.
+        """
         made, execution = make(), self.execution
         if not execution.is_dry:
             self._now.take(made, after, ready)
@@ -162,22 +173,27 @@ class Recorder:
         self._keep(kept if after is None else Both(kept, Action(after)), generic)
 
     def run_now(self, run: Closure) -> None:
-        """Calls `run` on the slots, except in a dry run, and records `run` as a step."""
+        """Calls `run` on the list of this run's values, except in a dry run, and records `run` as a
+        step.
+        """
         self._now.run_now(run)
         self._keep(run)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Makes the view, stores it as the tensor of `out`, and records the view as a step."""
+        """Makes the torch view `view`, stores it as the tensor of `out`, and records the view as a
+        step.
+        """
         self._now.name(out, view)
         self._keep(view, generic)
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Allocates the buffer, and records how later runs allocate it.
+        """Allocates the buffer of `tv` for this run, and records how later runs allocate it.
 
-        Records the layout and the time of allocation, so that `finish` can place the buffer in the
-        arena. Also records a step, if a buffer outside the arena must be allocated by a step.
+        The buffer's layout and the time of its allocation are recorded, because `finish` may place
+        the buffer in the arena (the memory of intermediates). Only some buffers outside of the
+        arena need a step for their allocation.
         """
         self._now.allocate(tv, slot, shape, is_cleared=is_cleared)
         made, clear = self.frame.tensors[tv], _clearing(slot) if is_cleared else None
@@ -200,7 +216,10 @@ class Recorder:
             self._keep(clear, for_all_sizes(clear))
 
     def deallocate(self, tv: TensorView) -> None:
-        """Drops the buffer of `tv`, and records the end of the buffer's lifetime."""
+        """Drops the buffer of `tv`, and records that the buffer's lifetime ends here.
+
+        The memory in the arena can then be used for another buffer.
+        """
         i, view = self.slot(tv), self.frame.storage.views.get(tv)
         self._now.deallocate(tv)
         if view is not None:
@@ -214,9 +233,11 @@ class Recorder:
             self._keep(Release(i), for_all_sizes(Release(i)))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Stores torch's results as the op's outputs; records a step that computes the op again.
+        """Stores torch's results `found` as the outputs of `op`, and records a step that computes
+        `op` again.
 
-        Raises `OnlyRunTells` in a dry run, because only torch can choose the strides of results.
+        Raises `OnlyRunTells` in a dry run, because only torch can choose the strides of these
+        results.
         """
         execution = self.execution
         if execution.is_dry:
@@ -232,14 +253,17 @@ class Recorder:
         self._keep(assign)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Records `why` no CUDA graph can replay the plan, unless a reason is recorded already."""
+        """Records the reason `why` no CUDA graph can repeat the plan. Only the first reason is
+        kept.
+        """
         self._why_not = self._why_not or why
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend `name`, and records that the plan uses this backend.
+        """Returns the backend `name` for the communication `op`, and records that the plan uses
+        this backend.
 
-        Also records if the backend cannot be captured in CUDA graphs for `what`, the kind of
-        communication.
+        `what` is the kind of communication, such as "Allreduce". If the backend cannot carry out
+        such communications in a CUDA graph, the plan is kept out of graphs.
         """
         found = self._now.backend(name, op, what)
         if found not in self._backends:
@@ -251,11 +275,12 @@ class Recorder:
         return found
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Records which output buffers of `op` the results of torch may replace.
+        """Records which output buffers of `op` later runs need not allocate.
 
-        These are buffers that `op` is the first to use, on the stream on which runs begin. A run
-        then does not allocate the buffers. If torch always makes new tensors for `op`, buffers that
-        the program deallocates are not placed in the arena either.
+        In later runs, the tensors that torch returns for `op` may replace these buffers. `op` must
+        be the first to use such a buffer, on the stream on which runs begin. If torch always makes
+        new tensors for `op`, buffers that the program deallocates are not placed in the arena
+        either.
         """
         storage, is_all_own = self.frame.storage, isinstance(op, LibraryOp) and op.MAKES_RESULTS
         for out in op.outputs:
@@ -274,9 +299,10 @@ class Recorder:
         self.generic.append(None)
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        """Returns the plan of the recorded steps, whose runs return `outputs`.
+        """Returns the plan of the recorded steps. A run of the plan returns the tensors `outputs`.
 
-        Call this method once, after the walk. `arenas` store the intermediates of the plan.
+        Call this method once, after all ops. `arenas` manages the memory of the plan's
+        intermediates.
         """
         self.outputs = outputs
         device = self.machine.device.type
@@ -315,10 +341,11 @@ class Recorder:
         )
 
     def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:
-        """Places in the arena the buffers that the program deallocates; returns (blocks, bytes).
+        """Assigns an offset in the arena to each intermediate that the program deallocates.
 
-        The slots in `left` are not placed. The runs of one stream share the arena. A buffer is
-        therefore placed only if all uses are ordered with the stream on which runs begin.
+        Returns (buffers with offsets, bytes of the arena). The slots in `left` get no place. All
+        runs of one stream share the arena. A buffer is therefore placed only if all its uses are
+        ordered with the stream on which runs begin.
         """
         is_within = self._order.is_within
         kept = [i for i in self._blocks if i in self._lifetimes and i not in left]
@@ -333,9 +360,9 @@ class Recorder:
         return tuple(b.at(offset) for b, offset in zip(blocks, offsets, strict=True)), nbytes
 
     def buffers(self) -> tuple[PlannedBuffer, ...]:
-        """Returns the buffers of the program in the order of allocation.
+        """Returns the buffers that the program allocates, in order of allocation.
 
-        Buffers that are never allocated, because torch's results replace them, are last.
+        Buffers that later runs never allocate, because torch's results replace them, are last.
         """
         made = [
             PlannedBuffer(tv, i, b.dtype, lies_in_order(tv), self._lifetimes.get(i))
@@ -348,7 +375,9 @@ class Recorder:
         return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
-        """Returns the allocation, outside the arena, of the buffer `block` for `tv`."""
+        """Returns the allocation of the buffer of `tv` outside of the arena. `block` describes the
+        buffer.
+        """
         return allocation(tv, block, self.machine, self.frame.program)
 
     def _absent(self, tv: TensorView) -> Closure:
@@ -361,7 +390,10 @@ class Recorder:
         return absent
 
     def _result(self, tv: TensorView) -> int:
-        """Returns the slot of the output `tv`, or of the copy of `tv` if the plan makes a copy."""
+        """Returns the position of the output `tv` in the list of a run's values.
+
+        If the plan returns a copy of `tv`, returns the position of the copy.
+        """
         copy = "copy", tv
         return self.slot(copy if self.execution.has_slot(copy) else tv)
 
@@ -381,5 +413,8 @@ def _clearing(slot: int) -> Closure:
 
 
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
-    """Whether a step only launches a kernel or manages memory, so torch records no gradient."""
+    """Whether a recorded step only launches a kernel or manages memory.
+
+    Torch's autograd does not see such a step, so it records no gradient.
+    """
     return isinstance(step[0], LaunchStep) or isinstance(step[1], Allocate | Deallocate)

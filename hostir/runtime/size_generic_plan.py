@@ -1,6 +1,7 @@
-"""The size-generic plan: makes the plans of one program for new sizes without another dry run.
+"""The size-generic plan: makes the recorded plans of a program for new input sizes without a dry
+run.
 
-A dry run, or the first run, walks a program for inputs of certain sizes. A step of the plan may
+A dry run, or the first run, carries out a program for inputs of certain sizes. A recorded step may
 have a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
 all steps have such a function, the list of steps, the slots and the lifetimes of buffers are the
 same for all sizes. For new sizes, only layouts are computed, and the steps are made from the
@@ -54,7 +55,8 @@ _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "after_f
 
 @dataclass
 class NewSizes:
-    """The sizes of new inputs of a program, for which steps are made.
+    """The layouts of a program's tensors for new input sizes, from which the recorded steps are
+    made.
 
     `laid` has the layouts of tensors by slot, and `shapes` the shapes of views by slot. Implements
     `hostir.runtime.execute.InputSizes`.
@@ -69,7 +71,7 @@ class NewSizes:
         return cast("torch.Tensor", self.laid[slot])
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the local shape of `tv`, a view that will be stored in `slot`."""
+        """Returns the shape of this rank's shard of `tv`, a view that a run stores in `slot`."""
         return self.shapes[slot]
 
 
@@ -79,7 +81,7 @@ _Make = Callable[[NewSizes], Step | Closure | None]
 
 @dataclass(frozen=True)
 class SizeGenericPlan:
-    """Makes plans of one program on one device, for any sizes of the inputs.
+    """Makes the recorded plans of one program on one device, for inputs of any sizes.
 
     - `inputs`: the tensor inputs with their slots.
     - `layouts`: computes the layouts of all buffers for given sizes.
@@ -105,7 +107,10 @@ class SizeGenericPlan:
     reads: bool
 
     def plan_for(self, frame: Frame) -> Plan | None:
-        """Returns a plan for the inputs of `frame`; None if their sizes need a dry run."""
+        """Returns a plan for the inputs of `frame`, made without a dry run.
+
+        Returns None if the sizes of these inputs need a dry run, for example if an extent is 0.
+        """
         laid: dict[int, StridedLayout] = {}
         requires_grad = False
         for tv, slot in self.inputs:
@@ -150,7 +155,10 @@ class SizeGenericPlan:
 
 
 def _with_later_steps(plan: Plan) -> Plan:
-    """Returns `plan` with each two-phase step replaced by the step of later runs."""
+    """Returns `plan` for later runs, after the first run.
+
+    Each step whose first run differs from later runs is replaced by the step of later runs.
+    """
     steps: list[tuple[Step, Op | None]] = []
     for step, op in plan.steps:
         later = step.later if isinstance(step, TwoPhaseStep) else step
@@ -160,9 +168,9 @@ def _with_later_steps(plan: Plan) -> Plan:
 
 
 class Layouts:
-    """Computes the layouts of a program's buffers and the shapes of views, for given sizes.
+    """Computes the layouts of a program's buffers, and the shapes of views, for given input sizes.
 
-    `views` has the views by slot.
+    `buffers` are the buffers that the program allocates. `views` has the views by slot.
     """
 
     def __init__(self, buffers: Sequence[PlannedBuffer], views: Mapping[int, TensorView]) -> None:
@@ -192,9 +200,10 @@ class Layouts:
     def lay(
         self, values: Mapping[Symbol, Number], laid: dict[int, StridedLayout]
     ) -> dict[int, tuple[int, ...]] | None:
-        """Adds the layout of each buffer to `laid`, by slot; returns the shapes of views, by slot.
+        """Computes the layouts of all buffers for the sizes in `values`, and adds them to `laid`,
+        by slot.
 
-        `values` has the values of symbols. Returns None if an extent is 0 or has no value.
+        Returns the shapes of views, by slot. Returns None if an extent is 0 or has no value.
         """
         found: Any = self._all.at_once(values)
         if found is None or min(found[: self._extents], default=1) < 1:
@@ -216,9 +225,9 @@ def _block(buffer: PlannedBuffer, laid: dict[int, StridedLayout], offset: int = 
 
 # ------------------------------------------------------------------ from a plan
 def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
-    """Returns the size-generic plan for `plan`, which `recorder` has recorded.
+    """Returns an object that makes plans like `plan` for other input sizes.
 
-    Returns None if other sizes may need other steps.
+    `recorder` has recorded the plan. Returns None if other sizes may need other steps.
     """
     frame = recorder.frame
     inputs = [
@@ -273,7 +282,7 @@ def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
 
 
 def _is_independent_of_sizes(op: Op) -> bool:
-    """Whether `op` is neither a loop nor a branch on a size, so the same ops run for all sizes."""
+    """Whether `op` is carried out alike for all sizes: no loop, and no branch on a size."""
     if isinstance(op, IfThenElse):
         return {RANK, NUMBER_OF_STREAMS}.issuperset(sc.symbols(op.predicate))
     return not isinstance(op, ForLoop)

@@ -1,4 +1,4 @@
-"""Streams of a run: ordered queues of work, on CUDA or on the CPU.
+"""The streams of a run: ordered queues of work, on CUDA or on the CPU.
 
 A host program switches between streams and makes one stream wait for another. Neither action blocks
 the host.
@@ -31,14 +31,14 @@ Handle = Hashable
 
 
 def raw_handle(stream: Handle | None) -> int | None:
-    """Returns the driver's handle of a CUDA stream; None for a CPU queue or for None."""
+    """Returns the CUDA driver's handle of a stream; None for a stream on the CPU, or for None."""
     return stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context in which `device` is the current CUDA device.
+    """Returns a context in which `device` is the current CUDA device of this thread.
 
-    Returns an empty context if `device` is current already or is no CUDA device.
+    The context does nothing if `device` is current already or is no CUDA device.
     """
     current = current_device_beside(device)
     is_current = current is None or current() == device.index
@@ -46,56 +46,63 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 class Streams(Protocol):
-    """The streams of one evaluator.
+    """The interface of the streams that a program's runs use: ordered queues of work on one device.
 
-    A stream with a number is made at its first use and kept until the evaluator ends.
+    A stream with a number is made at its first use, and is kept for later runs of the program.
     """
 
     # Whether submitted work may run later than it was submitted.
     holds_work_back: bool
 
     def handle(self, key: Hashable) -> Handle:
-        """Returns the stream for `key`: a stream number, or a name that no op has captured."""
+        """Returns the stream for `key`, which is a stream number of the program, or a stream name.
+
+        Names that the program has captured (`GetCurrentStream`) are looked up elsewhere.
+        """
         ...
 
     def current(self) -> Handle:
-        """Returns the current stream of this thread."""
+        """Returns the current stream of this thread, to which new work is submitted."""
         ...
 
     def enter(self, stream: Handle) -> None:
-        """Makes `stream` the current stream of this thread."""
+        """Makes `stream` the current stream of this thread, to which new work is submitted."""
         ...
 
     def join(self, stream: Handle) -> None:
-        """Makes the current stream wait for all work submitted so far to another stream."""
+        """Makes the current stream wait for all work that has been submitted to `stream` so far."""
         ...
 
     def mark(self) -> object:
-        """Returns a mark: the position in the current stream after all work submitted so far."""
+        """Returns an object that marks the end of all work submitted to the current stream so far.
+
+        Another stream can wait for this work with `join_mark`.
+        """
         ...
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for the work submitted before `mark` on another stream."""
+        """Makes the current stream wait for all work that was submitted before `mark` was taken."""
         ...
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Submits the function `work` to the current stream.
+        """Submits the function `work` to the current stream, which calls the function.
 
-        `ready()` is whether `work` can run without waiting for a peer. If `ready` is None, `work`
-        never waits for a peer.
+        `ready()` is whether `work` can run without waiting for another rank. If `ready` is None,
+        `work` never waits for another rank.
         """
         ...
 
     def finish(self) -> None:
-        """Runs all remaining work of the current stream; called before results are returned."""
+        """Runs all remaining work of the current stream, before a run returns its results."""
         ...
 
     def abandon(self) -> None:
-        """Drops submitted work that has not run; called after an error."""
+        """Drops the submitted work that has not run, after an error in a run."""
         ...
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
-        """Returns a context in which this thread uses other streams in place of the program's.
+        """Returns a context in which this thread uses other streams in place of the program's
+        streams.
 
         `stand_in` maps the raw handle of a stream to that of the stream to use. The context is
         needed while a run is captured in a CUDA graph.
@@ -104,10 +111,10 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """CUDA streams from torch's pool.
+    """The CUDA streams of a program, from torch's pool of streams.
 
-    The host runs submitted work immediately. The kernels of the work are queued on the current CUDA
-    stream.
+    The host calls submitted functions immediately. The kernels that a function launches are queued
+    on the current CUDA stream.
     """
 
     holds_work_back = False
@@ -119,7 +126,12 @@ class CudaStreams:
 
     @contextmanager
     def standing_in(self, stand_in: Callable[[int], int]) -> Generator[None]:
-        """Returns a context in which this thread uses the streams that `stand_in` returns."""
+        """Returns a context in which this thread uses other CUDA streams in place of the program's
+        streams.
+
+        `stand_in` maps the raw handle of a stream to that of the stream to use during a graph
+        capture.
+        """
         self._local.stand_in = stand_in
         try:
             yield
@@ -134,7 +146,10 @@ class CudaStreams:
         return torch.cuda.ExternalStream(stand_in(stream.cuda_stream), device=self._device)
 
     def handle(self, key: Hashable) -> Handle:
-        """Returns the CUDA stream for `key`, a number or a name; makes the stream at first use."""
+        """Returns the CUDA stream for `key`, a number or a name of the program.
+
+        The stream is made at the first call for `key`.
+        """
         if key not in self._made:
             made = (
                 torch.cuda.default_stream(self._device)
@@ -145,7 +160,7 @@ class CudaStreams:
         return self._made[key]
 
     def current(self) -> Handle:
-        """Returns the current stream of this thread."""
+        """Returns torch's current CUDA stream of this thread."""
         return torch.cuda.current_stream(self._device)
 
     def enter(self, stream: Handle) -> None:
@@ -153,20 +168,26 @@ class CudaStreams:
         torch.cuda.set_stream(self._actual(stream))
 
     def join(self, stream: Handle) -> None:
-        """Makes the current stream wait for all work submitted so far to another stream."""
+        """Makes the current CUDA stream wait for all kernels that are queued on `stream` so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._actual(stream))
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Runs `work` now, which queues kernels on the current CUDA stream."""
+        """Calls `work` now. Kernels that `work` launches are queued on the current CUDA stream."""
         work()
 
     def mark(self) -> object:
-        """Records an event on the current CUDA stream; returns (stream, event)."""
+        """Records a CUDA event on the current stream, and returns (stream, event).
+
+        Another stream can wait for the event with `join_mark`.
+        """
         stream = torch.cuda.current_stream(self._device)
         return stream, stream.record_event()
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for the event in `mark`, if another stream recorded it."""
+        """Makes the current stream wait for the CUDA event in `mark`, which is (stream, event).
+
+        If the current stream has recorded the event itself, no wait is needed.
+        """
         marked, event = cast("tuple[torch.cuda.Stream, torch.cuda.Event]", mark)
         current = torch.cuda.current_stream(self._device)
         if current != marked:
@@ -176,11 +197,11 @@ class CudaStreams:
         """Does nothing, because CUDA orders the caller's later work after the work of this run."""
 
     def abandon(self) -> None:
-        """Does nothing, because work is never delayed."""
+        """Does nothing after an error, because submitted functions have already been called."""
 
 
 class CpuStreams:
-    """CPU queues whose work runs immediately when it is submitted."""
+    """The streams of a program on the CPU, where submitted work runs immediately."""
 
     holds_work_back = False
 
@@ -188,29 +209,31 @@ class CpuStreams:
         self._local = threading.local()
 
     def handle(self, key: Hashable) -> Handle:
-        """Returns the name of the queue for `key`; on the CPU, the name stands for the stream."""
+        """Returns the name that stands for the stream `key` on the CPU."""
         return ENTRY if key == "Default" else key
 
     def current(self) -> Handle:
-        """Returns the current stream of this thread."""
+        """Returns the name of this thread's current stream."""
         return getattr(self._local, "current", ENTRY)
 
     def enter(self, stream: Handle) -> None:
-        """Makes the queue named `stream` the current queue of this thread."""
+        """Makes the stream with the name `stream` the current stream of this thread."""
         self._local.current = stream
 
     def join(self, stream: Handle) -> None:
         """Does nothing, because all submitted work has already run."""
 
     def mark(self) -> object:
-        """Returns the current queue's name; a mark needs no position, as all work has run."""
+        """Returns the name of the current stream, which no stream has to wait for: all work has
+        run.
+        """
         return self.current()
 
     def join_mark(self, mark: object) -> None:
         """Does nothing, because all submitted work has already run."""
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Runs `work` now, even if it has to wait for a peer."""
+        """Calls `work` now, even if `work` has to wait for another rank."""
         work()
 
     def finish(self) -> None:
@@ -220,20 +243,23 @@ class CpuStreams:
         """Does nothing, because all submitted work has already run."""
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
-        """Returns an empty context, because runs on the CPU are not captured in graphs."""
+        """Returns an empty context, because runs on the CPU are not captured in CUDA graphs."""
         return nullcontext()
 
 
 class UnservedStreams(CpuStreams):
-    """CPU queues whose work never runs: the streams of a dry run."""
+    """The streams of a dry run, on which no work runs."""
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Drops `work` without running it."""
+        """Drops the function `work` without calling it, because a dry run computes nothing."""
 
 
 @dataclass(frozen=True)
 class _Until:
-    """A queue entry that waits until `stream` has done the first `count` entries of its queue."""
+    """An entry in the work queue of a stream, which makes the queue wait for another stream.
+
+    The wait ends when `stream` has done the first `count` entries of its own queue.
+    """
 
     stream: Handle
     count: int
@@ -241,9 +267,9 @@ class _Until:
 
 @dataclass(frozen=True)
 class _Wait:
-    """A queue entry with work that waits for a peer.
+    """An entry in the work queue of a stream, whose function `work` waits for another rank.
 
-    Other streams of this rank continue until `ready()` is true.
+    Until `ready()` is true, the other streams of this rank continue.
     """
 
     work: Work
@@ -252,10 +278,10 @@ class _Wait:
 
 @dataclass
 class _Queue:
-    """The queue of one stream.
+    """The work queue of one stream that delays work.
 
-    `waiting` has the entries that have not run. `given` and `done` are how many entries have been
-    submitted and have run.
+    - `waiting`: the entries that have not run.
+    - `given`, `done`: how many entries have been submitted, and how many have run.
     """
 
     waiting: deque[Work | _Until | _Wait] = field(default_factory=deque[Work | _Until | _Wait])
@@ -264,11 +290,12 @@ class _Queue:
 
 
 class DelayedStreams(CpuStreams):
-    """CPU queues whose work runs as late as the program allows.
+    """CPU streams that run work as late as the program's waits allow, to find missing waits in
+    tests.
 
-    The work of a delayed stream runs when another stream, or the end of the run, waits for that
-    stream. If `late` is a stream, only `late` is delayed, and other streams only while waiting for
-    `late`. If `late` is None, all streams are delayed.
+    The work of a delayed stream runs only when another stream, or the end of the run, waits for it.
+    If `late` is a stream, only that stream is delayed, and others only while they wait for `late`.
+    If `late` is None, all streams are delayed.
     """
 
     holds_work_back = True
@@ -284,21 +311,30 @@ class DelayedStreams(CpuStreams):
         return self._queues.setdefault(stream, _Queue())
 
     def join(self, stream: Handle) -> None:
-        """Appends to the current queue a wait for all work submitted so far to `stream`."""
+        """Makes the current stream wait for all work that has been submitted to `stream` so far.
+
+        The wait is an entry in the queue of the current stream.
+        """
         self.join_mark(_Until(stream, self._queue(stream).given))
 
     def mark(self) -> object:
-        """Returns a wait entry for all work submitted so far to the current stream."""
+        """Returns a wait entry for all work that was submitted to the current stream so far."""
         return _Until(self.current(), self._queue(self.current()).given)
 
     def join_mark(self, mark: object) -> None:
-        """Appends the wait entry `mark` to the current queue, if it is for another stream."""
+        """Appends `mark`, a wait entry, to the queue of the current stream.
+
+        If `mark` is for the current stream itself, no wait is needed.
+        """
         assert isinstance(mark, _Until)
         if mark.stream != self.current():
             self._give(mark)
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Appends `work` to the current queue; `ready()` is whether the peer has done its part."""
+        """Appends the function `work` to the queue of the current stream.
+
+        `ready()` is whether `work` can run without waiting for another rank.
+        """
         self._give(work if ready is None else _Wait(work, ready))
 
     def _give(self, entry: Work | _Until | _Wait) -> None:
@@ -309,7 +345,9 @@ class DelayedStreams(CpuStreams):
             self._advance()
 
     def _advance(self) -> None:
-        """Runs the work of every stream except the late one, until the stream waits for it."""
+        """Runs the work of every stream but the late one, until only waits for the late stream are
+        left.
+        """
         self._go_on(lambda stream: stream == self._late)
 
     def _go_on(self, is_held: Callable[[Handle], bool]) -> None:
@@ -351,11 +389,13 @@ class DelayedStreams(CpuStreams):
             self._serve(queue)
 
     def finish(self) -> None:
-        """Runs all remaining work of the current queue, and all work that this queue waits for."""
+        """Runs all remaining work of the current stream, and the work of other streams that it
+        waits for.
+        """
         current = self.current()
         self._drain(current, self._queue(current).given)
 
     def abandon(self) -> None:
-        """Drops all submitted work that has not run."""
+        """Drops the submitted work of all streams that has not run, after an error in a run."""
         self._queues.clear()
         self._served.clear()
