@@ -34,8 +34,7 @@ _AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
 
 
 class RankAgreement:
-    """Makes the run signatures of one program on this rank, and compares them with those of other
-    ranks.
+    """Compares the run signatures of one program on all ranks, before each run.
 
     A run signature describes what a rank is about to run: program, options, sizes and inputs.
 
@@ -65,14 +64,14 @@ class RankAgreement:
         return None if self.communicator is None else self.communicator.channel(self.team)
 
     def begin_run(self) -> None:
-        """Adds 1 to this rank's count of runs. Every rank counts, so that copies from peers match
+        """Adds 1 to this rank's count of runs, by which ranks that copy from each other distinguish
         runs.
         """
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
     def run_signature(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
-        """Returns this rank's run signature for these inputs, which the ranks compare before the
+        """Returns this rank's run signature for these inputs; all ranks compare theirs before the
         run.
 
         `values` are the values of the program's symbols. `also` are further lines of text that must
@@ -127,7 +126,7 @@ def communications_text(program: HostIrContainer) -> str:
 
 
 def first_line(program: HostIrContainer) -> str:
-    """Returns the user's source line of the program's first communication; "" if no op has such a
+    """Returns the user's source line of the program's first communication; "" without such a
     line.
     """
     return next((op.where for op in program.started() if op.where), "")

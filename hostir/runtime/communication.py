@@ -44,8 +44,7 @@ class Done:
 def flat(
     op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
-    """Returns `tensor`, this rank's shard of `tv`, as a contiguous view that a backend can
-    transfer.
+    """Returns `tensor`, this rank's shard of `tv`, as a contiguous view for a backend to transfer.
 
     The axes of the view are in memory order (`order.axes`), and expanded axes have one element.
     Raises `CommunicationError` if the shard has gaps in the memory order that the program declares.
@@ -166,8 +165,7 @@ def permute(
 def halves(
     op: CollectivePermute, peers: tuple[int, int], inp: torch.Tensor, out: torch.Tensor
 ) -> tuple[protocol.Transfer, protocol.Transfer]:
-    """Returns the two transfers of a permutation on this rank: the send of `inp` and the receive of
-    `out`.
+    """Returns the two transfers of a permutation on this rank: a send of `inp`, a receive of `out`.
 
     `peers` is (rank to which this rank sends, rank from which this rank receives).
     """

@@ -138,11 +138,10 @@ class RunBinder:
     def check_of_numbers(
         self, inputs: Sequence[Argument]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Returns a function that checks the scalar inputs of later calls with inputs of equal
-        layouts.
+        """Returns a function that checks the scalar inputs of later calls.
 
-        The numbers must be representable in the dtypes of results. Returns None if no number needs
-        a check.
+        The numbers must be representable in the dtypes of the results. The later calls have tensors
+        with the layouts of `inputs`. Returns None if no number needs a check.
         """
         return self._exact.check_of(self.check(inputs)) if self._exact else None
 
@@ -249,8 +248,7 @@ class Devices:
         )
 
     def _unit(self, number: int, device: torch.device) -> UnitRunner:
-        """Returns the object that runs host unit `number` on `device`, which is made at the first
-        call.
+        """Returns the object that runs host unit `number` on `device`; makes it at the first call.
 
         A host unit is a fusion that a `PostOnStream` op runs as a separate host program.
         """
@@ -276,9 +274,7 @@ MAX_PROGRAMS = 16
 
 
 class UnitEvaluator(Protocol):
-    """The method that a `UnitRunner` needs of an evaluator, the object that runs the unit's
-    program.
-    """
+    """The interface of the object that runs the compiled program of a host unit."""
 
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
@@ -326,8 +322,7 @@ class UnitRunner:
         self._by_class: Recent[object, UnitEvaluator] = Recent(MAX_PROGRAMS)
 
     def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
-        """Runs the host unit on the current stream, and writes the results into the tensors
-        `outputs`.
+        """Runs the host unit on the current stream, and writes the results into `outputs`.
 
         Raises `InputError` or `ShardingError`, with the unit's name, for inputs that do not fit.
         """
@@ -390,11 +385,10 @@ def read_late_stream(late: str | int | None) -> str | int | None:
 
 
 def check_lowered(program: HostIrContainer) -> None:
-    """Raises `VerifyError` if a tensor is computed in the iterations of a stream loop, but no loop
-    exists.
+    """Raises `VerifyError` if a tensor needs a stream loop, but the program has no loop.
 
-    Such a tensor has a stream axis. `hostir.lower_streams` must make the loop before the program
-    runs.
+    A tensor with a stream axis is computed in the iterations of such a loop. `hostir.lower_streams`
+    must make the loop before the program runs.
     """
     ops = list(walk(program.ops))
     if any(isinstance(op, ForLoop) for op in ops):

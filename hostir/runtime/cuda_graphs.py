@@ -111,8 +111,7 @@ class CaptureBinding(Binding):
         return self.stream if stream is None else self.maker.stand_in(stream)
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Records that slot `out` is a view of slot `source`, and begins `nbytes` bytes after its
-        start.
+        """Records that slot `out` is a view of slot `source`, shifted by `nbytes` bytes.
 
         Returns a function that makes the view in a run. The function does not count as a read of
         the source, because a view alone puts no address into the graph.
@@ -147,10 +146,10 @@ class CaptureBinding(Binding):
         return launch
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Returns (slot, offset in bytes) of the tensor that a view shows, through any number of
-        views.
+        """Returns (slot, offset in bytes) of the tensor of which `slot` is a view.
 
-        For a `slot` that is no view, returns the slot itself and 0.
+        A view of a view is followed to the first tensor. For a slot that is no view, returns the
+        slot itself and 0.
         """
         nbytes = 0
         while slot in self.origins:
@@ -240,14 +239,14 @@ class RepeatedPlan(Protocol):
 
     @property
     def vote(self) -> Vote | None:
-        """The vote by which all ranks choose the CUDA graph of a run; None if each rank chooses
+        """The vote by which all ranks choose a run's CUDA graph; None if each rank chooses
         alone.
         """
         ...
 
     @property
     def steps(self) -> tuple[tuple[Step, Op | None], ...]:
-        """The recorded steps, each with the op that it carries out; None for a step of no single
+        """The recorded steps, each with its op; None in place of the op for a step of no single
         op.
         """
         ...
@@ -349,8 +348,7 @@ class Replays:
         )
 
     def run(self, slots: Slots, stream: int) -> bool:
-        """Launches the CUDA graph that fits the tensors of this run. Returns False if there is
-        none.
+        """Launches the CUDA graph that fits the tensors of this run; returns False if none fits.
 
         `slots` has the inputs and the newly allocated outputs. If runs with tensors at these
         addresses are frequent, a new graph is captured and launched.
@@ -456,11 +454,10 @@ class Replays:
         return STEP_BY_STEP
 
     def _number(self, key: Hashable) -> int:
-        """Returns the number that stands for `key` in the votes of this rank; makes one for a new
-        key.
+        """Returns the number that stands for `key` in the votes of this rank.
 
-        Other ranks compare the number instead of the key, because the key has addresses of this
-        process.
+        A new key gets a new number. The ranks compare the numbers instead of the keys, because a
+        key has memory addresses of its own process.
         """
         number = self._vote_numbers.get(key)
         if self._is_full or (number is None and len(self._vote_numbers) >= MAX_KEYS // 2):
@@ -640,8 +637,7 @@ class Replays:
         return captured
 
     def _twin(self, captured: _Captured, places: list[int]) -> _Captured:
-        """Returns the CUDA graph to use for tensors at the addresses `places`: `captured` or a
-        copy.
+        """Returns the CUDA graph for tensors at the addresses `places`: `captured` or a copy.
 
         A copy that already has these addresses needs no update. A new copy is made if tensors have
         moved often and there are few copies.

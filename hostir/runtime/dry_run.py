@@ -67,10 +67,10 @@ class DryRun:
 
 
 def dry_run(frame: Frame) -> DryRun:
-    """Finds the kernels that a run of the frame's program needs, without running it.
+    """Finds the kernels that a run of the program in `frame` needs, without running the program.
 
-    `frame` has the program and the inputs. Loop iterations with equal shapes, strides and
-    alignments share one request.
+    `frame` has the inputs, too. Loop iterations with equal shapes, strides and alignments share one
+    request.
     """
     requests: dict[object, KernelRequest] = {}
 
@@ -87,13 +87,12 @@ def dry_run(frame: Frame) -> DryRun:
 def dry_run_plan(
     frame: Frame, free: frozenset[int], outputs: list[TensorView], arenas: Arenas
 ) -> DryRun:
-    """Finds the kernels that a run of the frame's program needs, and records the plan of later
-    runs.
+    """Finds the kernels that a run needs, and records the plan that later runs repeat.
 
-    The runs of the plan return `outputs`. The program must satisfy `can_bind`. `free` has the
-    positions of scalar inputs on which no size depends. `arenas` manages the memory of
-    intermediates. The result has no plan in two cases: torch chooses the strides of a result, or
-    the address of an input is not a multiple of its element size.
+    `frame` has the program and the inputs. The runs of the plan return `outputs`. The program must
+    satisfy `can_bind`. `free` has the positions of scalar inputs on which no size depends. `arenas`
+    manages the memory of intermediates. The result has no plan in two cases: torch chooses the
+    strides of a result, or the address of an input is not a multiple of its element size.
     """
     requests: list[KernelRequest] = []
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):

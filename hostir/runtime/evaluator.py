@@ -2,9 +2,9 @@
 
 - `evaluate` runs a program op by op (`hostir.runtime.execute`). Every faster path must return the
   same results bit for bit.
-- `run` records a program's steps once per input class (inputs of equal layouts). Later runs repeat
-  the recorded plan. Recording takes a dry run (`hostir.runtime.dry_run`), which computes nothing,
-  or a real run if a dry run cannot record the plan.
+- `run` records a program's steps once for inputs of equal shapes and layouts. Later runs repeat the
+  recorded plan. Recording takes a dry run (`hostir.runtime.dry_run`), which computes nothing, or a
+  real run if a dry run cannot record the plan.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class ProgramEvaluator:
             device=None if device is None else torch_device(device),
             rank=self.ranks.rank,
             number_of_streams=number_of_streams,
-            # If streams delay work, the run itself shows a missing wait.
+            # If streams delay work (a test mode), the run itself shows a missing wait.
             is_checked=late_stream is None
             and (queries.has_streams(program) or queries.has_communications(program)),
         )
@@ -297,11 +297,11 @@ class ProgramEvaluator:
         return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
-        """Runs the program like `run`, but takes the inputs by name and may write into the caller's
+        """Runs the program like `run`, with inputs by name, and can write results into given
         buffers.
 
         `values` has a value for every input of the program. Any other key is a tensor of the
-        program, and its value is the buffer into which the program writes that tensor.
+        program, and its value is the caller's buffer into which the program writes that tensor.
         """
         channel = self.ranks.channel()
         if channel is None:
@@ -396,8 +396,7 @@ class ProgramEvaluator:
     def steady(
         self, entry: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
-        """Returns an object of the compiled runner, which repeats runs on inputs like these in one
-        C call.
+        """Returns a compiled runner, which repeats runs on inputs like these in one C call.
 
         The program must have run on such inputs before. `entry` is their cache entry. `around`
         describes the context that must not change between runs. If C code cannot run the program
@@ -523,8 +522,7 @@ class ProgramEvaluator:
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)
 
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
-        """Runs the program op by op in `frame`, which has the inputs of the run; returns the
-        outputs.
+        """Runs the program op by op and returns the outputs. `frame` has the inputs of the run.
 
         If a `recorder` is passed, the recorder also records the steps in a plan.
         """

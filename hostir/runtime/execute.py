@@ -1,15 +1,16 @@
-"""Walks a host program: each op emits steps, and a receiver runs or records them.
+"""Carries out a host program: each op emits steps, and a receiver runs or records them.
 
-An op's `emit` calls methods of an `Execution`, which implements `hostir.ir.ops.base.Runtime` for
-one walk over a program. The execution resolves names, sizes and peers immediately. From each op it
-makes steps that work on *slots*: the numbers of tensors and other values of the walk.
+A step is a part of an op's work that later runs can repeat, such as a kernel launch. An op's `emit`
+calls methods of an `Execution`, which implements `hostir.ir.ops.base.Runtime` for one pass over a
+program. The execution evaluates names, sizes and peers immediately. Steps work on *slots*:
+positions in the list of a run's tensors and other values.
 
     op.emit(execution) -> step over slots -> receiver
 
 A receiver decides what happens with a step:
 
-- `Immediate` runs it.
-- `hostir.runtime.recorder.Recorder` runs it and also records it in a plan for later runs.
+- `Immediate` runs the step.
+- `hostir.runtime.recorder.Recorder` runs the step and also records it in a plan for later runs.
 
 In a dry run the tensors have no contents. Steps are then made and recorded, but do not run.
 """
@@ -114,22 +115,20 @@ class OnlyRunTells(Exception):
 
 
 def as_step(made: Step | Closure) -> Step:
-    """Returns `made` as a step: a plain function is wrapped in an `Action`."""
+    """Returns `made` as a step object: a plain function is wrapped in an `Action`."""
     return Action(made) if callable(made) else made
 
 
 class InputSizes(Protocol):
-    """The sizes and the tensor layouts of one set of inputs, from which an op's step is made.
+    """The sizes and the tensor layouts of one set of inputs, from which the step of an op is made.
 
-    The functions that make steps take this interface instead of an `Execution`. The same function
+    A function that makes a step takes this interface instead of an `Execution`. The same function
     can then make the step for new inputs that have other sizes.
     """
 
     @property
     def frame(self) -> Frame:
-        """The run's frame, which has the values of the program's input scalars and computes local
-        shapes.
-        """
+        """The frame of the run, which has the values of input scalars and computes local shapes."""
         ...
 
     def like(self, slot: int) -> torch.Tensor:
@@ -152,7 +151,10 @@ MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns a `MakeGeneric` function for a step that is the same for inputs of all sizes."""
+    """Returns a function from which a size-generic plan gets `step` for inputs of any sizes.
+
+    `step` works without a change for all sizes.
+    """
     return lambda: ((), lambda sizes: step)
 
 
@@ -177,7 +179,7 @@ class Receiver(Protocol):
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Receives a step of the current op. The step runs on the current stream.
+        """Receives a step, a part of the current op's work, that is to run on the current stream.
 
         - `make`: a function that makes the step. A dry run that records nothing does not call
           `make`.
@@ -220,9 +222,7 @@ class Receiver(Protocol):
         ...
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Receives `found`, the results of the tensor op `op`, which torch has computed in new
-        memory.
-        """
+        """Receives `found`, the results of `op` that torch has computed in new memory."""
         ...
 
     def may_make_results(self, op: TensorOp) -> None:
@@ -246,8 +246,7 @@ class Receiver(Protocol):
 
 
 class Execution:
-    """One pass over a host program, which turns each op into steps and passes the steps to a
-    receiver.
+    """One pass over a host program, which makes the steps of each op for a receiver.
 
     The class implements `hostir.ir.ops.base.Runtime`, the interface that ops call. An execution
     knows the slot of each value, the current stream, and the open group of sends and receives. A
@@ -305,8 +304,7 @@ class Execution:
 
     # ------------------------------------------------------------ names
     def slot(self, value: object) -> int:
-        """Returns the slot of `value`, which is the position of `value` in the list of a run's
-        values.
+        """Returns the slot of `value`: its position in the list of a run's values.
 
         `value` is a tensor, an input scalar, or a key such as `("work", 3)` for communication 3. A
         value that has no slot gets a new slot.
@@ -319,8 +317,7 @@ class Execution:
         return i
 
     def new_slot(self, value: object) -> int:
-        """Gives `value` a new slot in the list of a run's values, and returns the number of the
-        slot.
+        """Gives `value` a new slot in the list of a run's values, and returns the slot's number.
 
         If `value` had a slot before, the old slot is emptied. The old slot keeps its tensor if
         delayed work or another tensor still uses the slot.
@@ -333,7 +330,10 @@ class Execution:
         return i
 
     def empty(self, slot: int) -> None:
-        """Drops the tensor in `slot`, unless delayed work or another tensor still uses the slot."""
+        """Drops the tensor in `slot`, unless delayed work or another tensor still uses the slot.
+
+        The caller no longer needs the tensor, so its memory can be freed.
+        """
         if not self.holds_work_back and slot not in self._aliased_slots:
             self.slots[slot] = None
 
@@ -363,7 +363,7 @@ class Execution:
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` needs no memory, because it is stored in another tensor or in a caller's
+        """Whether `tv` has no memory of its own: it is a part of another tensor, or in a caller's
         buffer.
         """
         return tv in self.frame.storage.named
@@ -371,9 +371,9 @@ class Execution:
     def number(self, x: Scalar) -> Number:
         """Returns the value of the scalar `x` for the present inputs and loop indices.
 
-        An op may call this method only if its class declares control scalars. Otherwise one plan
-        serves several values of `x`, and a step that was made from one value would be wrong for the
-        others. The method then raises `DefinitionError`.
+        The class of the current op must declare control scalars, which decide what an op does.
+        Otherwise one plan serves several values of `x`, and a step that was made from one value
+        would be wrong for the others. The method then raises `DefinitionError`.
         """
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
@@ -432,8 +432,7 @@ class Execution:
             self._compute(op)
 
     def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
-        """Carries out the ops of a loop's `body` once for each value of `index` in the range
-        `steps`.
+        """Carries out the ops in a loop's `body` once for each `index` in the range `steps`.
 
         A dry run only looks for the needed kernels. Loop iterations that need the same kernels as
         earlier loop iterations are skipped in a dry run.
@@ -459,8 +458,9 @@ class Execution:
         self._receiver.allocate(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
 
     def deallocate(self, tv: TensorView) -> None:
-        """Makes the receiver free the buffer of `tv`, or end `tv` if it is a view of all ranks'
-        shards.
+        """Makes the receiver free the buffer of `tv`.
+
+        If `tv` is a view of all ranks' shards, the view ends instead.
         """
         self._receiver.deallocate(tv)
 
@@ -543,8 +543,8 @@ class Execution:
     ) -> None:
         """Enqueues a copy of a range of `inp` into `out`.
 
-        The range covers some indices of axis `axis`. `bounds` computes its (start, length) from the
-        shapes of this rank's shards.
+        The range covers some indices of axis `axis`. `bounds` computes (start, length) of the range
+        from the shapes of this rank's shards.
         """
         i, o = self.slot(inp), self.slot(out)
 
@@ -608,11 +608,11 @@ class Execution:
         return Action(launch)
 
     def _generic_launch(self, op: LaunchKernel) -> GenericStep | None:
-        """Returns (slots of the kernel's tensors, function that makes the launch for other input
-        sizes).
+        """Returns a function that makes the kernel launch of `op` for other input sizes.
 
-        Returns None if the kernel's tensors lack axes, or if the kernel is no fused kernel. The
-        launch must then be made from real tensors.
+        The function is returned in a pair, after the slots of the kernel's tensors. Returns None if
+        the kernel's tensors lack axes, or if the kernel is no fused kernel. The launch must then be
+        made from real tensors.
         """
         runner, device = self.machine.runner(op.group), self.machine.device
         if not isinstance(runner, FusedKernelExecutor) or any(dropped_axes(op, self.frame.program)):
@@ -638,8 +638,7 @@ class Execution:
         return operands, make
 
     def run_unit(self, op: PostOnStream) -> None:
-        """Enqueues the run of `op.unit`, a separate host program that `op` runs on the current
-        stream.
+        """Enqueues the run of `op.unit`, a separate host program, on the current stream.
 
         Before the run, the step allocates those results of `op` that have no buffer yet.
         """
@@ -733,7 +732,7 @@ class Execution:
         return view._replace(out=o), lambda: ((i,), lambda sizes: make(sizes, o))
 
     def _multiply(self, op: nodes.Contraction) -> None:
-        """Enqueues the step in which torch computes the matrix product `op` into the output's
+        """Enqueues the step in which torch computes the matrix product `op` into its output
         buffer.
         """
         ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
@@ -807,7 +806,7 @@ class Execution:
         self._start(work, make, (lambda: (asks, lambda sizes: make())) if is_fixed else None)
 
     def permute(self, op: CollectivePermute, team: Team, to: int, source: int) -> None:
-        """Starts the `CollectivePermute` op: this rank sends to rank `to` and receives from rank
+        """Starts the permutation `op`: this rank sends to rank `to` and receives from rank
         `source`.
         """
         self._announce(op)
@@ -878,8 +877,7 @@ class Execution:
         self._exchange(op, group, work)
 
     def _exchange(self, op: P2PCommunication | EndCoalescing, group: list[Half], work: int) -> None:
-        """Starts the sends and receives of `group`, which may also be empty or have only one
-        member.
+        """Starts the sends and receives of `group`, which may be empty or have one member.
 
         `work` is the slot for the communication handle on which the `Wait` op waits.
         """
@@ -972,7 +970,7 @@ class Execution:
     def _new_work(self, number: int) -> int:
         """Returns the slot for the handle of communication `number`, which is about to start.
 
-        If streams delay work, each start gets a new slot. The reason is that an earlier
+        If streams delay work (a test mode), each start gets a new slot. The reason is that an earlier
         communication with this number may not have been waited for yet.
         """
         name = "work", number
@@ -1002,10 +1000,10 @@ class Execution:
     def _landing(self, tv: TensorView, work: int) -> int:
         """Returns the slot of the buffer that receives the data of a communication for `tv`.
 
-        Usually this is the buffer of `tv`. If streams delay work (for tests), it is a temporary
-        buffer, and the `Wait` copies the data to `tv`. A program that reads `tv` before the `Wait`
-        then computes a wrong result, so a test finds the missing wait. `work` is the slot of the
-        communication's handle.
+        Usually this is the buffer of `tv`. If streams delay work (a test mode), the data goes to a
+        temporary buffer, which the `Wait` copies to `tv`. A program that reads `tv` before the
+        `Wait` then computes a wrong result, so a test finds the missing wait. `work` is the slot of
+        the communication's handle.
         """
         i = self.slot(tv)
         if not self.holds_work_back:
@@ -1017,11 +1015,9 @@ class Execution:
         return len(self.slots) - 1
 
     def _announce(self, op: StartsCommunication) -> None:
-        """Makes each run write a dump line for the communication `op`, if the user asked for that
-        dump.
+        """Makes each run write a dump line for `op`, if `FUSER_DUMP=communication` is set.
 
-        The dump is `FUSER_DUMP=communication`. CUDA graphs cannot write lines, so the run is kept
-        out of graphs.
+        CUDA graphs cannot write lines, so such a run is kept out of graphs.
         """
         announce = None if self.is_dry else announcer(op, self.machine)
         if announce is None:
@@ -1045,9 +1041,7 @@ class Execution:
             self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
-        """Stores the current stream under the name of `stream`, so that the program can return to
-        it later.
-        """
+        """Stores the current stream under the name of `stream`, for a later return to it."""
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
         self._captured[stream.name] = self.stream
 
@@ -1066,8 +1060,7 @@ class Execution:
             self._receiver.run_now(lambda slots: join(slots[captured]))
 
     def _captured_slot(self, stream: Stream) -> int | None:
-        """Returns the slot in which this program has stored the stream that it captured as
-        `stream`.
+        """Returns the slot in which this program has stored the stream captured as `stream`.
 
         Returns None for any other stream. Each run reads the stream from the slot, because runs may
         begin on different streams.
@@ -1084,7 +1077,7 @@ _GROUPED = -1
 class Immediate:
     """A receiver that runs each step of a program at once, and records nothing.
 
-    In a dry run, the class only makes buffers and views, without contents. If streams delay work,
+    In a dry run, the class only makes buffers and views, without contents. If streams delay work (a test mode),
     each step is submitted to the current stream, which runs the step later.
     """
 
@@ -1109,7 +1102,7 @@ class Immediate:
     ) -> None:
         """Makes the step and runs it on the current stream. Does nothing in a dry run.
 
-        If streams delay work, the step is submitted to the stream and runs later.
+        If streams delay work (a test mode), the step is submitted to the stream and runs later.
         """
         if not self._is_dry:
             self.take(make(), after, ready)
@@ -1117,7 +1110,7 @@ class Immediate:
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
         """Runs the step `made` on the current stream, and then calls `after`.
 
-        If streams delay work, the step is submitted instead. The stream then runs the step only
+        If streams delay work (a test mode), the step is submitted instead. The stream then runs the step only
         when `ready()` is true, that is, when the step would not wait for another rank.
         """
         if isinstance(made, TwoPhaseStep):
@@ -1152,7 +1145,7 @@ class Immediate:
     ) -> None:
         """Allocates a buffer of this shape, and stores it as the tensor of `tv` in `slot`.
 
-        If streams delay work, the new buffer is filled with NaN, so that a read before the first
+        If streams delay work (a test mode), the new buffer is filled with NaN, so that a read before the first
         write shows in the results.
         """
         frame = self._frame
@@ -1181,7 +1174,7 @@ class Immediate:
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
         """Stores the tensors `found`, which torch has computed, as the outputs of `op`.
 
-        If streams delay work, `found` only shows the shapes. The stream then computes the values
+        If streams delay work (a test mode), `found` only shows the shapes. The stream then computes the values
         again, into new tensors, when the stream runs.
         """
         execution, frame = self._execution, self._frame
@@ -1199,14 +1192,10 @@ class Immediate:
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Does nothing, because this receiver records no plan in which torch's results could
-        replace buffers.
-        """
+        """Does nothing, because this receiver records no plan for later runs."""
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns this rank's backend with the given name, such as "NCCL". The op does not matter
-        here.
-        """
+        """Returns this rank's backend with the given name, such as "NCCL"."""
         return self._machine.backend(name)
 
     def keep_out_of_graphs(self, why: str) -> None:
@@ -1216,8 +1205,8 @@ class Immediate:
 def poison(buffer: torch.Tensor) -> None:
     """Fills `buffer` with NaN, or with 85 if the dtype has no NaN.
 
-    Tests call this function on memory that the program must not read, so that a wrong read shows in
-    the results.
+    In a test mode in which streams delay work, this marks memory that the program must not read. A
+    wrong read then shows in the results.
     """
     buffer.fill_(float("nan") if buffer.is_floating_point() or buffer.is_complex() else 85)
 
@@ -1238,14 +1227,15 @@ def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int
 
 
 def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
-    """Returns the shape of a rank's shard of `tv`, as symbolic scalars. `Frame.local_shape` returns
-    numbers.
+    """Returns the shape of a rank's shard of `tv`, as symbolic scalars.
+
+    `Frame.local_shape` returns the shape in numbers.
     """
     return local_extents(tv) if tv.domain.has_devices else tv.shape()
 
 
 def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
-    """Inserts axes of extent 1 into the kernel's tensors that lack them.
+    """Inserts the axes of extent 1 that some tensors of a kernel lack.
 
     A tensor lacks an axis if `HirAliasSelect` has selected one element along that axis, but the
     kernel was compiled with the axis. `operands` is (operands, results), two lists that are changed
@@ -1298,8 +1288,9 @@ def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
 
 
 def changes(value: Scalar, free: Sequence[Symbol]) -> bool:
-    """Whether the scalar `value` depends on one of the input scalars `free`, which may change
-    between runs of one plan.
+    """Whether the scalar `value` may change between runs of one plan.
+
+    The value changes if it depends on one of the input scalars `free`, which may change.
     """
     return any(s in free for s in sc.symbols(value))
 
@@ -1387,8 +1378,6 @@ class Posting(NamedTuple):
         return CollectiveStep(bound, self.inp, self.out, self.work, self.stream)
 
     def held(self, slots: Slots) -> tuple[PostedBuffer, PostedBuffer]:
-        """Returns the operand and the result of a run; None for a buffer that this rank does not
-        have.
-        """
+        """Returns (operand, result) of a run; None for a buffer that this rank does not have."""
         inp = slots[self.inp] if self.inp >= 0 else None
         return inp, slots[self.out] if self.out >= 0 else None

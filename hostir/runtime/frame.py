@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 
 class KernelRunner(Protocol):
-    """The executor of one compiled kernel, which runs on this rank's shards and on the current
-    stream.
-    """
+    """The executor of one compiled kernel, which runs on this rank's shards."""
 
     def run(
         self,
@@ -47,7 +45,7 @@ class KernelRunner(Protocol):
         *,
         sizes: Mapping[Symbol, int],
     ) -> None:
-        """Launches the kernel, which writes its results into the tensors `outputs`.
+        """Launches the kernel on the current stream. The results are written into `outputs`.
 
         `inputs` are the kernel's operands. `sizes` has the value of every global extent.
         """
@@ -61,8 +59,7 @@ class KernelRunner(Protocol):
         sizes: Mapping[Symbol, int],
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch that `run` would make, for all operands with the layouts of these
-        tensors.
+        """Returns the launch that `run` would make for operands with the layouts of these tensors.
 
         A layout consists of shape, strides and alignment. Returns None if the launch must be looked
         up in each run. In a dry run, `device` is the device of later runs: the tensors then have no
@@ -130,16 +127,14 @@ class Frame:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the job; with simulated ranks, the number of the rank that
-        runs now.
-        """
+        """The number of this process in the job, or of the simulated rank that runs now."""
         return self.machine.rank
 
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
-        """Returns a function (bytes -> memory) that allocates memory for `tv` which other ranks can
-        map.
+        """Returns a function (bytes -> memory) that allocates memory for `tv`.
 
-        Memory of a recorded run is not cached, because the recording happens only once.
+        Other ranks can map the memory. Memory of a recorded run is not cached, because the
+        recording happens only once.
         """
         if tv in self.storage.shown:
             return self.machine.shard
@@ -164,9 +159,7 @@ class Frame:
         return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
 
     def integer(self, x: Scalar) -> int:
-        """Returns the value of the integer scalar `x`; raises `InputError` in the same cases as
-        `number`.
-        """
+        """Returns the value of the integer scalar `x`; raises `InputError` like `number`."""
         return int(self.number(x))
 
     @contextmanager
@@ -187,7 +180,7 @@ class Frame:
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
         """Passes the function `work` to the current stream, which runs the function now or later.
 
-        If streams delay work, an error of torch in `work` gets the name and the user's line of the
+        If streams delay work (a test mode), an error of torch in `work` gets the name and the user's line of the
         current op. `ready()` is whether `work` can run without waiting for another rank.
         """
         streams = self.machine.streams
@@ -196,12 +189,11 @@ class Frame:
         streams.submit(work, ready)
 
     def order(self, kind: str, peer: int) -> int | None:
-        """Returns how many transfers of this kind with the rank `peer` the program has before the
-        current one.
+        """Returns how many transfers with the rank `peer` precede the current one in the program.
 
-        `kind` is "send" or "recv". The number matches sends with receives if streams delay work,
-        because transfers then start in another order than in the program. In all other cases,
-        returns None.
+        `kind` is "send" or "recv", and only transfers of that kind count. The number matches sends
+        with receives if streams delay work (a test mode), because transfers then start in another
+        order than in the program. In all other cases, returns None.
         """
         if not self.machine.streams.holds_work_back:
             return None
@@ -291,8 +283,9 @@ class Frame:
         return (*shape[:cut], length, *shape[cut + 1 :])
 
     def is_mine(self, tv: TensorView) -> bool:
-        """Whether this rank has a shard of `tv`: the mesh of `tv` contains this rank, or `tv` has
-        no mesh.
+        """Whether this rank has a shard of `tv`.
+
+        That is so if the mesh of `tv` contains this rank, or if `tv` has no mesh.
         """
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 
@@ -330,7 +323,7 @@ class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
 
 
 def op_failed(op: Op, error: Exception) -> ExecutionError:
-    """Returns the error to raise after torch has raised `error` while `op` was running.
+    """Returns the error to raise after torch has raised `error` in the op `op`.
 
     The message has the op and the user's line. If torch had no memory, the result is an
     `OutOfMemoryError`, otherwise an `ExecutionError`.
@@ -379,8 +372,9 @@ def new_buffer(
 def no_memory(
     program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
 ) -> OutOfMemoryError:
-    """Returns the error to raise if there is no memory for `tv`, whose shard on this rank has this
-    shape.
+    """Returns the error to raise if there is no memory for this rank's shard of `tv`.
+
+    `shape` is the shape of the shard.
     """
     name, where = _maker(program, tv)
     nbytes = spanned(shape, allocated_strides(tv, shape)) * nbytes_of(tv.dtype())
@@ -392,8 +386,7 @@ def no_memory(
 
 
 def _maker(program: HostIrContainer, tv: TensorView) -> tuple[str, str]:
-    """Returns (name, user's line) of the op that computes `tv`, for an error about the memory of
-    `tv`.
+    """Returns (name, user's line) of the op that computes `tv`, for an error message.
 
     If no op computes `tv`, returns ("allocate", "").
     """

@@ -66,8 +66,10 @@ class _TensorSpec:
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Returns an `InputError` about this input: `<head>Expected input .., <text>`, with the
-        user's line.
+        """Returns an `InputError` about this input, with the text `<head>Expected input ..,
+        <text>`.
+
+        The user's source line follows, if the input has one.
         """
         line = user_code(self.tv.user_line())
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
@@ -134,11 +136,10 @@ class InputBinder:
 
 
 def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> None:
-    """Raises `InputError` unless `value` is a tensor with the declared dtype and number of
-    dimensions.
+    """Raises `InputError` unless `value` is a tensor with the declared dtype and dimensions.
 
-    `spec` has the declaration of the input. The tensor must be on `device`, or on the CPU if it was
-    declared as a CPU scalar.
+    `spec` has the declaration of the input; the number of dimensions must be equal. The tensor must
+    be on `device`, or on the CPU if it was declared as a CPU scalar.
     """
     if not isinstance(value, torch.Tensor):
         raise spec.refuses(f"to be an at::Tensor but got scalar {show(value)}")
@@ -209,8 +210,7 @@ def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] |
 
 
 def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
-    """Raises `InputError` unless `value` is a number that the dtype of the scalar input `spec` can
-    hold.
+    """Raises `InputError` unless `value` is a number that fits the dtype of the input `spec`.
 
     `index` is the position of the input, for the message.
     """
@@ -291,7 +291,7 @@ def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None
 
 
 class Updates:
-    """For a program that updates inputs in place: handles other inputs that share memory with them.
+    """Protects inputs that share memory with an input which the program updates in place.
 
     Such an input is copied before the run, so that the run reads the old values.
     """
@@ -319,8 +319,7 @@ class Updates:
         return is_apart
 
     def run(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Calls `body` on `inputs`, after copying each input that shares memory with an updated
-        input.
+        """Calls `body` on `inputs`, with copies of inputs that share memory with an updated input.
 
         Returns the outputs of `body`. If an output is such a copy, the original input is returned
         instead.
@@ -331,8 +330,7 @@ class Updates:
         return [given.get(id(out), out) for out in outputs]
 
     def _shared(self, inputs: Sequence[Argument]) -> set[int]:
-        """Returns the positions of those inputs that must be copied, because an update would change
-        them.
+        """Returns the positions of inputs that must be copied, because an update would change them.
 
         These inputs are only read and share elements with an updated input. Raises `InputError` if
         two updated inputs share elements, because one update would be lost.
@@ -408,9 +406,7 @@ def _share(a: _Layout, b: _Layout, distance: int) -> bool:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor with this shape and these strides has no gaps between its elements in
-    memory.
-    """
+    """Whether a tensor with this shape and these strides has no gaps in memory."""
     expected = 1
     for n, stride in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]):
         if n > 1 and stride > expected:
@@ -425,8 +421,9 @@ def _bytes_of(marks: torch.Tensor, layout: _Layout, offset: int) -> torch.Tensor
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` may have the same address, as with expanded axes or sliding
-    windows.
+    """Whether two elements of `x` may have the same address.
+
+    Expanded axes and sliding windows are examples.
     """
     reach = 1
     for n, stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda s: s[1]):
@@ -484,8 +481,7 @@ class ExactNumbers:
         return bool(self._found)
 
     def check(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `InputError` for the first scalar operand that its op's result dtype cannot
-        represent.
+        """Raises `InputError` for the first scalar operand that its op's result cannot represent.
 
         `values` has the values of all symbols. The message names the op.
         """

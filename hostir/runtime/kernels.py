@@ -60,8 +60,7 @@ class StepKernels:
     def pick(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> FusedKernelExecutor | None:
-        """Returns the executor of the kernel for the current loop iteration, chosen by the size of
-        its part.
+        """Returns the executor for the current loop iteration, chosen by the size of its part.
 
         `inputs` and `outputs` are the tensors of the iteration, and `sizes` has every global
         extent. Returns None if all results are empty.
@@ -150,12 +149,11 @@ NOTHING_AGAIN: Mapping[int, CacheReuse] = MappingProxyType({})
 
 
 def second_reads(program: HostIrContainer) -> Mapping[int, CacheReuse]:
-    """Finds consecutive kernels that read the same tensors, so that the second finds them in the L2
-    cache.
+    """Finds pairs of consecutive kernels that read the same tensors.
 
-    The first kernel of such a pair is a reduction. The second kernel needs the results of the
-    first, and may run its CUDA blocks in any order. Returns the reuse of each such kernel, by the
-    number of its kernel group.
+    The second kernel can then read these tensors from the GPU's L2 cache. The first kernel of a
+    pair is a reduction. The second kernel needs the results of the first, and may run its CUDA
+    blocks in any order. Returns the reuse of each such kernel, by the number of its kernel group.
     """
     found: dict[int, CacheReuse] = {}
     launches = [op for op in walk(program.ops) if isinstance(op, LaunchKernel)]

@@ -42,10 +42,10 @@ MAX_RUNNERS = 8
 
 
 class Steady(Protocol):
-    """A compiled runner, which repeats a call of a program in C, with other tensors of equal
-    layouts.
+    """A compiled runner, which repeats a call of a program in C on other tensors.
 
-    The C type `Steady` in `fuser/runtime/runner.c` implements this interface.
+    The tensors must have the same layouts. The C type `Steady` in `fuser/runtime/runner.c`
+    implements this interface.
     """
 
     # The number of calls that the runner has run, and of calls declined since the last run.
@@ -80,11 +80,10 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The description of a recorded plan that the compiled runner reads, by the names of the
-    fields.
+    """The description of a recorded plan for the compiled runner, which is written in C.
 
-    The runner keeps this object alive. No field may refer to a tensor of the caller, because the
-    runner would then keep that tensor's memory.
+    The C code reads the fields by name and keeps this object alive. No field may refer to a tensor
+    of the caller, because the runner would then keep that tensor's memory.
     """
 
     # The alignment mask of a vector, the device (-1: the CPU), the stream, the most spare arenas.

@@ -125,10 +125,10 @@ def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
 
 
 def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -> None:
-    """Raises `InputError` if a caller's buffer has strides with which no backend can send or
-    receive.
+    """Raises `InputError` if no backend can send or receive a caller's buffer.
 
-    Without this check, the backend would raise the error when other ranks already wait.
+    The strides decide that. Without this check, the backend would raise the error when other ranks
+    already wait.
     """
     for op in frame.program.started():
         for tv in (*op.inputs, *op.outputs):
@@ -209,11 +209,10 @@ class _BufferUses(Walk[None]):
         return tv, tuple(parts)
 
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
-        """Raises `InputError` if a value is lost because a caller's buffer shares memory with an
-        input.
+        """Raises `InputError` if a buffer shares memory with an input so that a value is lost.
 
-        The buffer is for the result `tv`, and the input is `x`. `is_same` is whether the buffer has
-        the same address, shape and strides as `x`.
+        The caller's buffer is for the result `tv`, and the input is `x`. `is_same` is whether the
+        buffer has the same address, shape and strides as `x`.
         """
         program = self._frame.program
         what = f"the buffer of {tv} shares elements with input {program.inputs.index(x)}, {x}"
@@ -236,8 +235,7 @@ class _BufferUses(Walk[None]):
 
 
 def _is_in_place(use: _Use, write: _Use, *, is_same: bool) -> bool:
-    """Whether one op may read and write the same elements, in every iteration of the loops around
-    it.
+    """Whether one op may read and write the same elements, in every iteration of its loops.
 
     `use` is the op's read of a buffer, and `write` is its write of a buffer with the same memory.
     """

@@ -1,10 +1,9 @@
-"""The plan: the recorded steps of a program, which later runs repeat for inputs of one input class.
+"""The plan: the recorded steps of a program, which later runs repeat.
 
     Plan -- bind(buffer, arena) --> BoundPlan: functions with fixed addresses of intermediates
 
-An input class is a set of inputs with equal shapes, strides, dtypes and alignments. The second half
-of the file manages the memory of intermediates: arenas, and the pools of arenas that programs
-share.
+A plan serves inputs with equal shapes, strides, dtypes and alignments. The second half of the file
+manages the memory of intermediates: arenas, and the pools of arenas that programs share.
 """
 
 from __future__ import annotations
@@ -83,23 +82,20 @@ class BoundPlan:
     runners: list[Dropped] = field(default_factory=list["Dropped"])
 
     def release(self) -> None:
-        """Drops the compiled runners of this plan, because they use memory that now belongs to
-        other plans.
-        """
+        """Drops the compiled runners of this plan, whose memory now belongs to other plans."""
         for runner in self.runners:
             runner.drop()
         self.runners.clear()
 
     @cached_property
     def makes(self) -> tuple[Closure, ...]:
-        """The functions that allocate a run's outputs and other lasting buffers, in order of
-        allocation.
-        """
+        """The functions that allocate a run's outputs and other lasting buffers, in order."""
         return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:
-        """Returns the op of the program that the function `closure` carries out; None if there is
-        no op.
+        """Returns the op that the function `closure` carries out; None if there is no op.
+
+        `closure` is one of the plan's bound steps.
         """
         return self.ops[self.closures.index(closure)]
 
@@ -117,7 +113,7 @@ class BoundPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The recorded steps, slots and buffers of a program, for inputs of equal layouts.
+    """The recorded steps, slots and buffers of a program, for inputs of equal shapes and layouts.
 
     A slot is a position in the list of a run's values.
 
@@ -345,8 +341,7 @@ def with_room(nbytes: int) -> int:
 
 
 def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
-    """Chooses the offset of each buffer in an arena, so that buffers which are not used at once can
-    share bytes.
+    """Chooses the offset of each buffer in an arena, so that buffers can share bytes.
 
     `blocks` has (lifetime, bytes) of each buffer, in order of allocation. Each buffer gets the
     lowest range of bytes that is large enough and that earlier buffers no longer use. A buffer on
@@ -360,9 +355,9 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
 
 
 class IsOver(Protocol):
-    """For a buffer that begins: says of each earlier buffer whether its lifetime has ended.
+    """A row of a table: which earlier buffers have ended when one buffer is allocated.
 
-    Buffers are numbered in order of allocation. A list of bools can serve as such an object.
+    Buffers are numbered in order of allocation. A list of bools can serve as such a row.
     """
 
     def __getitem__(self, owner: int, /) -> bool:
@@ -372,8 +367,7 @@ class IsOver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """For a buffer that begins at the clock `begin`: says of each earlier buffer whether it has
-    ended.
+    """Says which earlier buffers have ended when one buffer is allocated, at the clock `begin`.
 
     `ends` has the end of each buffer's lifetime. Answers are computed only when they are needed,
     because few of thousands of buffers compete for the same bytes.
@@ -388,7 +382,7 @@ class _Over:
 
 
 def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
-    """Returns a table that says which buffers have ended when another buffer begins.
+    """Returns a table that says which buffers have ended when another buffer is allocated.
 
     `table[k][i]` is whether lifetime `i` has ended when lifetime `k` begins, for `i < k`.
     """
@@ -400,11 +394,10 @@ def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
 
 
 def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Chooses the offset of each buffer in an arena, as `first_fit` does; returns (offsets, total
-    bytes).
+    """Chooses the offset of each buffer in an arena, as `first_fit` does.
 
     `sizes` are in bytes, in order of allocation. The `k`-th entry of `after` says which earlier
-    buffers have ended when buffer `k` begins.
+    buffers have ended when buffer `k` is allocated. Returns (offsets, total bytes).
     """
     offsets: list[int] = []
     # The latest block in each range of bytes: (begin, end, index of the block), without gaps. A
@@ -488,8 +481,9 @@ class Arena:
             bound.release()
 
     def abandon(self) -> None:
-        """Drops the bound steps of all plans after an error, because work on the device may still
-        be running and write to this memory.
+        """Drops the bound steps of all plans after an error.
+
+        Work on the device may still be running, and may write to this memory.
         """
         for plan in list(self.bound):
             self.release(plan)
@@ -524,7 +518,7 @@ class Pool:
     def make(self, device: torch.device, stream: int) -> Arena:
         """Makes a new arena without memory for the run that has asked for one.
 
-        When that run ends, it adds the arena to the spare arenas of `stream`, a raw handle.
+        When the run ends, the arena becomes a spare arena of `stream`, a raw handle.
         """
         self.spare.setdefault(stream, [])
         arena = Arena(device, stream)
@@ -641,8 +635,7 @@ class Arenas:
         return arena if plan is None else self.exchange(arena, plan)
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Exchanges `arena`, which a run has taken, for a spare arena to which `plan` is bound
-        already.
+        """Exchanges a run's `arena` for a spare arena to which `plan` is bound already.
 
         Returns `arena` itself if there is no such arena.
         """
@@ -658,8 +651,8 @@ class Arenas:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Returns the list of those arenas of `stream` that no run uses now. `take` takes the last
-        one.
+        """Returns the arenas of `stream` that no run uses now. `take` takes the last one of the
+        list.
         """
         return self.pool.spare.setdefault(stream, [])
 
@@ -668,8 +661,9 @@ class Arenas:
         return [arena.bound[plan] for arena in self.pool.all_spare() if plan in arena.bound]
 
     def forget(self, plan: Plan) -> None:
-        """Drops the bound steps of a plan that will hardly run again, in all arenas that no run
-        uses now.
+        """Drops the bound steps of `plan` in all arenas that no run uses now.
+
+        The caller expects that the plan will hardly run again.
         """
         for arena in self.pool.all_spare():
             arena.release(plan)

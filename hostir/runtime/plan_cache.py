@@ -33,15 +33,15 @@ MAX_PLACES = 64
 
 
 def forget(plan: Plan) -> None:
-    """Drops the CUDA graphs and bound steps of a plan that will hardly run again, to free their
-    memory.
+    """Drops the CUDA graphs and bound steps of a plan that will hardly run again.
+
+    Their memory is then free.
     """
     plan.arenas.forget(plan)
 
 
 class SignatureEntry:
-    """The cache entry for inputs with one signature: the checks of each call, and the recorded
-    plans.
+    """The cache entry for inputs with one signature: checks of each call, and recorded plans.
 
     A plan depends on the alignment of each input (address modulo the bytes of a vector access). The
     signature does not have the alignments. `contents` computes the alignments of a call. Each
@@ -71,8 +71,9 @@ class SignatureEntry:
         return self._new.pop(places, None)
 
     def forget(self) -> None:
-        """Drops the CUDA graphs and bound steps of all plans for this signature, to free their
-        memory.
+        """Drops the CUDA graphs and bound steps of all plans for inputs with this signature.
+
+        The least recently used entry of a full cache is dropped in this way.
         """
         for plan in self.plans.values():
             forget(plan)
@@ -162,8 +163,9 @@ class PlanCache:
             self._generic_plans[device] = generic_plan
 
     def arenas_on(self, device: torch.device) -> Arenas:
-        """Returns the arenas in which plans on `device` store intermediates; makes the object at
-        first use.
+        """Returns the arenas in which plans on `device` store intermediates.
+
+        The object is made at the first call.
         """
         found = self._arenas.get(device)
         if found is None:

@@ -1,4 +1,4 @@
-"""Records the steps of a host program in a plan, once for all inputs of equal layouts.
+"""Records the steps of a host program in a plan, once for inputs of equal shapes and layouts.
 
 The first run on such inputs, or a dry run, carries out the ops once (`hostir.runtime.execute`). The
 *recorder* runs each step and records it for later runs. Sizes, strides, teams and launches are then
@@ -56,9 +56,7 @@ from multidevice.transports.base.protocol import Backend
 
 
 class Listener(Protocol):
-    """An object to which a `Recorder` reports the recorded steps of each op, for example for a
-    trace.
-    """
+    """An object to which a `Recorder` reports the recorded steps of each op, such as a trace."""
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
         """Receives the steps that the recorder has recorded for `op`; the list may be empty.
@@ -173,15 +171,16 @@ class Recorder:
         self._keep(kept if after is None else Both(kept, Action(after)), generic)
 
     def run_now(self, run: Closure) -> None:
-        """Calls `run` on the list of this run's values, except in a dry run, and records `run` as a
-        step.
+        """Calls `run` on the list of this run's values, and records `run` as a step for later runs.
+
+        In a dry run, `run` is only recorded.
         """
         self._now.run_now(run)
         self._keep(run)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Makes the torch view `view`, stores it as the tensor of `out`, and records the view as a
-        step.
+        """Makes the torch view `view` as the tensor of `out`, and records it as a step for later
+        runs.
         """
         self._now.name(out, view)
         self._keep(view, generic)
@@ -233,11 +232,10 @@ class Recorder:
             self._keep(Release(i), for_all_sizes(Release(i)))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Stores torch's results `found` as the outputs of `op`, and records a step that computes
-        `op` again.
+        """Stores torch's results `found` as the outputs of `op`.
 
-        Raises `OnlyRunTells` in a dry run, because only torch can choose the strides of these
-        results.
+        Also records a step that computes `op` again in later runs. Raises `OnlyRunTells` in a dry
+        run, because only torch can choose the strides of these results.
         """
         execution = self.execution
         if execution.is_dry:
@@ -253,14 +251,13 @@ class Recorder:
         self._keep(assign)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Records the reason `why` no CUDA graph can repeat the plan. Only the first reason is
-        kept.
+        """Records the reason `why` no CUDA graph can repeat the plan; keeps only the first
+        reason.
         """
         self._why_not = self._why_not or why
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend `name` for the communication `op`, and records that the plan uses
-        this backend.
+        """Returns the backend `name` for the communication `op`, and records that the plan uses it.
 
         `what` is the kind of communication, such as "Allreduce". If the backend cannot carry out
         such communications in a CUDA graph, the plan is kept out of graphs.
@@ -375,8 +372,9 @@ class Recorder:
         return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
-        """Returns the allocation of the buffer of `tv` outside of the arena. `block` describes the
-        buffer.
+        """Returns the allocation of the buffer of `tv` outside of the arena.
+
+        `block` describes the buffer.
         """
         return allocation(tv, block, self.machine, self.frame.program)
 

@@ -55,11 +55,10 @@ _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "after_f
 
 @dataclass
 class NewSizes:
-    """The layouts of a program's tensors for new input sizes, from which the recorded steps are
-    made.
+    """The layouts of a program's tensors for new input sizes.
 
-    `laid` has the layouts of tensors by slot, and `shapes` the shapes of views by slot. Implements
-    `hostir.runtime.execute.InputSizes`.
+    Recorded steps for these sizes are made from the layouts. `laid` has the layouts of tensors by
+    slot, and `shapes` the shapes of views by slot. Implements `hostir.runtime.execute.InputSizes`.
     """
 
     frame: Frame
@@ -200,10 +199,10 @@ class Layouts:
     def lay(
         self, values: Mapping[Symbol, Number], laid: dict[int, StridedLayout]
     ) -> dict[int, tuple[int, ...]] | None:
-        """Computes the layouts of all buffers for the sizes in `values`, and adds them to `laid`,
-        by slot.
+        """Computes the layouts of all buffers for the sizes in `values`, and adds them to `laid`.
 
-        Returns the shapes of views, by slot. Returns None if an extent is 0 or has no value.
+        The keys of `laid` are slots. Returns the shapes of views, by slot. Returns None if an
+        extent is 0 or has no value.
         """
         found: Any = self._all.at_once(values)
         if found is None or min(found[: self._extents], default=1) < 1:

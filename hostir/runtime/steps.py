@@ -58,8 +58,8 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the buffer in bytes, from its first to its last element; 0 if there is no
-        element.
+        """The size of the buffer in bytes, from its first to its last element; 0 without
+        elements.
         """
         return spanned(self.shape, self.strides) * self.dtype.itemsize
 
@@ -110,17 +110,14 @@ class Binding:
     launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
 
     def raw(self, stream: int | None) -> int:
-        """Returns the raw stream handle for `stream`. None stands for the stream on which runs
-        begin.
-        """
+        """Returns the raw stream handle for `stream`; None is the stream on which runs begin."""
         return self.stream if stream is None else stream
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Returns the function that makes slot `out` a view of slot `source` in a run, here `view`
-        itself.
+        """Returns the function that makes slot `out` a view of slot `source` in a run.
 
-        The view begins `nbytes` bytes after the start of the source. A subclass uses the numbers to
-        compute the address of the view in a CUDA graph.
+        Here this is `view` itself. The view begins `nbytes` bytes after the start of the source. A
+        subclass uses the numbers to compute the address of the view in a CUDA graph.
         """
         del source, out, nbytes
         return view
@@ -136,7 +133,7 @@ class Binding:
         return closure
 
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
-        """Returns a function that takes the list of a run's values and returns the tensor in
+        """Returns a function that takes the list of a run's values and returns the value in
         `slot`.
         """
         if slot in self.fixed:
@@ -162,7 +159,8 @@ class BoundKernel(NamedTuple):
     A run only writes those arguments that may change between runs:
 
     - `moving`: the addresses of tensors, as pairs (parameter, slot of the tensor).
-    - `read`, `writers`: the scalars; None and empty if no scalar changes.
+    - `read`: a function that returns the run's scalars; None if no scalar changes. `writers` write
+      the scalars, and values computed from them, into the arguments.
 
     `fail` raises the error for a status that the driver has returned.
     """
@@ -178,7 +176,7 @@ class BoundKernel(NamedTuple):
     fail: Callable[[int], None]
 
     def closure(self) -> Closure:
-        """Returns the function that launches the kernel on the tensors in the list of a run's
+        """Returns the function that launches the kernel in a run, on the list of the run's
         values.
         """
         words, function, arguments = self.call.words, self.call.function, self.call.arguments
@@ -205,8 +203,9 @@ class BoundKernel(NamedTuple):
         return None if self.read is None else self.read(slots)
 
     def write_numbers(self, slots: Slots) -> None:
-        """Writes the scalars of a run, and values computed from them, into the packed kernel
-        arguments.
+        """Writes the scalars of a run into the packed kernel arguments.
+
+        Some arguments are computed from the scalars.
         """
         if self.read is not None:
             values, words = self.read(slots), self.call.words
@@ -221,10 +220,10 @@ class Step(Protocol):
     """
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that carries out the action in a run, on the list of the run's
-        values.
+        """Returns the function that carries out the action in a run.
 
-        Returns None if runs have nothing to do, because the action was done during binding.
+        The function takes the list of the run's values. Returns None if runs have nothing to do,
+        because the action was done during binding.
         """
         ...
 
@@ -249,7 +248,7 @@ class Action:
 
 
 class TwoPhaseStep:
-    """A step whose first run differs from later runs.
+    """A recorded step whose first run differs from later runs.
 
     The first run calls `first`. Then `make_later` makes the step that all later runs use. Examples
     are a kernel launch, which is looked up once, and a communication, for which a backend prepares
@@ -279,9 +278,7 @@ class TwoPhaseStep:
         return self.later
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns a function that does the first run's action and then makes the step of later
-        runs.
-        """
+        """Returns a function that does the first run's action and makes the step of later runs."""
 
         def run(slots: Slots) -> None:
             self.first(slots)
@@ -344,8 +341,8 @@ class Make:
         return "Make"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that allocates the buffer in a run; None if the arena has the
-        buffer.
+        """Returns the function that allocates the buffer in a run; None for a buffer in the
+        arena.
         """
         return None if self.slot in binding.fixed else self.make
 
@@ -361,9 +358,7 @@ class Both:
         return f"{self.first} + {self.second}"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns a function that does both steps in a run; None if a run has nothing to do for
-        either.
-        """
+        """Returns a function that does both steps in a run; None if neither has anything to do."""
         first, second = self.first.bind(binding), self.second.bind(binding)
         if first is None or second is None:
             return first or second
@@ -473,7 +468,7 @@ class Multiply(NamedTuple):
         """Returns the function that calls torch in a run.
 
         If the call needs a view of a tensor that is the same in all runs, the view is made only
-        once, here.
+        once, when the step is bound.
         """
         function, product = self.product.function, self.product
         if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
@@ -537,7 +532,7 @@ class CollectiveStep:
         return collective_text(self.inp, self.out)
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that starts the collective in a run, on the buffers of that run."""
+        """Returns the function that starts the collective, on the buffers of a run."""
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         out, inp = binding.address(self.out), binding.address(self.inp)
@@ -566,9 +561,7 @@ class ExchangeStep:
         return f"Exchange of {len(self.buffers)}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that starts the sends and receives in a run, on the buffers of that
-        run.
-        """
+        """Returns the function that starts the sends and receives, on the buffers of a run."""
         post, work = self.post, self.work
         stream = binding.raw(self.stream)
         addresses = [binding.address(slot) for slot in self.buffers]

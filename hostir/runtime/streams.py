@@ -101,11 +101,10 @@ class Streams(Protocol):
         ...
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
-        """Returns a context in which this thread uses other streams in place of the program's
-        streams.
+        """Returns a context in which this thread uses substitutes for the program's streams.
 
-        `stand_in` maps the raw handle of a stream to that of the stream to use. The context is
-        needed while a run is captured in a CUDA graph.
+        `stand_in` maps the raw handle of a stream to that of the substitute. The context is needed
+        while a run is captured in a CUDA graph.
         """
         ...
 
@@ -126,10 +125,9 @@ class CudaStreams:
 
     @contextmanager
     def standing_in(self, stand_in: Callable[[int], int]) -> Generator[None]:
-        """Returns a context in which this thread uses other CUDA streams in place of the program's
-        streams.
+        """Returns a context in which this thread uses substitutes for the program's CUDA streams.
 
-        `stand_in` maps the raw handle of a stream to that of the stream to use during a graph
+        `stand_in` maps the raw handle of a stream to that of the substitute, during a graph
         capture.
         """
         self._local.stand_in = stand_in
@@ -224,8 +222,9 @@ class CpuStreams:
         """Does nothing, because all submitted work has already run."""
 
     def mark(self) -> object:
-        """Returns the name of the current stream, which no stream has to wait for: all work has
-        run.
+        """Returns the name of the current stream.
+
+        No stream has to wait for this mark, because all submitted work has already run.
         """
         return self.current()
 
@@ -290,12 +289,11 @@ class _Queue:
 
 
 class DelayedStreams(CpuStreams):
-    """CPU streams that run work as late as the program's waits allow, to find missing waits in
-    tests.
+    """CPU streams that run work as late as the program's waits allow, to show missing waits.
 
-    The work of a delayed stream runs only when another stream, or the end of the run, waits for it.
-    If `late` is a stream, only that stream is delayed, and others only while they wait for `late`.
-    If `late` is None, all streams are delayed.
+    Tests use this class. The work of a delayed stream runs only when another stream, or the end of
+    the run, waits for it. If `late` is a stream, only that stream is delayed, and others only while
+    they wait for `late`. If `late` is None, all streams are delayed.
     """
 
     holds_work_back = True
@@ -345,8 +343,8 @@ class DelayedStreams(CpuStreams):
             self._advance()
 
     def _advance(self) -> None:
-        """Runs the work of every stream but the late one, until only waits for the late stream are
-        left.
+        """Runs the work of every stream but the late one, as far as no wait for the late stream
+        comes.
         """
         self._go_on(lambda stream: stream == self._late)
 
@@ -389,8 +387,9 @@ class DelayedStreams(CpuStreams):
             self._serve(queue)
 
     def finish(self) -> None:
-        """Runs all remaining work of the current stream, and the work of other streams that it
-        waits for.
+        """Runs all remaining work of the current stream.
+
+        Work of other streams runs if the current stream waits for it.
         """
         current = self.current()
         self._drain(current, self._queue(current).given)

@@ -230,8 +230,7 @@ def writing(
     outs: Sequence[tuple[int, torch.Tensor]],
     machine: ExecutionContext | None = None,
 ) -> Closure:
-    """Returns a function that computes `op` with torch into its output buffers, in any run of a
-    plan.
+    """Returns a function that computes `op` with torch into its output buffers, in any run.
 
     - `operands`: the slot of each operand; None for a scalar operand.
     - `scalars`: the input scalars whose value may change between runs, with their slots.
@@ -299,8 +298,9 @@ def writing(
 def _write_all(
     slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
 ) -> None:
-    """Makes torch write an op's results into the tensors `made`, and stores `made` in the slots
-    `into`.
+    """Makes torch write an op's results into the tensors `made`.
+
+    The tensors are then stored in the slots `into` of the list of a run's values.
     """
     call([slots[i] for i in ins], made)
     for i, result in zip(into, made, strict=True):
@@ -316,9 +316,7 @@ class BufferLayout(NamedTuple):
 
     @staticmethod
     def of(tv: TensorView, like: torch.Tensor) -> BufferLayout:
-        """Returns the layout for a buffer of `tv`: shape and strides of `like`, and the dtype of
-        `tv`.
-        """
+        """Returns the shape and strides of `like` with the dtype of `tv`, as a buffer layout."""
         return BufferLayout(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
 
     def make(self, device: torch.device) -> torch.Tensor:
@@ -430,10 +428,10 @@ def _first_kept(
 
 
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """Returns a function (target, value) that copies `value` into a target with the layout of
-    `like`.
+    """Returns a function (target, value) that copies `value` into the tensor `target`.
 
-    Torch's own copy does not support a target in which several elements share memory.
+    The target has the layout of `like`. If several elements of the target share memory, torch's own
+    copy cannot be used.
     """
     return write if is_repeated(like) else torch.Tensor.copy_
 
@@ -580,8 +578,9 @@ extern "C" __global__ void __launch_bounds__(256) clear_rows(
 
 
 def _scatter_text(word: str, index: str, position: str, *, is_number: bool, is_last: bool) -> str:
-    """Returns the C++ source text of a kernel that scatters elements to the positions in an index
-    tensor.
+    """Returns the C++ source text of a kernel that scatters elements.
+
+    The positions of the elements are in an index tensor.
 
     - `word`, `index`, `position`: the C types of elements, of indices and of offsets in tensors.
     - `is_number`: whether the kernel writes one number instead of the elements of a tensor.
@@ -702,8 +701,8 @@ class LibraryKernels:
     def scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | int
     ) -> None:
-        """Writes the elements of `src` into `out`, at the positions along axis `dim` that `index`
-        has.
+        """Writes the elements of `src` into `out`, at the positions that `index` has along axis
+        `dim`.
 
         `src` may be one number for all positions. Positions outside of the axis are skipped.
         """
@@ -756,7 +755,8 @@ def _scatter_source(
 
 @cache
 def kernels_of(device: torch.device) -> LibraryKernels:
-    """Returns the helper kernels of `device`. All callers in the process share one object per
-    device.
+    """Returns the helper kernels of `device`, one object per device for the whole process.
+
+    The helper kernels do work that torch's own calls do not cover.
     """
     return LibraryKernels(device)
