@@ -64,18 +64,18 @@ class RankAgreement:
         return None if self.communicator is None else self.communicator.channel(self.team)
 
     def begin_run(self) -> None:
-        """Adds 1 to this rank's count of runs, by which ranks that copy from each other distinguish
-        runs.
+        """Adds 1 to this rank's count of runs.
+
+        Ranks that copy out of each other's memory distinguish runs by this count.
         """
         if self.communicator is not None:
             self.communicator.begin_run(self.team)
 
     def run_signature(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
-        """Returns this rank's run signature for these inputs; all ranks compare theirs before the
-        run.
+        """Returns this rank's run signature for these inputs.
 
-        `values` are the values of the program's symbols. `also` are further lines of text that must
-        be equal on all ranks.
+        All ranks compare their run signatures before the run. `values` are the values of the
+        program's symbols. `also` are further lines of text that must be equal on all ranks.
         """
         return program_run_signature(self._program, (self._how, *also), inputs, values, self._free)
 
@@ -126,9 +126,7 @@ def communications_text(program: HostIrContainer) -> str:
 
 
 def first_line(program: HostIrContainer) -> str:
-    """Returns the user's source line of the program's first communication; "" without such a
-    line.
-    """
+    """Returns the user's source line of the program's first communication; "" if there is none."""
     return next((op.where for op in program.started() if op.where), "")
 
 

@@ -239,16 +239,12 @@ class RepeatedPlan(Protocol):
 
     @property
     def vote(self) -> Vote | None:
-        """The vote by which all ranks choose a run's CUDA graph; None if each rank chooses
-        alone.
-        """
+        """The vote by which all ranks choose a run's CUDA graph; None if each chooses alone."""
         ...
 
     @property
     def steps(self) -> tuple[tuple[Step, Op | None], ...]:
-        """The recorded steps, each with its op; None in place of the op for a step of no single
-        op.
-        """
+        """The recorded steps, each with its op; the op is None for a step of no single op."""
         ...
 
     @property

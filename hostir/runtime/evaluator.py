@@ -297,8 +297,7 @@ class ProgramEvaluator:
         return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
-        """Runs the program like `run`, with inputs by name, and can write results into given
-        buffers.
+        """Runs the program like `run`, but takes the inputs by name and buffers for results.
 
         `values` has a value for every input of the program. Any other key is a tensor of the
         program, and its value is the caller's buffer into which the program writes that tensor.

@@ -363,8 +363,9 @@ class Execution:
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` has no memory of its own: it is a part of another tensor, or in a caller's
-        buffer.
+        """Whether `tv` has no memory of its own.
+
+        Such a tensor is a part of another tensor, or is stored in a buffer of the caller.
         """
         return tv in self.frame.storage.named
 
@@ -732,9 +733,7 @@ class Execution:
         return view._replace(out=o), lambda: ((i,), lambda sizes: make(sizes, o))
 
     def _multiply(self, op: nodes.Contraction) -> None:
-        """Enqueues the step in which torch computes the matrix product `op` into its output
-        buffer.
-        """
+        """Enqueues the step in which torch computes the matrix product `op` into its buffer."""
         ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
 
         def make(sizes: InputSizes) -> Step | Closure:
@@ -806,9 +805,7 @@ class Execution:
         self._start(work, make, (lambda: (asks, lambda sizes: make())) if is_fixed else None)
 
     def permute(self, op: CollectivePermute, team: Team, to: int, source: int) -> None:
-        """Starts the permutation `op`: this rank sends to rank `to` and receives from rank
-        `source`.
-        """
+        """Starts the permutation `op`: a send to rank `to` and a receive from rank `source`."""
         self._announce(op)
         rank, work = self.rank, self._new_work(op.number)
         inp, out = self.slot(op.inp), self._landing(op.out, work)
@@ -970,8 +967,8 @@ class Execution:
     def _new_work(self, number: int) -> int:
         """Returns the slot for the handle of communication `number`, which is about to start.
 
-        If streams delay work (a test mode), each start gets a new slot. The reason is that an earlier
-        communication with this number may not have been waited for yet.
+        If streams delay work (a test mode), each start gets a new slot. The reason is that an
+        earlier communication with this number may not have been waited for yet.
         """
         name = "work", number
         return self.new_slot(name) if self.holds_work_back else self.slot(name)
@@ -1077,8 +1074,8 @@ _GROUPED = -1
 class Immediate:
     """A receiver that runs each step of a program at once, and records nothing.
 
-    In a dry run, the class only makes buffers and views, without contents. If streams delay work (a test mode),
-    each step is submitted to the current stream, which runs the step later.
+    In a dry run, the class only makes buffers and views, without contents. If streams delay work (a
+    test mode), each step is submitted to the current stream, which runs the step later.
     """
 
     def __init__(self, execution: Execution) -> None:
@@ -1110,8 +1107,8 @@ class Immediate:
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
         """Runs the step `made` on the current stream, and then calls `after`.
 
-        If streams delay work (a test mode), the step is submitted instead. The stream then runs the step only
-        when `ready()` is true, that is, when the step would not wait for another rank.
+        If streams delay work (a test mode), the step is submitted instead. The stream then runs the
+        step only when `ready()` is true, that is, when the step would not wait for another rank.
         """
         if isinstance(made, TwoPhaseStep):
             run = made.first
@@ -1145,8 +1142,8 @@ class Immediate:
     ) -> None:
         """Allocates a buffer of this shape, and stores it as the tensor of `tv` in `slot`.
 
-        If streams delay work (a test mode), the new buffer is filled with NaN, so that a read before the first
-        write shows in the results.
+        If streams delay work (a test mode), the new buffer is filled with NaN. A read before the
+        first write then shows in the results.
         """
         frame = self._frame
         made = new_buffer(frame.program, tv, shape, frame.machine.device, frame.symmetric(tv))
@@ -1174,8 +1171,8 @@ class Immediate:
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
         """Stores the tensors `found`, which torch has computed, as the outputs of `op`.
 
-        If streams delay work (a test mode), `found` only shows the shapes. The stream then computes the values
-        again, into new tensors, when the stream runs.
+        If streams delay work (a test mode), `found` only shows the shapes. The stream then computes
+        the values again, into new tensors, when the stream runs.
         """
         execution, frame = self._execution, self._frame
         if self._holds_work_back and not all(_shares(r, op, frame) for r in found):

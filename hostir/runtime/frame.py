@@ -180,8 +180,9 @@ class Frame:
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
         """Passes the function `work` to the current stream, which runs the function now or later.
 
-        If streams delay work (a test mode), an error of torch in `work` gets the name and the user's line of the
-        current op. `ready()` is whether `work` can run without waiting for another rank.
+        If streams delay work (a test mode), an error of torch in `work` gets the name and the
+        user's line of the current op. `ready()` is whether `work` can run without waiting for
+        another rank.
         """
         streams = self.machine.streams
         if streams.holds_work_back and self.op is not None:
@@ -285,7 +286,7 @@ class Frame:
     def is_mine(self, tv: TensorView) -> bool:
         """Whether this rank has a shard of `tv`.
 
-        That is so if the mesh of `tv` contains this rank, or if `tv` has no mesh.
+        All ranks have one if `tv` has no mesh. Otherwise, the ranks of the mesh have one.
         """
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 

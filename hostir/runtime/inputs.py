@@ -66,8 +66,7 @@ class _TensorSpec:
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Returns an `InputError` about this input, with the text `<head>Expected input ..,
-        <text>`.
+        """Returns an `InputError` about this input: `<head>Expected input .., <text>`.
 
         The user's source line follows, if the input has one.
         """

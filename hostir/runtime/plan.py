@@ -651,8 +651,8 @@ class Arenas:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Returns the arenas of `stream` that no run uses now. `take` takes the last one of the
-        list.
+        """Returns the arenas of `stream` that no run uses now, in a list whose last arena `take`
+        takes.
         """
         return self.pool.spare.setdefault(stream, [])
 

@@ -179,9 +179,7 @@ class Recorder:
         self._keep(run)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Makes the torch view `view` as the tensor of `out`, and records it as a step for later
-        runs.
-        """
+        """Makes the torch view `view` as the tensor of `out`, and records the view as a step."""
         self._now.name(out, view)
         self._keep(view, generic)
 
@@ -251,9 +249,7 @@ class Recorder:
         self._keep(assign)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Records the reason `why` no CUDA graph can repeat the plan; keeps only the first
-        reason.
-        """
+        """Records the reason `why` no CUDA graph can repeat the plan; keeps the first reason."""
         self._why_not = self._why_not or why
 
     def backend(self, name: str, op: Op, what: str) -> Backend:

@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the buffer in bytes, from its first to its last element; 0 without
+        """The size of the buffer in bytes, from the first to the last element; 0 without
         elements.
         """
         return spanned(self.shape, self.strides) * self.dtype.itemsize
@@ -133,9 +133,7 @@ class Binding:
         return closure
 
     def reader(self, slot: int) -> Callable[[Slots], torch.Tensor]:
-        """Returns a function that takes the list of a run's values and returns the value in
-        `slot`.
-        """
+        """Returns a function that reads the tensor in `slot` from the list of a run's values."""
         if slot in self.fixed:
             tensor = self.fixed[slot]
             return lambda slots: tensor
@@ -176,8 +174,9 @@ class BoundKernel(NamedTuple):
     fail: Callable[[int], None]
 
     def closure(self) -> Closure:
-        """Returns the function that launches the kernel in a run, on the list of the run's
-        values.
+        """Returns the function that launches the kernel in a run.
+
+        The function takes the list of the run's values.
         """
         words, function, arguments = self.call.words, self.call.function, self.call.arguments
         moving, fail = self.moving, self.fail
@@ -341,9 +340,7 @@ class Make:
         return "Make"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that allocates the buffer in a run; None for a buffer in the
-        arena.
-        """
+        """Returns the function that allocates the buffer in a run; None if the arena has it."""
         return None if self.slot in binding.fixed else self.make
 
 
@@ -467,7 +464,7 @@ class Multiply(NamedTuple):
     def bind(self, binding: Binding) -> Closure:
         """Returns the function that calls torch in a run.
 
-        If the call needs a view of a tensor that is the same in all runs, the view is made only
+        The call may need a view of a tensor that is the same in all runs. Such a view is made only
         once, when the step is bound.
         """
         function, product = self.product.function, self.product

@@ -343,9 +343,7 @@ class DelayedStreams(CpuStreams):
             self._advance()
 
     def _advance(self) -> None:
-        """Runs the work of every stream but the late one, as far as no wait for the late stream
-        comes.
-        """
+        """Runs the work of every stream but the late one, until each waits for the late stream."""
         self._go_on(lambda stream: stream == self._late)
 
     def _go_on(self, is_held: Callable[[Handle], bool]) -> None:

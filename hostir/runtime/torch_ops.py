@@ -701,8 +701,7 @@ class LibraryKernels:
     def scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | int
     ) -> None:
-        """Writes the elements of `src` into `out`, at the positions that `index` has along axis
-        `dim`.
+        """Writes the elements of `src` into `out`, at the positions in `index` along axis `dim`.
 
         `src` may be one number for all positions. Positions outside of the axis are skipped.
         """
