@@ -174,9 +174,10 @@ class ProgramEvaluator:
         self.outputs = returned(program)
 
     def kernel(self, group: int) -> KernelRunner:
-        """Returns the executor that runs the kernel of kernel group number `group`.
+        """Returns the executor for the kernel of kernel group number `group`.
 
-        The executor is made when it is first needed.
+        A kernel group is a part of the program that one kernel computes. The executor is made when
+        it is first needed.
         """
         if group not in self._runners:
             self._runners[group] = self._make_runner(self.program.groups[group])

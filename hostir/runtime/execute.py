@@ -775,7 +775,10 @@ class Execution:
         return computing(op, self.frame, self.operands(op), self.free_slots, self.machine)
 
     def operands(self, op: TensorOp) -> list[int | None]:
-        """Returns the slot of each operand of `op`; None for an operand that is a scalar."""
+        """Returns the slot of each operand of `op`; None for an operand that is a scalar.
+
+        A slot is a position in the list of a run's values.
+        """
         return [self.slot(v) if isinstance(v, TensorView) else None for v in op.inputs]
 
     # ------------------------------------------------------------ communications
@@ -991,7 +994,10 @@ class Execution:
         self._receiver.enqueue(make, after=note)
 
     def _held(self, tv: TensorView) -> int:
-        """Returns the slot of this rank's shard of `tv`; -1 if the rank has no shard of `tv`."""
+        """Returns the slot of this rank's shard of `tv`; -1 if the rank has no shard of `tv`.
+
+        A slot is a position in the list of a run's values.
+        """
         return self.slot(tv) if self.frame.is_mine(tv) else -1
 
     def _landing(self, tv: TensorView, work: int) -> int:
@@ -1048,7 +1054,7 @@ class Execution:
         self._receiver.run_now(capture)
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all work that has been enqueued on `stream` so far."""
+        """Makes the current stream wait for all work enqueued so far on the stream `stream`."""
         join, captured = self.machine.streams.join, self._captured_slot(stream)
         if captured is None:
             handle = self.frame.stream(stream)
@@ -1209,10 +1215,12 @@ def poison(buffer: torch.Tensor) -> None:
 
 
 def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int, int]) -> Closure:
-    """Returns a function that copies a part of one slot's tensor into another slot's tensor.
+    """Returns a function that copies a part of one tensor into another tensor, in any run.
+
+    The function takes the list of a run's values.
 
     - `like`: a tensor with the layout of the target, which decides how torch copies.
-    - `slots`: (source slot, target slot).
+    - `slots`: (source, target), as positions in the list of a run's values.
     - `at`: (start, length) of the copied part along `axis` of the source.
     """
     (inp, out), (start, length), put = slots, at, writer(like)

@@ -322,7 +322,8 @@ MIN_SHRINK_NBYTES = 64 << 20
 
 
 def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Returns, by slot, the tensors of several buffers in one arena.
+    """Returns the tensors of the buffers in one arena, by slot (position in the list of a run's
+    values).
 
     `blocks` describes the buffers. `arena` is the memory of the arena, a uint8 tensor.
     """
@@ -456,7 +457,7 @@ class Arena:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def bind(self, plan: Plan) -> BoundPlan:
-        """Binds the steps of `plan` to addresses in this arena.
+        """Binds the recorded steps of `plan` to memory addresses in this arena.
 
         If the plan needs more memory than the arena has, new memory is allocated. The old addresses
         are then invalid, so the bindings of all other plans are dropped.
@@ -651,8 +652,8 @@ class Arenas:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Returns the arenas of `stream` that no run uses now, in a list whose last arena `take`
-        takes.
+        """Returns the arenas of `stream` that no run uses now. `take` takes the last in the
+        list.
         """
         return self.pool.spare.setdefault(stream, [])
 

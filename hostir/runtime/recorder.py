@@ -409,6 +409,6 @@ def _clearing(slot: int) -> Closure:
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
     """Whether a recorded step only launches a kernel or manages memory.
 
-    Torch's autograd does not see such a step, so it records no gradient.
+    Torch's autograd does not see such a step, so torch records no gradient for the step.
     """
     return isinstance(step[0], LaunchStep) or isinstance(step[1], Allocate | Deallocate)

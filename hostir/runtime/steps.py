@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the buffer in bytes, from the first to the last element; 0 without
+        """The size of the buffer in bytes, up to the end of its last element; 0 without
         elements.
         """
         return spanned(self.shape, self.strides) * self.dtype.itemsize
@@ -79,6 +79,7 @@ class Block(NamedTuple):
 class PlannedBuffer:
     """A buffer that a recorded program allocates, and the time during which the buffer is used.
 
+    - `slot`: the position of the buffer's tensor in the list of a run's values.
     - `lies_in_order`: whether the axes have the same order in memory as in the tensor's shape.
     - `lifetime`: from the allocation to the deallocation. None if the buffer is still used after
       the run, or if it is never allocated.
@@ -221,8 +222,9 @@ class Step(Protocol):
     def bind(self, binding: Binding) -> Closure | None:
         """Returns the function that carries out the action in a run.
 
-        The function takes the list of the run's values. Returns None if runs have nothing to do,
-        because the action was done during binding.
+        `binding` has the stream and the tensors that are the same in all runs. The function takes
+        the list of the run's values. Returns None if runs have nothing to do, because the action
+        was done during binding.
         """
         ...
 
@@ -257,10 +259,10 @@ class TwoPhaseStep:
     def __init__(
         self, first: Closure, later_step: Callable[[Slots], Step], text: str = "Started"
     ) -> None:
-        """`first` is the action of the first run, and `later_step` makes the step of later runs.
+        """Takes the action of the first run, `first`, and the function `later_step`.
 
-        `later_step` receives the list of the first run's values. `text` is the name of the step in
-        the plan's text.
+        After the first run, `later_step` makes the step of later runs, from the list of the first
+        run's values. `text` is the name of the step in the plan's text.
         """
         self.first, self._later_step, self._text = first, later_step, text
         self.later: Step | None = None
@@ -289,8 +291,8 @@ class TwoPhaseStep:
 class Allocation(NamedTuple):
     """The allocation of a buffer outside of the arena, for example for an output.
 
-    `run` takes the list of a run's values, and stores the new buffer in its slot. `block` describes
-    the buffer.
+    The arena is the memory of intermediates. `run` takes the list of a run's values, and stores the
+    new buffer in its slot of the list. `block` describes the buffer.
     """
 
     run: Closure
@@ -331,7 +333,11 @@ def allocation(
 
 @dataclass(frozen=True, eq=False)
 class Make:
-    """A recorded step that allocates the buffer in `slot`, unless the buffer is in the arena."""
+    """A recorded step that allocates the buffer in `slot`, a position in the list of a run's
+    values.
+
+    If the buffer is in the arena (the memory of intermediates), there is nothing to allocate.
+    """
 
     slot: int
     make: Closure
@@ -340,13 +346,16 @@ class Make:
         return "Make"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that allocates the buffer in a run; None if the arena has it."""
+        """Returns the function that allocates the buffer in a run.
+
+        Returns None if the buffer is in the arena, the memory of intermediates.
+        """
         return None if self.slot in binding.fixed else self.make
 
 
 @dataclass(frozen=True, eq=False)
 class Both:
-    """A recorded step that does two steps of one op, one after the other."""
+    """A recorded step that does two recorded steps of one op, one after the other."""
 
     first: Step
     second: Step
@@ -371,7 +380,8 @@ class Both:
 class Release:
     """A recorded step that drops the tensor in `slot`, so that its memory can be reused.
 
-    A tensor in the arena is not dropped, because all runs use the same tensor.
+    `slot` is a position in the list of a run's values. A tensor in the arena (the memory of
+    intermediates) is not dropped, because all runs use the same tensor.
     """
 
     slot: int
@@ -380,7 +390,10 @@ class Release:
         return "Release"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that drops the tensor in a run; None for a tensor in the arena."""
+        """Returns the function that drops the tensor in a run.
+
+        Returns None if the tensor is in the arena, the memory of intermediates.
+        """
         i = self.slot
         if i in binding.fixed:
             return None
@@ -394,8 +407,9 @@ class Release:
 class View(NamedTuple):
     """A recorded step that makes slot `out` a view of the tensor in slot `source`.
 
-    The view has the given shape and strides (in elements). The first element of the view is `shift`
-    elements after the first element of the source.
+    Slots are positions in the list of a run's values. The view has the given shape and strides (in
+    elements). The first element of the view is `shift` elements after the first element of the
+    source.
     """
 
     source: int
@@ -447,7 +461,8 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
 class Multiply(NamedTuple):
     """A recorded step in which torch computes a matrix product into the buffer in slot `out`.
 
-    `product` is the torch call, and `ins` are the slots of its operands.
+    `product` is the torch call, and `ins` are the slots of its operands. Slots are positions in the
+    list of a run's values.
     """
 
     product: Product
@@ -512,7 +527,8 @@ def collective_text(inp: int, out: int) -> str:
 class CollectiveStep:
     """A recorded step that starts a collective, such as an allreduce.
 
-    The backend has prepared the call `post`, so a run only passes addresses.
+    The backend has prepared the call `post`, so a run only passes addresses. Slots are positions in
+    the list of a run's values.
 
     - `inp`, `out`: the slots of operand and result, or -1 if this rank has no such buffer.
     - `work`: the slot for the communication handle on which the `Wait` op waits.
@@ -544,9 +560,9 @@ class CollectiveStep:
 class ExchangeStep:
     """A recorded step that starts a group of sends and receives together.
 
-    The backend has prepared the call `post`, so a run only passes addresses. `buffers` are the
-    slots of the sent and received tensors, in order. `work` is the slot for the communication
-    handle on which the `Wait` op waits.
+    The backend has prepared the call `post`, so a run only passes addresses. Slots are positions in
+    the list of a run's values. `buffers` are the slots of the sent and received tensors, in order.
+    `work` is the slot for the communication handle on which the `Wait` op waits.
     """
 
     post: PostBatch
@@ -572,9 +588,9 @@ class ExchangeStep:
 class LaunchStep(NamedTuple):
     """A recorded step that launches a compiled kernel on the tensors in the slots `operands`.
 
-    The slots are in the order of the kernel's parameters. All runs of a plan have the same shapes,
-    strides and alignments. Only addresses of tensors outside of the arena, and some scalars,
-    change.
+    Slots are positions in the list of a run's values. `operands` has the order of the kernel's
+    parameters. All runs of a plan have the same shapes, strides and alignments. Only addresses of
+    tensors outside of the arena, and some scalars, change.
 
     - `numbers`: the scalar operands when the step was made.
     - `read`: a function that returns the scalar operands of a run; None if no scalar ever changes.
