@@ -56,7 +56,8 @@ def flat(
     if not tensor.is_contiguous():
         raise CommunicationError(
             f"{op.name}: {tensor_words(tv)} has shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()} in its declared memory order, which leave gaps{in_ir(tv)}"
+            f"{tensor.stride()} in its declared memory order, so there are gaps between its "
+            f"elements. A communication needs a tensor without gaps: pass a copy{in_ir(tv)}"
         )
     return tensor
 

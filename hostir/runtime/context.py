@@ -379,7 +379,8 @@ def read_late_stream(late: str | int | None) -> str | int | None:
     is_number = type(late) is int and late >= 0
     if not is_number and late not in (None, "all", "entry"):
         raise ExecutionError(
-            f"late_stream={late!r}: expected the number of a stream, 'entry' or 'all'"
+            f"late_stream={late!r} names no stream: pass the number of a stream (from 0), 'entry' "
+            "or 'all'"
         )
     return late
 
@@ -397,7 +398,7 @@ def check_lowered(program: HostIrContainer) -> None:
         if isinstance(op, TensorOp) and _has_stream(op.out_tensor):
             raise VerifyError(
                 f"{op.name}: {op.out_tensor} has a stream axis, but the program has no loop over "
-                f"it: call hostir.lower_streams(program) first{user_code(op.where)}"
+                f"that axis: call hostir.lower_streams(program) first{user_code(op.where)}"
             )
 
 
@@ -417,8 +418,9 @@ def check_grouped(program: HostIrContainer) -> None:
             is_grouped = isinstance(op, StartCoalescing)
         elif isinstance(op, P2PCommunication) and not is_grouped:
             raise UnsupportedError(
-                f"late_stream: {op.name} is outside StartCoalescing and EndCoalescing; only "
-                f"simulated ranks can delay it: use multidevice.simulate{user_code(op.where)}"
+                f"late_stream: {op.name} is outside of StartCoalescing and EndCoalescing. Only "
+                "simulated ranks can delay such a transfer: use multidevice.simulate"
+                f"{user_code(op.where)}"
             )
 
 
@@ -431,7 +433,7 @@ def check_devices(program: HostIrContainer, size: int) -> None:
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
-                f"{size} rank{'s' if size != 1 else ''}"
+                f"{size} rank{'s' if size != 1 else ''}: start more ranks or use a smaller mesh"
             )
 
 
@@ -444,7 +446,8 @@ def check_tuning(settings: Settings, team: Sequence[int]) -> bool:
     is_on = settings.enabled("tune")
     if is_on and len(team) > 1:
         raise UnsupportedError(
-            f"tune: this program runs on {len(team)} ranks, which must all use the same kernels; "
-            "the option is for programs of one rank"
+            f"tune: this program runs on {len(team)} ranks, and each rank could choose other "
+            "kernels, but all ranks must use the same kernels. Remove the option, which is only "
+            "for programs of one rank"
         )
     return is_on

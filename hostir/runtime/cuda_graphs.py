@@ -60,7 +60,7 @@ def gains_nothing(steps: int, kernels: int) -> str:
     `steps` is the number of recorded steps, and `kernels` is how many of the steps launch a kernel.
     """
     is_slower = steps < (1 if steps == kernels else MIN_STEPS)
-    return f"{steps} step(s) gain nothing by it" if is_slower else ""
+    return f"a CUDA graph would not make {steps} step(s) faster" if is_slower else ""
 
 
 class _Refused(Exception):
@@ -480,12 +480,12 @@ class Replays:
         self._misses += 1
         if seen <= (RUNS_BEFORE if self._is_long else RUNS_BEFORE_FEW):
             if self._misses > MAX_MISSES:
-                self.why_not = "inputs and outputs lie elsewhere in each run"
+                self.why_not = "inputs and outputs have other addresses in each run"
             return None
         captured = None
         try:
             if self._captures == MAX_CAPTURES:
-                raise _Refused(f"{MAX_CAPTURES} were captured already")
+                raise _Refused(f"{MAX_CAPTURES} graphs were captured already")
             with USERS.alone() as others:
                 if others:
                     raise _Postponed(_beside(others))

@@ -430,7 +430,7 @@ class ProgramEvaluator:
         entry.
         """
         if not self._is_replayed:
-            return ["not captured: the value of a float decides what is done"]
+            return ["not captured: the value of a float decides which ops run"]
         plans = self.plans() if entry is None else entry.plans.values()
         return [line for plan in plans for line in plan.graphs()]
 

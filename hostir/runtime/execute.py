@@ -379,9 +379,10 @@ class Execution:
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
             raise DefinitionError(
-                f"{op.name}: its emit reads the scalar {x} once, but HAS_CONTROL_SCALARS = False "
-                "declares that no scalar decides what the op does. Pass the scalar to rt.call, "
-                "which reads it in each run, or remove HAS_CONTROL_SCALARS = False"
+                f"{op.name}: its emit reads the scalar {x} only once, for all later runs, but "
+                "HAS_CONTROL_SCALARS = False declares that no scalar decides what the op does. "
+                "Pass the scalar to rt.call, which reads it in each run, or remove "
+                "HAS_CONTROL_SCALARS = False"
                 f"{user_code(op.where)}"
             )
         return self.frame.number(x)
@@ -513,7 +514,7 @@ class Execution:
         i, o = self.slot(op.inp), self.new_slot(op.out)
         if self.is_dry:
             self.slots[o] = frame.tensors[op.inp].new_empty(shape)
-        self._receiver.keep_out_of_graphs(f"the ranks meet in each {op.name}")
+        self._receiver.keep_out_of_graphs(f"the ranks wait for one another in each {op.name}")
         self._receiver.run_now(shows_shards(op, machine, i, o, shape).run)
         frame.tensors[op.out] = self.slots[o]
         if self.holds_work_back:
@@ -656,7 +657,7 @@ class Execution:
                 block = Block(self.slot(out), tuple(like.shape), like.stride(), like.dtype)
                 makes.append(allocation(out, block, machine, frame.program).run)
         ins, outs = [self.argument(v) for v in op.ins], [self.slot(o) for o in op.outs]
-        self._receiver.keep_out_of_graphs(f"{op.name} runs a program of its own")
+        self._receiver.keep_out_of_graphs(f"{op.name} runs a separate host program")
 
         def make() -> TwoPhaseStep:
             unit = machine.unit(op.unit)
@@ -684,7 +685,7 @@ class Execution:
         if isinstance(op, nodes.LibraryOp):
             if op.draws:
                 receiver.keep_out_of_graphs(
-                    f"{op.name} may draw from torch's generator in each run"
+                    f"{op.name} may draw numbers from torch's generator in each run"
                 )
             if op.READS_ON_HOST:
                 receiver.keep_out_of_graphs(f"{op.name} reads an operand on the host in each run")
@@ -856,7 +857,8 @@ class Execution:
         """
         if self._group is not None:
             raise ExecutionError(
-                f"{op.name} inside another group: close the open group with EndCoalescing first"
+                f"{op.name}: another group of sends and receives is open, and groups cannot be "
+                f"nested: close the open group with EndCoalescing first{user_code(op.where)}"
             )
         self._group = []
 
@@ -867,7 +869,10 @@ class Execution:
         no group is open.
         """
         if self._group is None:
-            raise ExecutionError(f"{op.name} without StartCoalescing: no group is open")
+            raise ExecutionError(
+                f"{op.name}: no group of sends and receives is open: open a group with "
+                f"StartCoalescing first{user_code(op.where)}"
+            )
         group, self._group = self._group, None
         work = self._new_work(op.number)
         if _GROUPED in self._landed:

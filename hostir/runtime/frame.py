@@ -149,7 +149,9 @@ class Frame:
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
-            raise InputError(f"{x}: no input binds {missing.args[0]}") from None
+            raise InputError(
+                f"{x} has no value, because no input binds {missing.args[0]}"
+            ) from None
         except (ArithmeticError, ValueError) as error:
             bound = ", ".join(f"{s} = {self.values[s]}" for s in sc.symbols(x))
             raise InputError(f"{x} has no value for {bound}: {error}") from None
@@ -210,7 +212,9 @@ class Frame:
             return self.machine.streams.handle(stream.name)
         number = self.integer(stream.index)
         if number < 0:
-            raise ExecutionError(f"Stream {stream.index} = {number}: streams count from 0")
+            raise ExecutionError(
+                f"Stream {stream.index} has the number {number}, but streams count from 0"
+            )
         return self.machine.streams.handle(number)
 
     def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
@@ -269,8 +273,8 @@ class Frame:
         for axis, size in enumerate(sizes):
             if size < 0:
                 raise InputError(
-                    f"axis {axis} of {tensor_words(tv)} has extent {tv.shape()[axis]} = {size}"
-                    f"{in_ir(tv)}"
+                    f"axis {axis} of {tensor_words(tv)} has extent {tv.shape()[axis]} = {size}, "
+                    f"but an extent must not be negative{in_ir(tv)}"
                 )
         shape = local_sizes(tv, sizes)
         if stream_index is None and self.indices and is_allocated_per_step(tv):
@@ -305,7 +309,10 @@ class Frame:
         if not self.is_mine(tv):
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
         if tv not in self.tensors:
-            raise ExecutionError(f"output {tv} has no buffer when the program ends")
+            raise ExecutionError(
+                f"the output {tv} has no buffer when the program ends: compute the output in every "
+                "branch, and do not deallocate it"
+            )
         return self.tensors[tv].clone() if tv in self.storage.borrowed else self.tensors[tv]
 
     def alias_target(self, out: TensorView) -> TensorView:
@@ -381,7 +388,7 @@ def no_memory(
     nbytes = spanned(shape, allocated_strides(tv, shape)) * nbytes_of(tv.dtype())
     place = "" if device.type == "meta" else f" on {device}"  # found in a dry run
     return OutOfMemoryError(
-        f"{name}: no memory for {tv} of shape {tuple(shape)}, {nbytes} bytes{place}"
+        f"{name}: there is no memory for {tv} of shape {tuple(shape)}, {nbytes} bytes{place}"
         f"{user_code(where)}"
     )
 

@@ -360,7 +360,7 @@ class Updates:
         where = " and ".join(dict.fromkeys(self._written[i] for i in pair if self._written[i]))
         return InputError(
             f"{first}, and {second}, share elements, and both are updated in place: one update "
-            f"would be lost; pass a copy of one{user_code(where)}"
+            f"would be lost; pass a copy of one of them{user_code(where)}"
         )
 
 

@@ -87,8 +87,8 @@ class StepKernels:
         if inputs and isinstance(inputs[-1], int):
             return inputs[-1]
         raise ExecutionError(
-            f"a kernel computes {self._split} block by block, and no operand has the block's size: "
-            "pass the number of the block as the kernel's last input"
+            f"a kernel computes {self._split} block by block, but no operand has the size of a "
+            "block: pass the number of the block as the last input of the kernel"
             f"{user_code(self._split.user_line())}"
         )
 

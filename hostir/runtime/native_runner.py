@@ -148,7 +148,7 @@ def steady(
         graph = None
         if bound.replays is not None and not bound.replays.never:
             if plan.backends:
-                return "its graphs hold communications"
+                return "its CUDA graphs contain communications"
             graph = bound.replays.replayed()
             if isinstance(graph, str):
                 return graph

@@ -46,7 +46,9 @@ def inputs_and_buffers(
     without a value, and for a key that is not in the program.
     """
     if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"Expected a value for each input by name, but got {show(values)}")
+        raise InputError(
+            f"Expected a dict from each input of the program to its value, but got {show(values)}"
+        )
     missing = [i for i, v in enumerate(program.inputs) if v not in values]
     if missing:
         i = missing[0]
@@ -55,7 +57,10 @@ def inputs_and_buffers(
     tensors = program.tensors()
     given = {v: t for v, t in values.items() if v not in program.inputs}
     for stranger in (v for v in given if v not in tensors):
-        raise InputError(f"{show(stranger)} is no tensor or scalar of this program")
+        raise InputError(
+            f"{show(stranger)} is no tensor or scalar of this program: pass a value for each "
+            "input, and buffers only for tensors of the program"
+        )
     return inputs, {v: t for v, t in given.items() if isinstance(v, TensorView)}
 
 
@@ -87,7 +92,8 @@ def _buffer(frame: Frame, tv: TensorView, given: object) -> torch.Tensor:
     whole = frame.storage.root(tv)
     if any(a.out is tv and a.into is frame.storage.shows.get(tv) for a in frame.program.aliases):
         raise InputError(
-            f"{tv} updates the input {whole} in place, so it cannot have another buffer"
+            f"{tv} updates the input {whole} in place, so it cannot have another buffer: pass no "
+            f"buffer for {tv}"
         )
     if tv in frame.storage.named:
         raise InputError(f"{tv} is a part of {whole}: pass a buffer for {whole} instead")
@@ -120,7 +126,8 @@ def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
     for (first, a), (second, b) in combinations(buffers.items(), 2):
         if share_elements(a, b):
             raise InputError(
-                f"the buffers of {first} and {second} share elements: one result would be lost"
+                f"the buffers of {first} and {second} share elements, so one result would be lost: "
+                "pass separate buffers"
             )
 
 
@@ -217,11 +224,14 @@ class _BufferUses(Walk[None]):
         program = self._frame.program
         what = f"the buffer of {tv} shares elements with input {program.inputs.index(x)}, {x}"
         if x in (self._named(out, self._frame.storage)[0] for out in program.outputs):
-            raise InputError(f"{what}, which is also an output")
+            raise InputError(f"{what}, which is also an output: pass a separate buffer")
         written = [u for u in self._all if u.tensor is tv and u.is_write]
         for use in (u for u in self._all if u.tensor is x):
             if use.is_write:
-                raise InputError(f"{what}, which is updated in place{user_code(use.op.where)}")
+                raise InputError(
+                    f"{what}, which is updated in place: pass a separate buffer"
+                    f"{user_code(use.op.where)}"
+                )
             for write in written:
                 if self._is_ordered and use.at < write.at:
                     continue

@@ -292,7 +292,7 @@ def _explained(error: BaseException, op: Op | None) -> BaseException:
     if op is not None:
         return op_failed(op, error)
     if isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemoryError(f"no memory for the buffers of a later run of a program: {error}")
+        return OutOfMemoryError(f"there is no memory for the buffers of a program's run: {error}")
     return error
 
 

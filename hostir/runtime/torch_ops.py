@@ -180,9 +180,10 @@ def as_contracted(op: TensorOp, out: torch.Tensor) -> torch.Tensor:
         if axis.rfactor:
             if out.shape[position] != 1:
                 raise UnsupportedError(
-                    f"{op.name} {op.out_tensor.label} keeps {out.shape[position]} parts of its "
-                    f"reduced axis ({axis}) on one device; rfactor the part that stays local "
-                    f"instead{f', user code at {op.where}' if op.where else ''}"
+                    f"{op.name} {op.out_tensor.label} has {out.shape[position]} partial sums of "
+                    f"its reduced axis ({axis}) on one device, but torch can return only one. Call "
+                    "rfactor for the part of the axis that stays local instead"
+                    f"{f', user code at {op.where}' if op.where else ''}"
                 )
             out = out.squeeze(position)
     return out

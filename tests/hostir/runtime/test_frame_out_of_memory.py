@@ -41,7 +41,7 @@ def test_an_absurd_size_names_op_tensor_bytes_and_line(name: str, n: int) -> Non
         text = str(found.value)
         if text.startswith("full: "):  # an operand of the op, which is as large
             name, nbytes = "full", ROWS["full"][1]
-        assert text.startswith(f"{name}: no memory for T"), text
+        assert text.startswith(f"{name}: there is no memory for T"), text
         assert f" {nbytes(n)} bytes" in text and f"{__file__}:" in text, text
     assert fd.execute([3])[0].numel()
 
@@ -65,7 +65,7 @@ def test_a_later_run_without_memory_is_typed_too(monkeypatch: pytest.MonkeyPatch
     fd.execute([t])
     fd.execute([t])
     is_full = True
-    with pytest.raises(OutOfMemoryError, match=r"neg: no memory for T1.*\(5,\), 20 bytes on cpu"):
+    with pytest.raises(OutOfMemoryError, match=r"neg: there is no memory for T1.*\(5,\), 20 bytes on cpu"):
         fd.execute([t])
     is_full = False
     torch.testing.assert_close(fd.execute([t])[0], -t)
