@@ -365,7 +365,9 @@ def test_few_steps_are_not_captured(made: list[CpuGraphs], monkeypatch: pytest.M
         fd.add_output(fd.ops.relu(fd.ops.matmul(x, x)))
     for _ in range(ENOUGH):
         fd.execute([torch.ones(3, 3)])
-    assert fd.cuda_graphs()[0].startswith("not captured: a CUDA graph would not make 2 step(s) faster")
+    assert fd.cuda_graphs()[0].startswith(
+        "not captured: a CUDA graph would not make 2 step(s) faster"
+    )
 
 
 def test_a_kernel_alone_is_captured_later(

@@ -65,7 +65,9 @@ def test_a_later_run_without_memory_is_typed_too(monkeypatch: pytest.MonkeyPatch
     fd.execute([t])
     fd.execute([t])
     is_full = True
-    with pytest.raises(OutOfMemoryError, match=r"neg: there is no memory for T1.*\(5,\), 20 bytes on cpu"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"neg: there is no memory for T1.*\(5,\), 20 bytes on cpu"
+    ):
         fd.execute([t])
     is_full = False
     torch.testing.assert_close(fd.execute([t])[0], -t)

@@ -62,7 +62,9 @@ def test_reduced_elements_that_stay_apart_are_refused() -> None:
     fd = partial_matmul(1, DataType.Float, 2)
     with (
         multidevice.simulate(1) as world,
-        pytest.raises(UnsupportedError, match=r"matmul T\d+\w* has 8 partial sums of its reduced axis"),
+        pytest.raises(
+            UnsupportedError, match=r"matmul T\d+\w* has 8 partial sums of its reduced axis"
+        ),
     ):
         world.run(fd.execute, [torch.ones(3, 8), torch.ones(8, 5)])
 
