@@ -1,10 +1,13 @@
-"""The option `tune`: times kernel parameters near the heuristic's choice, and stores the fastest on
-disk.
+"""The option `tune`: times kernel parameters near the heuristic's choice, and stores the fastest.
 
-The times are measured on the first inputs of each class of inputs (`InputsClass`):
+For each class of inputs (`InputsClass`), the parameters come from the first of these sources that
+has them:
 
-    class of inputs -> memory -> disk cache -> timed in turns: choice, neighbours, neighbours of the
-    best -> the best, where it is faster beyond noise, else the choice
+1. the cache in memory;
+2. the cache on disk;
+3. a measurement on the first inputs of the class. The heuristic's choice and its neighbours are
+   timed in turns, then the neighbours of the fastest. The fastest replaces the heuristic's choice
+   if it is faster by more than the noise.
 
 Inputs belong to the same class if the heuristic does not distinguish them. Such inputs have equal
 layouts, equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results

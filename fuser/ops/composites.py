@@ -330,8 +330,8 @@ def cross_entropy(
     - `weight` [C] has a factor for the loss of each class.
     - Targets that are `ignore_index` have a loss of 0.
     - `reduction` is "none", "mean" or "sum". For class indices, the mean divides by the total
-      weight of the targets that are not `ignore_index`. For probabilities, the
-      mean divides by the number of losses.
+      weight of the targets that are not `ignore_index`. For probabilities, the mean divides by the
+      number of losses.
     - `label_smoothing` is the share of the target that is spread evenly over all classes.
     - An index that is not a class gives NaN; torch raises an error instead.
 

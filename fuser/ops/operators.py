@@ -155,12 +155,12 @@ def _has_no_truth(self: TensorView) -> bool:
     op = self.definition()
     is_compared = isinstance(op, BinaryOp) and op.kind in ("eq", "ne")
     hint = (
-        "; a is b asks whether two tensors are the same, any(t is a for t in tensors) whether one "
-        "is in a list"
+        "; `a is b` tests whether two tensors are the same, and `any(t is a for t in tensors)` "
+        "whether a tensor is in a list"
     )
     raise DefinitionError(
-        f"{self} has no value while the program is written: use the op where, in place of if, and, "
-        f"or, not{hint * is_compared}{user_code(user_line())}"
+        f"{self} has no value while the program is written: use the op where in place of `if`, "
+        f"`and`, `or` and `not`{hint * is_compared}{user_code(user_line())}"
     )
 
 

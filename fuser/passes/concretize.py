@@ -319,8 +319,8 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
     """Returns how a reshape is divided into squeezes, merges, splits and broadcasts, for known
     sizes.
 
-    The output axes of the reshape are `?` axes, because symbolic sizes do not decide this. `values`
-    are the sizes.
+    `values` are the sizes. The reshape has `?` axes, because its symbolic sizes alone do not decide
+    the division.
     """
     sources = op.inp.domain.no_reductions
     ins = [size_of(a.size, values) for a in sources]

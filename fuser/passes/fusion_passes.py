@@ -1,4 +1,7 @@
-"""The ordered passes that run on a concretized fusion before it is sharded and segmented."""
+"""The ordered passes that run on a concretized fusion before it is sharded and segmented.
+
+In a concretized fusion, everything that depends on sizes is decided (`concretize.py`).
+"""
 
 from __future__ import annotations
 

@@ -82,12 +82,15 @@ def accepts(fusion: Fusion) -> str | None:
     reason.
     """
     if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
-        return "it is computed in steps along a stream axis"
+        return "the fusion is computed in iterations of a stream loop"
     found = _outputs_of_parts(fusion)
     if len(found) < 2:
-        return "its outputs iterate the same axes"
+        return "all outputs iterate the same axes"
     if len(found) > MAX_PARTS:
-        return f"its outputs have {len(found)} different sets of axes, more than {MAX_PARTS}"
+        return (
+            f"the outputs have {len(found)} different sets of axes, but at most {MAX_PARTS} are "
+            "allowed"
+        )
     for outputs, ops in found:
         made = {out for op in ops for out in op.outputs}
         other = next((o for o in fusion.outputs if o in made and o not in outputs), None)

@@ -86,7 +86,7 @@ def _parts_rejection(fusion: Fusion, found: Mapping[TensorView, RowParts]) -> st
     reference, logical = view.reference, view.reference.domain.logical
     rows = [logical[p].number for run in view.iterated for p in run]
     if not rows:
-        return f"{reference} has no rows"
+        return f"the reduction {reference} has no axis that is not reduced, so it has no rows"
     for tv in found:
         # If rows have several axes, the parts are counted in the tensor's order, and the kernel's
         # rows in memory order.

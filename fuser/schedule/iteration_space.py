@@ -302,7 +302,9 @@ class VectorWidths:
         return shifted if shifted > width else 0
 
     def within(self, facts: Facts) -> int:
-        """Returns the vector width if the extent of the innermost axes is ignored."""
+        """Returns the vector width that element sizes and alignments allow, whatever the extents
+        are.
+        """
         return self._within(facts) if facts.alignments else self._aligned
 
     def _within(self, facts: Facts) -> int:

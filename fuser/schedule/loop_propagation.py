@@ -59,8 +59,8 @@ class AxisMatcher:
         }
 
     def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
-        """Returns the target's matching logical axis for each reference axis, by the reference
-        axis' number.
+        """Returns, by the number of each reference axis, the logical axis of `target` that matches
+        this axis.
         """
         found: dict[int, IterDomain] = {}
         for axis in target.logical:

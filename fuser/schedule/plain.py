@@ -50,9 +50,10 @@ class PlainParams:
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the fusion is not one op over pointwise ops, or None if it is.
+    """Returns the reason why the plain scheduler rejects the fusion, or None.
 
-    The pointwise ops are computed again for each element that the op reads.
+    The scheduler accepts one op whose operands are computed by pointwise ops only. The pointwise
+    ops are computed again for each element that the op reads.
     """
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"

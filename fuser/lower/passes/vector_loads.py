@@ -262,12 +262,12 @@ class _Divisions:
         return self._known[key]
 
     def _divided_once(self, x: Apply, lanes: dict[Symbol, int]) -> Scalar | None:
-        """Returns a division `x` without a division per iteration: from the result of the first
+        """Returns an expression for `x`, a quotient or remainder, that needs no division per
         iteration.
 
-        `x` is a quotient or remainder. `lanes` maps the symbols of unrolled loops to their trip
-        counts. Returns None if `x` is another operation, or if the divisor may be smaller than the
-        trip count.
+        Only the result of the first iteration is computed by a division. `lanes` maps the symbols
+        of unrolled loops to their trip counts. Returns None if `x` is another operation, or if the
+        divisor may be smaller than the trip count.
         """
         if x.op not in ("/", "%") or sc.has_index(x.args[1]):
             return None

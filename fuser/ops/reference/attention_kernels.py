@@ -265,12 +265,16 @@ def order_for(facts: AttentionCase) -> tuple[str, ...]:
 
 
 def name_for(facts: AttentionCase) -> str | None:
-    """Returns the name of the kernel for a call; None if the call is computed step by step."""
+    """Returns the name of torch's kernel for a call.
+
+    Returns None if no kernel supports the call. The call is then computed step by step, by matrix
+    products and a softmax.
+    """
     return next((name for name in order_for(facts) if KERNELS[name].takes(facts)), None)
 
 
 def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
-    """Returns the kernel for the operands `given`; None if the call is computed step by step."""
+    """Returns torch's kernel for the operands `given`, or None if no kernel supports the call."""
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Kernels take the maximum before they multiply by the factor. A factor of 0 or below
         # changes which score is the largest, and makes NaN of -inf.
