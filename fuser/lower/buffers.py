@@ -59,7 +59,8 @@ class Buffer:
 
     - `loops`, for registers: the loops whose indices address an element, from outer to inner.
     - `size`: the number of elements of a register array, or None for a scalar variable.
-    - `axes`, for shared memory: pairs (axis number in the tensor's domain, axis size). These axes
+    - `axes`, for shared memory: pairs (number of the axis (id) in the tensor's domain, axis size).
+      These axes
       address an element, from outer to inner.
     - `count`, `offset`: a shared buffer's number of elements, and its position in bytes.
     - `ctype`: the C type of an element.

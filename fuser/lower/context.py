@@ -169,7 +169,7 @@ class Context:
         return sc.substitute(x, self._replacements) if self._replacements else x
 
     def size(self, tv: TensorView, number: int) -> Scalar:
-        """Returns the size of the axis `number` of `tv`.
+        """Returns the size of the axis of `tv` with this number (id).
 
         Sizes that are known to be equal are replaced by one representative.
         """
@@ -254,8 +254,8 @@ class Indexer:
 
     # ------------------------------------------------------------ stages
     def stage_axes(self, stage: Stage) -> Mapping[int, Scalar]:
-        """Returns the index of every axis of the stage's tensor, by axis number, in terms of loop
-        symbols.
+        """Returns the index of every axis of the stage's tensor, by axis number (id), in terms of
+        loop symbols.
         """
         found = self._stage_axes.get(stage)
         if found is None:

@@ -133,7 +133,7 @@ class Stage:
     - `vector`: the loop over the elements of one vector access, or None.
     - `depth`: the number of loops around the declaration of the buffer.
     - `positions`: for each loop axis, the position of its loop in the nest.
-    - `axis_loops`: axis number -> loop.
+    - `axis_loops`: number of an axis (id) -> loop.
     - `reference`: the stage whose loop extents replace this stage's own, or None. Only a broadcast
       that is computed in the nest of its consumer has a `reference`.
     """

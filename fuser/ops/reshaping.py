@@ -228,7 +228,7 @@ def transformed_domain(
     """Returns the domain whose logical axes result from merging and splitting `root` axes.
 
     `groups` has (positions of root axes to merge, sizes into which the result is split). `named`
-    has existing logical axes, whose numbers the new axes get.
+    has existing logical axes, whose numbers (ids) the new axes get.
     """
     built = DomainBuilder(fusion, root)
     logical: list[IterDomain] = []
@@ -252,7 +252,7 @@ def _split_all(
 ) -> list[IterDomain]:
     """Splits `axis` from the right into axes of these sizes.
 
-    The new axes get the numbers `numbers`, or new numbers if `numbers` is empty.
+    The new axes get the numbers (ids) in `numbers`, or new ids if `numbers` is empty.
     """
 
     def settle(made: IterDomain, k: int) -> IterDomain:

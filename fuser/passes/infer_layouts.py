@@ -176,7 +176,7 @@ def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order |
 def _through(t: Transform, order: list[int]) -> list[int] | None:
     """Returns the order of axes after a transform, given the order before the transform.
 
-    Orders are lists of axis numbers. Returns None if the transform merges axes that are not
+    Orders are lists of axis numbers (ids). Returns None if the transform merges axes that are not
     adjacent.
     """
     found = [n for n in t.inputs if n in order]

@@ -232,7 +232,7 @@ def _grouped_domain(
     """Returns the domain of a reshape's result: root axes, logical axes and transforms.
 
     `groups` has, per group, the positions of the operand's axes and the sizes into which the group
-    is reshaped. An axis that the reshape does not change gets the axis number of its entry in
+    is reshaped. An axis that the reshape does not change gets the axis number (id) of its entry in
     `named`.
     """
     root = [fusion.clone_axis(a) for a in source.domain.no_reductions]

@@ -146,7 +146,9 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
 
 
 def _logical_sources(tv: TensorView, number: int) -> set[int]:
-    """Returns the numbers of the logical axes from which the loop axis `number` is derived."""
+    """Returns the numbers (ids) of the logical axes from which a loop axis is derived. `number` is
+    the id of the loop axis.
+    """
     return tv.domain.above({number})
 
 
@@ -215,7 +217,7 @@ def _axes_upstream(
     """Returns, for each tensor that leads to a reduction, the logical axes which the reduction
     reduces.
 
-    `reduced` are the numbers of the reduced axes of the reduction's operand.
+    `reduced` are the numbers (ids) of the reduced axes of the reduction's operand.
     """
     marked: dict[TensorView, set[int]] = {}
     source = next(v for v in reduction.inputs if isinstance(v, TensorView))

@@ -200,7 +200,7 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
     """Returns the memory layout of a lookup's table, without the axis along which elements are
     looked up.
 
-    `place` maps the number of a reference axis to its position.
+    `place` maps the number (id) of a reference axis to the position of this axis.
     """
     domain, roots = op.table.domain, op.out.domain.maybe_root
     targets = dict(zip((a.number for a in domain.no_reductions), op.table_map(), strict=True))

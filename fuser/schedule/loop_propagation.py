@@ -59,8 +59,8 @@ class AxisMatcher:
         }
 
     def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
-        """Returns, by the number of each reference axis, the logical axis of `target` that matches
-        this axis.
+        """Returns, by the number (id) of each reference axis, the logical axis of `target` that
+        matches.
         """
         found: dict[int, IterDomain] = {}
         for axis in target.logical:
@@ -125,7 +125,7 @@ class LoopReplay:
     """Copies the loop order and loop transforms of a reference tensor to other tensors.
 
     Axes of a target that match no axis of the reference tensor become innermost. `types` maps the
-    number of a reference loop axis to its parallel type.
+    number (id) of a loop axis of the reference tensor to its parallel type.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class LoopReplay:
     def apply(self, target: TensorView, matches: Matches) -> None:
         """Replaces the loop domain of `target` by the reference tensor's loops.
 
-        `matches` maps the numbers of the reference tensor's logical axes to axes of the target.
+        `matches` maps the numbers (ids) of the reference tensor's logical axes to axes of the
+        target.
         """
         domain = target.domain
         if domain.transforms:
@@ -190,7 +191,7 @@ class LoopReplay:
 
 
 def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
-    """Returns a copy of the domain `made` with the axis numbers of `like`.
+    """Returns a copy of the domain `made` with the axis numbers (ids) of `like`.
 
     `made` was computed for a domain that equals `like` except for axis numbers. New axes get new
     numbers.
@@ -364,7 +365,7 @@ def _parallelize(
 ) -> None:
     """Sets the parallel types of the targets' loop axes that match loop axes of `domain`.
 
-    `wanted` maps the number of a loop axis of `domain` to the parallel type.
+    `wanted` maps the number (id) of a loop axis of `domain` to the parallel type.
     """
     history = transforms_between(domain, domain.logical, domain.loop)
     for tv in targets:
@@ -375,7 +376,7 @@ def _parallelize(
 
 
 def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
-    """Sets the parallel types of several axes of one tensor at once; `types` maps axis number
+    """Sets the parallel types of several axes of one tensor at once; `types` maps axis number (id)
     -> type.
     """
     if types:

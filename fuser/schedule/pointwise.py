@@ -541,7 +541,7 @@ def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
     """Returns how many outer loops `tv` shares with the reference tensor, up to the unswitched
     loop.
 
-    Inputs are loaded inside the unswitched loop. `outside` has the numbers of the reference
+    Inputs are loaded inside the unswitched loop. `outside` has the numbers (ids) of the reference
     tensor's loop axes up to this loop.
     """
     wanted = [a.ptype for a in reference.domain.loop if a.number in outside]

@@ -308,7 +308,7 @@ class RowView:
 
     - `iterated`, `reduced`: the positions of the reference tensor's non-reduced and reduced axes,
       in groups that are contiguous in every tensor.
-    - `iterated_axes`, `row_axes`: the numbers of the non-reduced and of the reduced axes.
+    - `iterated_axes`, `row_axes`: the numbers (ids) of the non-reduced and of the reduced axes.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -336,7 +336,7 @@ class RowView:
         return self.reduced[-1][-1]
 
     def axes(self, tv: TensorView) -> frozenset[int] | None:
-        """Returns the numbers of the reference axes that match a tensor's axes.
+        """Returns the numbers (ids) of the reference axes that match a tensor's axes.
 
         Broadcast axes are ignored. Returns None if some axis matches no reference axis.
         """

@@ -118,9 +118,9 @@ class Loops:
         """Copies the reference tensor's loops to `tv`, and returns whether this was possible.
 
         Without `only`, `tv` must have all axes of the reference tensor and no others; broadcast
-        axes are ignored. With `only` (numbers of reference logical axes), `tv` must have exactly
-        these axes. Otherwise `tv` is unchanged. A vector axis of the reference tensor becomes
-        serial.
+        axes are ignored. With `only` (ids of logical axes of the reference tensor), `tv` must have
+        exactly these axes. Otherwise `tv` is unchanged. A vector axis of the reference tensor
+        becomes serial.
         """
         if tv is self.reference:
             return True

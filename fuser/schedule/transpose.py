@@ -210,9 +210,9 @@ class _Tiled:
     def _shape(self, tv: TensorView, *, is_staged: bool) -> tuple[list[int], list[int]]:
         """Gives a tensor the loops [BIDx, UR, TIDx, V].
 
-        Returns the numbers of the tile's axes: first those along the direct tensors' innermost
-        axis, then those along the staged tensors' innermost axis. Each list has the axis over
-        vectors, and if vectors have several elements, the axis over the elements of a vector.
+        Returns the numbers (ids) of the tile's axes: first those along the direct tensors'
+        innermost axis, then those along the staged tensors' innermost axis. Each list has the axis
+        over vectors, and if vectors have several elements, the axis over the elements of a vector.
         """
         params = self.params
         outer, other, inner = self._groups(tv)
@@ -261,8 +261,8 @@ def _cut(tv: TensorView, at: int, edge: int, width: int) -> list[int]:
     """Splits a loop axis into tiles of `edge` elements, and each tile into vectors of `width`
     elements.
 
-    Returns the numbers of the new axes: (blocks, vectors, elements of a vector). With `width` 1,
-    the last is missing.
+    Returns the numbers (ids) of the new axes: (blocks, vectors, elements of a vector). With `width`
+    1, the last is missing.
     """
     if width > 1:
         tv.split(at, width)

@@ -274,7 +274,10 @@ def name_for(facts: AttentionCase) -> str | None:
 
 
 def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
-    """Returns torch's kernel for the operands `given`, or None if no kernel supports the call."""
+    """Returns torch's kernel for the operands `given`, or None if no kernel can be used.
+
+    No kernel is used for empty operands, and for a factor of the scores that is not positive.
+    """
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Kernels take the maximum before they multiply by the factor. A factor of 0 or below
         # changes which score is the largest, and makes NaN of -inf.
