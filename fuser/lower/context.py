@@ -191,9 +191,9 @@ class Context:
         """Returns the splits of `tv` whose factor may not divide the axis, so that the last part is
         incomplete.
 
-        The kernel must test the index of each such axis. With `of_operand`, `tv` is a reduction
-        whose axes were split before the reduction (rfactor). The result then has the splits of its
-        operand.
+        The kernel must test the index of each such axis. With `of_operand`, `tv` is a reduction.
+        The splits of the operand's axes that became axes of the reduction (rfactor) are then
+        included.
         """
         found = self._partial.get((tv, of_operand))
         if found is None:

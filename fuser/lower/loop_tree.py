@@ -262,10 +262,10 @@ def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
 
     Two conditions must hold:
 
-    - The schedule inlines `tv` at a position (`compute_at`) above 0, or makes one of its loops
-      parallel, unrolled or vectorised.
-    - The axes inside that position have constant extents, because registers cannot be addressed at
-      run time.
+    - The schedule inlines `tv` at a position (`compute_at`) above 0, or makes one of its inner
+      loops parallel, unrolled or vectorised.
+    - `tv` has axes inside that position, and their extents are constant (except those of thread and
+      block axes). The reason is that registers cannot be addressed at run time.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)

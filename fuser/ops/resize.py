@@ -111,7 +111,8 @@ def slice(
 
     Raises:
         ArgumentError: the bounds are neither all lists nor all tuples.
-        DefinitionError: there are more or fewer bounds than axes, or constant bounds are out of order.
+        DefinitionError: there are more or fewer bounds than axes, or constant bounds are out of
+            order.
         UnsupportedError: a stride is not 1.
 
     Example: `fd.ops.slice(x, [0, 2], [4, 6])` of x [8, 8] is [4, 4], as `x[0:4, 2:6]`.

@@ -259,7 +259,8 @@ def _above_reshapes(
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
     """Yields three things for each reshape among the tensors, the last reshape first:
 
-    - a function that returns its result's domain with the axes before the reshape as logical axes;
+    - a function that returns the domain of the reshape's result, with the axes before the reshape
+      as logical axes;
     - a matcher for those axes;
     - the tensors upstream of the reshape that have axes which the reference tensor lacks.
     """

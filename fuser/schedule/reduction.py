@@ -668,11 +668,12 @@ def inner_params(
 
 
 def _fuller(chunks: int, tile: int, *, is_heavy: bool) -> int:
-    """Returns a number of threads that leaves clearly fewer threads idle than the usual number, or
-    0.
+    """Returns a number of threads with which clearly fewer threads are idle than with the usual
+    number.
 
     The threads process a row of `chunks` vectors; usually they process `tile` vectors at a time.
     With `is_heavy`, the maximum is halved, because variances of wide vectors take many registers.
+    Returns 0 if no number of threads is clearly better.
     """
 
     def covered(x: int) -> int:
