@@ -140,10 +140,10 @@ def _crowded_text(communicator: Communicator) -> str:
 def _checked(
     communicator: Communicator, kind: str | None, output: str | None
 ) -> tuple[torch.device, Path]:
-    """Returns the device that this rank measures, and the file to write. `kind` and `output` are
-    those of `calibrate_here`.
+    """Checks the user's arguments. Returns the device that this rank measures, and the file to
+    which rank 0 writes the result. `kind` and `output` are those of `calibrate_here`.
 
-    All ranks must call this function. An `InputError` on one rank is raised on all ranks.
+    All ranks must call this function. If one rank has an error, all ranks raise an error.
     """
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     device, why = torch.device(kind), ""
@@ -171,8 +171,8 @@ def _checked(
 def calibrate(
     communicator: Communicator, device: torch.device
 ) -> tuple[Machine, Machine, list[str]]:
-    """Measures the device and the links between ranks. Returns the earlier description, the
-    measured description, and sentences about doubtful results.
+    """Measures the device and the links between ranks. Returns the machine description of an
+    earlier calibration, the new description, and sentences about doubtful results.
 
     All ranks of the job must call this function. Raises `FuserError` if ranks cannot communicate,
     or if results are impossible in every attempt.
@@ -208,8 +208,8 @@ def _name(device: str, ranks: int, before: Machine) -> str:
 
 
 def rounded(fields: Fields) -> Fields:
-    """Returns the measured fields with all numbers rounded to three digits, because the
-    measurements are not more precise."""
+    """Returns the measured fields of a machine description with all numbers rounded to three
+    digits, because the measurements are not more precise."""
 
     def short(x: Any) -> Any:
         if isinstance(x, float):
@@ -222,8 +222,8 @@ def rounded(fields: Fields) -> Fields:
 
 
 def known_before(device: torch.device) -> Machine:
-    """Returns the description that an earlier calibration wrote for `device`. If there is none,
-    returns the built-in machine "h200"."""
+    """Returns the machine description that an earlier calibration wrote for `device`. If there is
+    none, returns the built-in machine "h200"."""
     file = measured_file(device)
     try:
         return machine_from_json(file.read_text(), where=str(file))
@@ -258,7 +258,8 @@ def changes(before: Machine, after: Machine) -> list[str]:
 
 
 class _Bench:
-    """Times calls on a device, on all ranks of a job at the same time.
+    """Times calls on a device, on all ranks of a job at the same time. Each measurement consists of
+    several bursts, and a burst consists of several calls in a row.
 
     - `spreads`: for each measurement, the factor between its repetitions.
     - `doubts`: sentences about doubtful results; `faults`: sentences about impossible results.
@@ -274,18 +275,19 @@ class _Bench:
         self.faults: list[str] = []
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
-        """Returns the device's time for one call of `call`, in seconds. A burst has at most `times`
-        calls on a CPU, and at least `times` calls on a GPU."""
+        """Returns the device's time for one call of `call`, in seconds. Several calls in a row are
+        timed together: at most `times` calls on a CPU, and at least `times` calls on a GPU."""
         return self.interleaved([call], times)[0]
 
     def interleaved(
         self, calls: Sequence[Callable[[], object]], times: int = 10, load_s: float = 0.0
     ) -> list[float]:
-        """Returns the device's time for each of several calls, in seconds. Bursts of the calls take
-        turns, so that other work on the machine disturbs all calls alike.
+        """Returns the device's time for each of several calls, in seconds. A burst is several
+        repetitions of one call. Bursts of the different calls take turns, so that other work on the
+        machine disturbs all calls alike.
 
-        On a CPU, a burst has at most `times` calls. On a GPU, a burst has at least `times` calls
-        and takes at least `load_s` seconds.
+        On a CPU, a burst has at most `times` repetitions. On a GPU, a burst has at least `times`
+        repetitions and takes at least `load_s` seconds.
         """
         lengths = [self._length(call, times, load_s) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
@@ -298,8 +300,8 @@ class _Bench:
         return [_low(rounds) for rounds in found]
 
     def _length(self, call: Callable[[], object], times: int, load_s: float) -> int:
-        """Returns the number of calls in a burst of `call`: at most `times` on a CPU, at least
-        `times` on a GPU.
+        """Returns how often `call` is repeated in one timed burst: at most `times` on a CPU, at
+        least `times` on a GPU.
 
         On a GPU, a burst takes at least `load_s` seconds. The GPU then reaches its sustained clock,
         which is lower than the clock at the start.
@@ -381,8 +383,8 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _keep_waiting() -> None:
-    """Keeps the GPU's current stream busy while the host enqueues a burst. The calls of the burst
-    then run without gaps."""
+    """Keeps the GPU's current stream busy for a while, so that the host can enqueue many calls
+    before the first call begins. The calls then run without gaps."""
     torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
 
 

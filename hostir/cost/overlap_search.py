@@ -62,10 +62,12 @@ _STREAMS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen form of each pair of a fusion, in order. The form "" is a pair without steps.
+    """The chosen way to compute each pair of a fusion, where a pair is a matmul next to a
+    communication.
 
-    `backend` is the library of transfers between ranks in steps. If `backend` is "", transfers use
-    the same library as all other communications.
+    `forms` has one form for each pair, in order: the name of a way to divide the pair into
+    pipelined steps, or "" for no steps. `backend` is the library of transfers between ranks in
+    steps. If `backend` is "", transfers use the same library as all other communications.
     """
 
     forms: tuple[str, ...] = ()
@@ -84,10 +86,10 @@ _NO_STEPS = Choice()
 
 @dataclass(frozen=True)
 class OverlapCandidate:
-    """One way to compute a pair, with the predicted seconds per call. If there is no prediction,
-    `seconds` is None and `why` is the reason.
+    """One way to compute a pair (a matmul next to a communication), with the predicted seconds per
+    call. If there is no prediction, `seconds` is None and `why` is the reason.
 
-    - `form`: how the pair is divided into steps; "" for the pair without steps.
+    - `form`: the name of a way to divide the pair into pipelined steps; "" for no steps.
     - `backend`: the library of transfers in the steps; "" if there are no transfers.
     - `numbers_of`: another library, whose measured numbers the prediction uses; "" for none.
     """
@@ -100,7 +102,8 @@ class OverlapCandidate:
 
     @property
     def name(self) -> str:
-        """The form and the libraries, as the report on overlap prints them."""
+        """The name of this way to compute a pair, with its libraries, as the report on overlap
+        prints it."""
         library = f", {library_name(self.backend)}" if self.backend else ""
         numbers = f" by the numbers of {self.numbers_of}" if self.numbers_of else ""
         return (self.form or _AS_IT_IS) + library + numbers
@@ -115,11 +118,13 @@ _NOT_PREDICTED = OverlapCandidate("")
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about one pair: whether and how the pair is divided into steps.
+    """The decision whether and how one pair (a matmul next to a communication) is divided into
+    pipelined steps.
 
     - `candidates`: the ways that were compared, first the pair without steps; `chosen`: one of
-      them.
-    - `why`: the reason if it is not the predicted time; `what`: the ops of the pair as text.
+      these ways.
+    - `why`: the reason, if the decision does not follow from the predicted times.
+    - `what`: the ops of the pair as text.
     """
 
     candidates: tuple[OverlapCandidate, ...]
@@ -137,8 +142,8 @@ class Decision:
 
 
 def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) -> OverlapCandidate:
-    """Returns the fastest candidate if it saves at least the fraction `margin` of the time without
-    steps. Otherwise returns the first candidate, the pair without steps.
+    """Returns the fastest way to compute a pair if it saves at least the fraction `margin` of the
+    time. Otherwise returns the first candidate, which is the pair without steps.
 
     A candidate whose steps have transfers is considered only if they use the library `transport`,
     because one program uses one library for all its steps.
@@ -157,47 +162,45 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 
 @dataclass(frozen=True)
 class NoOverlap:
-    """Replaces `Overlaps` where no pair of a fusion may be divided into steps. `why` is the reason,
-    such as ranks on several hosts."""
+    """Replaces `Overlaps` where no matmul may be divided into steps that overlap with a
+    communication. `why` is the reason, such as ranks on several hosts."""
 
     why: str
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> None:
-        """Returns None instead of a function that adds steps, because no pair is divided into
+        """Returns None instead of a function that adds steps, because no matmul is divided into
         steps."""
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice:
-        """Returns the choice in which no pair is divided into steps."""
+        """Returns the choice in which no matmul is divided into steps."""
         del sizes
         return _NO_STEPS
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Returns True, because a program without steps needs no comparison with another
-        program."""
+        """Returns True, because a program without steps is always accepted."""
         del program, sizes
         return True
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Returns False: the program has no steps, so lowering without steps cannot be tried
-        instead."""
+        """Returns False, because a program without steps has no other choice to try after a
+        failure."""
         del sizes, why
         return False
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Returns the reason why no pair is divided into steps, as the report on overlap prints
-        it."""
+        """Returns the reason why no matmul is divided into steps, for the report on overlap."""
         del sizes
         return f"nothing was decided: {self.why}"
 
 
 class Overlaps:
-    """Decides for the pairs of one fusion how they are divided into steps, for each combination of
-    input sizes.
+    """Decides for one fusion which matmuls and neighbouring communications (pairs) are divided into
+    pipelined steps. There is one decision for each combination of input sizes.
 
     - `backend`: the library of all communications outside of steps.
     - `transports`: the libraries that transfers in steps may use. The first is used unless another
       one saves at least the fraction `margin` of the time.
-    - `params`: how the pairs are lowered.
+    - `params`: the settings with which the pairs are lowered.
     - `captured`: the libraries whose calls a CUDA graph can repeat, without work of the host. These
       libraries are moved to the front of `transports`.
     """
@@ -249,13 +252,14 @@ class Overlaps:
         return give
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice | None:
-        """Returns the chosen form of each pair for inputs of these sizes. Returns None if no fusion
-        has been lowered yet, because its pairs are then unknown."""
+        """Returns the choice for inputs of these sizes: for each matmul next to a communication,
+        whether and how it is divided into steps. Returns None if no fusion has been lowered yet,
+        because its matmuls are then unknown."""
         return None if self._known is None else self._find(sizes)[0]
 
     def decisions(self, sizes: Mapping[Symbol, int]) -> tuple[Decision, ...]:
-        """Returns the decision about each pair for inputs of these sizes, with the predicted times
-        that were compared."""
+        """Returns the decision about each matmul next to a communication, for inputs of these
+        sizes, with the predicted times that were compared."""
         values = refined_sizes(self._stand_in(sizes))
         found: list[Decision] = []
         for one, decision in zip(self._known or (), self._find(sizes)[1], strict=True):
@@ -297,7 +301,8 @@ class Overlaps:
         return not why
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Returns the decisions about all pairs as text, for inputs of these sizes."""
+        """Returns the decisions as text, for inputs of these sizes. `FUSER_DUMP=overlap` prints
+        this text."""
         wanted = (
             "taken wherever possible" if self._margin == FORCED else f"must gain {self._margin:.0%}"
         )
@@ -311,8 +316,9 @@ class Overlaps:
 
     # ------------------------------------------------------------ deciding
     def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
-        """Finds the pairs of a copy of the fusion. A copy is kept, because later passes change the
-        fusion. Each pair is returned with the reason why it never has steps, if there is one."""
+        """Finds the pairs (a matmul next to a communication) of a copy of the fusion. A copy is
+        kept, because later passes change the fusion. Each pair is returned with the reason why it
+        never has steps, if there is one."""
         kept, _ = fusion.copy()
         meshes = (tv.mesh for tv in kept.tensors())
         self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
@@ -428,8 +434,8 @@ class Overlaps:
         return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
-        """Decides about each pair under the condition that all transfers in steps use the library
-        `transport`.
+        """Decides about each pair (a matmul next to a communication) under the condition that all
+        transfers in steps use the library `transport`.
 
         `times` has the candidates of each pair with their predicted times.
         """
@@ -441,7 +447,8 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class _PairVerdict:
-    """A pair of the fusion, whether it may have steps, and its ops as a separate program (`unit`).
+    """A pair of the fusion (a matmul next to a communication), and whether the pair may be divided
+    into steps. `unit` has the ops of the pair as a separate fusion.
 
     `why_not` is the reason why the pair never has steps; "" if the pair may have steps.
     """
@@ -491,8 +498,9 @@ class _Times:
 
 
 class _Unit:
-    """The ops of one pair as a separate fusion, and the programs that were lowered from this fusion
-    in each form. The programs are simulated to predict the pair's time."""
+    """The ops of one pair (a matmul next to a communication) as a separate fusion, and the programs
+    that were lowered from this fusion, one for each way to divide the pair into steps. The programs
+    are simulated to predict the pair's time."""
 
     def __init__(
         self,
@@ -522,8 +530,8 @@ class _Unit:
     def times(
         self, values: Values, machine: Machine, transports: Sequence[str], margin: float
     ) -> _Times:
-        """Predicts the time of the pair without steps and in each form, for each library in
-        `transports`. `values` maps the symbols of extents to numbers.
+        """Predicts the time of the pair without steps and for each way to divide the pair into
+        steps, with each library in `transports`. `values` maps the symbols of extents to numbers.
 
         If steps cannot save the fraction `margin` of the time, nothing is predicted, and the result
         has the reason.
@@ -656,8 +664,8 @@ Values = Mapping[Symbol, Number]
 
 
 class GainBound:
-    """An upper bound of the time that steps can save for a pair. For most sizes it shows without
-    lowering that steps are not worthwhile.
+    """An upper bound of the time that pipelined steps can save for a pair (a matmul next to a
+    communication). For most sizes, the bound shows without lowering that steps are not worthwhile.
 
     `backend` is the library of the pair's communication. `is_repeated` says that a CUDA graph
     repeats the run, so that the host's time does not depend on the number of steps.
@@ -681,8 +689,8 @@ class GainBound:
         return places, Computed(scalars)
 
     def why_hopeless(self, values: Values, machine: Machine, margin: float) -> str:
-        """Returns the reason why steps cannot save the fraction `margin` of the time. Returns "" if
-        steps may save so much. `values` maps the symbols of extents to numbers."""
+        """Returns the reason why pipelined steps cannot save the fraction `margin` of the time.
+        Returns "" if steps may save so much. `values` maps the symbols of extents to numbers."""
         if machine.device == CPU:
             return "a CPU rank computes and communicates in turns, so steps gain nothing"
         pair, (places, extents) = self._pair, self._tensors
@@ -731,8 +739,8 @@ _BITS = 5
 
 
 def near(size: int, multiple: int) -> int:
-    """Returns a nearby size for which times are predicted in place of `size`, so that nearly equal
-    sizes share one prediction.
+    """Returns a nearby tensor size for which times are predicted in place of `size`, so that nearly
+    equal sizes share one prediction.
 
     `multiple` is a common multiple of the mesh sizes. `size` is divided by its common factor with
     `multiple`, rounded to few leading bits, and multiplied again. A mesh size therefore divides

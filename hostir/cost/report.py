@@ -35,9 +35,10 @@ Intervals = list[tuple[float, float]]
 class Busy:
     """How a rank or a stream spends a period of time, in seconds.
 
-    - `compute`: time in which it computes; `communication`: time in which it communicates.
-    - `exposed`: time in which it communicates while the rank computes nothing.
-    - `idle`: time in which it neither computes nor communicates.
+    - `compute`: the time with computation; `communication`: the time with communication.
+    - `exposed`: the time in which the rank or stream communicates, while the whole rank computes
+      nothing.
+    - `idle`: the time with neither computation nor communication.
 
     For a whole rank, `compute + exposed + idle` is the length of the period.
     """
@@ -97,7 +98,8 @@ class StreamTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The predicted times, memory and traffic of one rank. All `ranks` of a class have the same.
+    """The predicted times, memory and traffic of one rank. The ranks in `ranks` form a class: all
+    values are the same for each of these ranks.
 
     - `seconds`: the time of the GPU; `host_seconds`: the time in which the host issues the work, in
       parallel with the GPU.
@@ -146,7 +148,7 @@ class Prediction:
 
     - `seconds`: the time per call if calls follow each other: that of the device or of the host,
       whichever is longer.
-    - `classes`: the times of each class of ranks.
+    - `classes`: the times of each class of ranks. Ranks of one class take the same time.
     - `links`: (sender, receiver, bytes) for each pair of ranks that exchange data; None if there
       are too many ranks.
     - `critical_path`: the ops that determine the total time.
@@ -167,7 +169,8 @@ class Prediction:
 
 
 def seconds_of(made: SimulatedSchedule) -> tuple[float, float]:
-    """Returns (GPU seconds, host seconds) of a simulated schedule, each of the slowest rank."""
+    """Returns (GPU seconds, host seconds) that the slowest rank needs for a program, according to
+    its simulated schedule `made`."""
     return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
 
 
@@ -224,11 +227,11 @@ def stream_name(made: SimulatedSchedule, number: int) -> str:
 
 
 def spelled(number: int, captured: Mapping[str, object], names: Mapping[str, int]) -> str:
-    """Returns stream `number` as a program's text prints it, such as `Stream 2` or `Stream S0 (the
-    caller's)`.
+    """Returns stream `number` as a program's text prints the stream, such as `Stream 2` or `Stream
+    S0 (the caller's)`.
 
-    `captured` maps each name that a `GetCurrentStream` has bound to a stream number. `names` does
-    the same for names that no op has bound.
+    `captured` maps each name that a `GetCurrentStream` has bound to a stream number. `names` maps
+    all other stream names of the program to stream numbers.
     """
     if number >= 0:
         return f"Stream {number}"
@@ -286,7 +289,7 @@ def report(found: Prediction) -> str:
 
 
 def times_text(one: RankTimes, device: str) -> str:
-    """Returns one line with the times of a class of ranks. For a CPU, only one time is shown,
+    """Returns one line with the times of a class of equal ranks. For a CPU, only one time is shown,
     because host and device are the same."""
     text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
     return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
@@ -357,10 +360,11 @@ MAX_PAIRED = 16
 
 @dataclass
 class Traffic:
-    """The bytes that each rank sends and receives in one run, as arrays over rank indices.
+    """The bytes that each rank sends and receives in one run of a program, as arrays over rank
+    indices.
 
-    `pairs` [sender, receiver] has the bytes for each pair of ranks. It is None if there are more
-    than `MAX_PAIRED` ranks.
+    `pairs` [sender, receiver] has the bytes for each pair of ranks. `pairs` is None if there are
+    more than `MAX_PAIRED` ranks.
     """
 
     sent: Array

@@ -59,7 +59,7 @@ _NEARLY_NOTHING = 1e-15
 @dataclass(eq=False, slots=True)
 class WorkItem:
     """One piece of work in the simulation: an op of one class of ranks, or a communication between
-    classes. Times are in seconds.
+    classes. A class consists of ranks that take the same time. Times are in seconds.
 
     - `item`: the op in its loop iteration; `cost`: its cost if nothing else runs.
     - `needs`: (class, resource) -> the fraction of the resource that the work uses.
@@ -99,12 +99,14 @@ class WorkItem:
 
     @property
     def classes(self) -> set[int]:
-        """The classes of ranks that take part in the work, with a stream or with a resource."""
+        """The classes of equal ranks that take part in the work, with a stream or with a
+        resource."""
         return {c for c, _ in self.needs} | set(self.streams)
 
 
 class Simulator:
-    """Computes when each piece of work begins and ends, if work shares multiprocessors and links.
+    """Computes when each piece of work begins and ends, if ops share the multiprocessors and the
+    links of a GPU.
 
     After `run`, each `WorkItem` has its `start`, `end` and `cause`. Work in a cycle of waits keeps
     the `end` -1.
@@ -159,8 +161,8 @@ class Simulator:
                 self._push(now, other, -1)
 
     def _share(self, now: float, changed: set[int]) -> None:
-        """Divides the resources among active work again, at the time `now`. Work of the classes in
-        `changed` has begun or ended.
+        """Divides the multiprocessors and links among active work again, at the time `now`. Work of
+        the classes of ranks in `changed` has begun or ended.
 
         Classes that communicate with these classes are included, because a communication is as slow
         as its slowest rank.
@@ -202,8 +204,8 @@ class Simulator:
 
 
 def _precedence(work: WorkItem) -> tuple[float, bool, int]:
-    """Returns the sort key by which active work takes resources. Work that became ready earlier is
-    first, then computation before transfers, then program order."""
+    """Returns the sort key by which active work takes multiprocessors and links. Work that became
+    ready earlier is first, then computation before transfers, then program order."""
     return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
@@ -227,7 +229,8 @@ def critical_path(work: Iterable[WorkItem]) -> list[tuple[WorkItem, float]]:
 
 @dataclass
 class SimulatedSchedule:
-    """The times at which the ops of a program begin and end, according to the simulation.
+    """The times at which the ops of a program begin and end, according to the simulation. Ranks
+    that take the same time form a class, and one rank of each class is simulated.
 
     - `unrolled`: the ops in each loop iteration; `work`: the pieces of work with their times.
     - `classes`: the class number of each rank; `firsts`: for each class, the index of its first
@@ -249,7 +252,8 @@ class SimulatedSchedule:
         return self.unrolled.ranks
 
     def of_class(self, number: int) -> list[WorkItem]:
-        """Returns the work that occupies a stream on the ranks of class `number`."""
+        """Returns the work that occupies a stream on the ranks of class `number`. A class consists
+        of ranks that take the same time."""
         return [w for w in self.work if number in w.streams]
 
 
@@ -303,8 +307,8 @@ def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: 
 
 @dataclass
 class _Shared:
-    """The pieces of work of all classes, in the order of creation, and the tables that the builders
-    of all classes use.
+    """The pieces of work of all classes of equal ranks, in the order of creation, and the tables
+    that the builders of all classes use.
 
     - `classes`: the class number of each rank.
     - `by_key`: the communications that were already created by another class that takes part.
@@ -341,8 +345,8 @@ class _Shared:
 
 
 class _ScheduleBuilder:
-    """Creates the pieces of work of one class of ranks, in program order, and makes each wait for
-    the work before it.
+    """Creates the pieces of work of one class of equal ranks, in program order. Each piece waits
+    for the work before it on its stream.
 
     `number` is the class, and `place` the index of the rank that stands for the class. `last` has
     the last work of each stream.
