@@ -243,7 +243,7 @@ class MatchingWalk(Walk[PerRank]):
         team enter the communication."""
         if movement not in self.entered:
             team = movement.team
-            assert team is not None, f"a {movement.kind} is entered by no team"
+            assert team is not None, f"a {movement.kind} has no team"
             if any(tv.mesh is not None and tv.mesh != team.mesh for tv in movement.tensors):
                 self._check_meshes(movement, team, site)
             if movement.collective is not None:
@@ -315,7 +315,7 @@ class MatchingWalk(Walk[PerRank]):
         ranks of the team must reach the op, so the op is treated as an allgather of the shards."""
         gather = self.gathers.get(op)
         if gather is None:
-            assert op.team is not None, f"{op.out} shows one rank's shard"
+            assert op.team is not None, f"{op.out} is a view of only one rank's shard"
             kind = ALLGATHER.name
             gather = Movement(kind, op.inp, op.out, op.team, collective=ALLGATHER)
             self.gathers[op] = gather

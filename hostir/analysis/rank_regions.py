@@ -339,7 +339,9 @@ class Shapes:
         last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
         for cut in cuts[: last + 1]:
             count = cut.count
-            assert isinstance(count, int), f"{cut} of {tv} lies around a device cut"
+            assert isinstance(count, int), (
+                f"{cut} of {tv} has no constant count, though devices divide its blocks"
+            )
             size //= count
             if cut.ptype.is_device:
                 start = start + self._coordinates(tv, cut.ptype) * size

@@ -400,7 +400,7 @@ class Overlaps:
         )
 
     def _decide(self, sizes: Mapping[Symbol, int]) -> tuple[Choice, tuple[Decision, ...]]:
-        assert self._known is not None, "no fusion was looked at"
+        assert self._known is not None, "no fusion was examined before the decision"
         values = refined_sizes(sizes)
         # Pairs of equal layers take the same time.
         alike: dict[object, _Times] = {}

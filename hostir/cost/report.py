@@ -419,7 +419,7 @@ def _nbytes(item: UnrolledOp, tv: TensorView) -> Array:
 
 def _collective(item: UnrolledOp, movement: Movement, row: Collective, found: Traffic) -> None:
     teams, mask = item.teams, item.mask
-    assert teams is not None, f"a {row} is entered by a team"
+    assert teams is not None, f"a {row} needs a team"
     n = teams.members.shape[1]
     inp, out = (_nbytes(item, tv) for tv in movement.both)
     block = np.where(mask, row.block(inp, out, n), 0.0)

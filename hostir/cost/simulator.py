@@ -426,7 +426,7 @@ class _ScheduleBuilder:
         self, item: UnrolledOp, movement: Movement, row: Collective, stream: int
     ) -> None:
         teams, number, source = item.teams, item.starts, movement.both[0]
-        assert teams is not None and number is not None, f"a team starts a {row}"
+        assert teams is not None and number is not None, f"a {row} needs a team and a number"
         sizes = item.sizes(self.place)
         inp, out = (held_nbytes(tv, sizes[tv]) for tv in movement.both)
         cost = collective_cost(
@@ -547,7 +547,9 @@ class _ScheduleBuilder:
 
     def _permute(self, item: UnrolledOp, movement: Movement) -> list[tuple[WorkItem, bool]]:
         teams, (inp, out) = item.teams, movement.both
-        assert teams is not None and item.peers is not None, "the members have met"
+        assert teams is not None and item.peers is not None, (
+            "the communications of the members were not matched"
+        )
         members = teams.members[int(teams.team[self.place])]
         to, source = (int(members[int(at(p, self.place))]) for p in item.peers)  # pyright: ignore[reportArgumentType]
         sizes = item.sizes(self.place)

@@ -1,5 +1,5 @@
-"""Records for each recorded step of a plan which op the step carries out, so that measured times
-can be reported by op."""
+"""Records for each step of a plan which op the step carries out, so that measured times can be
+reported by op. A plan is the list of recorded steps of a program, which later runs repeat."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Kind = Literal["compute", "communication", "wait", "host"]
 
 @dataclass(frozen=True)
 class TracedOp:
-    """The op that one recorded step of a plan carries out, in one iteration of the loops around the
-    op.
+    """The op that one recorded step of a program carries out, in one iteration of the loops around
+    the op.
 
     - `text`: the op as in the program's text; `name`: the name of the op alone.
     - `where`: the line of the program, with the values of loop indices.
@@ -56,7 +56,7 @@ class TracedOp:
 
 
 class OpNotes:
-    """Collects the op of each step while a recorder records a plan.
+    """Collects the op of each step while a recorder records the steps of a run as a plan.
 
     `ops[i]` is the op of step `i` of the plan that `completed` returns. `frame` has the tensors and
     sizes of the recorded run.
@@ -93,8 +93,8 @@ class OpNotes:
             self._streams.capture(op.stream)
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the recorded plan with the allocations of outputs as steps, and completes `ops`
-        so that each step has an op.
+        """Returns the plan (the list of recorded steps) with the allocations of outputs as further
+        steps. Also completes `ops`, so that each step has an op.
 
         Some steps belong to no op of the program. These steps allocate outputs, or copy outputs
         after the last op.
@@ -108,7 +108,9 @@ class OpNotes:
             for tv in self._recorder.outputs
             if not self.frame.is_mine(tv) or tv in storage.borrowed
         ]
-        assert len(ends) == after, f"{after} steps after the last op, for outputs {ends}"
+        assert len(ends) == after, (
+            f"{after} steps follow the last op, but outputs {ends} need {len(ends)}"
+        )
         made = TracedOp("memory of the outputs", "", "", (), CALLER, "host")
         self.ops = [made] * len(makes) + self.ops
         for tv in ends:

@@ -204,7 +204,7 @@ def _timed(
     order.
 
     `work` has the op of each recorded step, by the step's number. `waits` maps the step of each
-    Wait to the step that started the communication, because the time of a Wait counts for the
+    Wait to the step that started the communication. The time of a Wait counts for the
     communication.
     """
     spans: dict[int, list[tuple[float, float]]] = {}
@@ -238,7 +238,7 @@ def nbytes_of(value: object) -> int:
 
 class SizeNotes:
     """Collects the op of each recorded step, and the bytes that the op reads and writes, while a
-    recorder records a plan. The profiler needs both for its report."""
+    recorder records the steps of a run. The profiler needs both for its report."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._ops = OpNotes(recorder)
@@ -256,7 +256,8 @@ class SizeNotes:
 
     @property
     def ops(self) -> list[TracedOp]:
-        """The op of each step of the plan that `completed` returns, in order."""
+        """The op of each step of the plan that `completed` returns, in order. A plan is the list of
+        recorded steps of a program."""
         return self._ops.ops
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
@@ -303,15 +304,16 @@ class SizeNotes:
         return nbytes_of(self._frame.tensors.get(tv)) if self._frame.is_mine(tv) else 0
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the recorded plan with the allocations of outputs as steps. Must be called before
-        `work` and `waits`, whose keys are step numbers of the returned plan."""
+        """Returns the plan (the list of recorded steps) with the allocations of outputs as further
+        steps. Must be called before `work` and `waits`, whose keys are step numbers of the returned
+        plan."""
         self._plan = made = self._ops.completed(plan)
         self._made_before = len(made.steps) - len(plan.steps)
         return made
 
     def work(self) -> dict[int, ProfiledOp]:
         """Returns the ops that compute or communicate, with their sizes but without times. The key
-        is the number of the op's step in the plan."""
+        is the number of the op's step in the plan that `completed` returned."""
         made: dict[int, ProfiledOp] = {}
         for number, ((step, _), op) in enumerate(zip(self._plan.steps, self.ops, strict=True)):
             if op.kind in ("host", "wait"):
@@ -324,7 +326,7 @@ class SizeNotes:
 
     def waits(self) -> dict[int, int]:
         """Maps the step number of each Wait to the number of the step that started the
-        communication."""
+        communication. Step numbers are those of the plan that `completed` returned."""
         before = self._made_before
         return {at + before: of + before for at, of in self._wait_for.items()}
 

@@ -1,5 +1,5 @@
-"""Timers for the recorded steps of a plan. A *watch* wraps each step, and records when the step's
-work runs on the host and on the device.
+"""Timers for the recorded steps of a program. A *watch* wraps each step, and records when the
+step's work runs on the host and on the device.
 
 There is one class of watches for each source of times:
 
@@ -36,10 +36,10 @@ _RANGE = "hostir step "
 
 @dataclass(frozen=True)
 class Timed:
-    """The time of a recorded step on the host, or of the step's kernel or copy on a device, in
-    seconds of `clock`.
+    """The time that one recorded step of a program took on the host, or its kernel or copy on a
+    device, in seconds of `clock`.
 
-    - `step`: the number of the step in the plan.
+    - `step`: the number of the step in the plan, which is the list of recorded steps.
     - `activity`: the device's name of the kernel or copy; "" if unknown.
     - `queue`: the device's own name of the stream; "" if unknown.
     """
@@ -55,9 +55,9 @@ class Timed:
 class Round:
     """The times of one timed run, in seconds of `clock`.
 
-    - `begin`: when the run began; `issued`: when the host had issued all steps; `end`: when the
+    - `begin`: when the run began; `issued`: when the host had issued all ops; `end`: when the
       device was done.
-    - `host`: the time of each step on the host.
+    - `host`: the time of each recorded step on the host.
     - `work`: the times of kernels, copies and communications on streams.
     """
 
@@ -80,8 +80,8 @@ class _WatchedStep:
 
 
 class HostWatch:
-    """Times each recorded step by the host's clock. This is right on a CPU, because the work of a
-    step is done when the call returns.
+    """Times each recorded step of a program by the host's clock. This is right on a CPU, because
+    the work of a step is done when the call returns.
 
     - `ops`: the op of each step; `rounds`: the times of each run, complete after `stop`.
     - `doubts`: remarks about uncertain times.
@@ -99,14 +99,14 @@ class HostWatch:
         self._notes: list[Timed] = []
 
     def wrapped(self, plan: Plan) -> Plan:
-        """Returns the plan with each recorded step wrapped, so that this watch times the step in
-        each run."""
+        """Returns the plan (the list of recorded steps) with each step wrapped, so that this watch
+        times the step in each run."""
         steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
         return replace(plan, steps=tuple(steps))
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs `closure`, the action of step `number`, and records how long
-        the action takes on the host."""
+        """Returns a function that runs `closure`, the action of recorded step `number`, and records
+        how long the action takes on the host."""
         note = self._note
 
         def timed(slots: Slots) -> None:
@@ -133,7 +133,7 @@ class HostWatch:
     def end_round(self, begin: float, issued: float, end: float) -> None:
         """Adds the times of a run to `rounds`. Called when the device is done with the run.
 
-        The run began at `begin`. The host had issued all steps at `issued`, and the device was done
+        The run began at `begin`. The host had issued all ops at `issued`, and the device was done
         at `end`.
         """
         self.rounds.append(Round(begin, issued, end, self._notes))
@@ -173,8 +173,8 @@ class EventWatch(HostWatch):
         return torch.cuda.Event(enable_timing=True)
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs `closure`, the action of step `number`, between two CUDA
-        events.
+        """Returns a function that runs `closure`, the action of recorded step `number`, between two
+        CUDA events.
 
         A step that puts no work on a stream is timed only by the host's clock.
         """
@@ -234,8 +234,8 @@ class CuptiWatch(HostWatch):
         self._profile: Any = None
 
     def around(self, number: int, closure: Closure) -> Closure:
-        """Returns a function that runs `closure`, the action of step `number`, in a named range of
-        torch.profiler."""
+        """Returns a function that runs `closure`, the action of recorded step `number`, in a named
+        range of torch.profiler."""
         name, note = f"{_RANGE}{number}", self._note
         make: Callable[[str], AbstractContextManager[object]] = range_named
 

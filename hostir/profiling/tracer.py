@@ -260,7 +260,8 @@ def watched_as_agreed(
 def recorded(
     evaluator: ProgramEvaluator, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
 ) -> tuple[T, Plan]:
-    """Runs the program once, op by op, and records the steps as a plan. Returns (listener, plan).
+    """Runs the program once, op by op, and records the steps as a plan, which can be repeated.
+    Returns (listener, plan).
 
     `listen` makes the listener, which the recorder notifies of each recorded step. The plan is not
     added to the evaluator's cache of plans, because a trace wraps its steps.
@@ -278,11 +279,11 @@ def recorded(
 
 
 class Notes(Protocol):
-    """Collects data about the recorded steps of a plan, such as the op of each step."""
+    """Collects data about the recorded steps of a program, such as the op of each step."""
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns `plan` with the allocations of outputs as further steps, and completes the data
-        so that each step has an entry."""
+        """Returns `plan` (the list of recorded steps) with the allocations of outputs as further
+        steps. Also completes the data, so that each step has an entry."""
         ...
 
 
@@ -348,8 +349,8 @@ class Runs(Generic[N]):
             torch.cuda.synchronize(self.plan.device)
 
     def bound(self, plan: Plan) -> Callable[[], None]:
-        """Prepares the recorded steps of `plan` to run in new memory and on the current stream.
-        Returns a function without arguments that runs them once."""
+        """Prepares `plan`, a list of recorded steps, to run in new memory and on the current
+        stream. Returns a function without arguments that runs all steps once."""
         found = plan.bind(plan.memory(plan.nbytes), Arena(plan.device, plan.current_stream()))
         streams = plan.streams
 
@@ -375,7 +376,7 @@ class Runs(Generic[N]):
         self, run: Callable[[], None], begin_round: Callable[[], None] | None = None
     ) -> tuple[float, float, float]:
         """Calls `run` once, on all ranks together. Returns three times in seconds of the host's
-        clock: when the run began, when the host had issued all steps, and when the device was done.
+        clock: when the run began, when the host had issued all ops, and when the device was done.
 
         `begin_round` is called before the run, while the device is idle.
         """
@@ -393,8 +394,8 @@ class Runs(Generic[N]):
         return begin, issued, clock()
 
     def plain(self, warm_up: int, repeat: int) -> Times:
-        """Runs the recorded steps without timers, `repeat` times, after `warm_up` further runs.
-        Returns (wall, host) in seconds of each run."""
+        """Runs the recorded steps of the program without timers, `repeat` times, after `warm_up`
+        further runs. Returns (wall, host) in seconds of each run."""
         run = self.bound(self.plan)
         for _ in range(warm_up):
             self.timed(run)
@@ -471,7 +472,7 @@ def _refusal(ranks: Together, step: Callable[[], None]) -> str:
 
 
 def rounds_of(runs: Runs[N], watch: HostWatch, repeat: int) -> None:
-    """Runs the recorded steps of `runs` with timers, `repeat` times.
+    """Runs the recorded steps of `runs` with the timers of `watch`, `repeat` times.
 
     One more run precedes these runs, because a watch creates some objects only in its first run.
     """
