@@ -1,10 +1,10 @@
 """Takes a trace: runs a program several times on the same inputs, with timers, on all ranks.
 
-1. All ranks check their inputs and compile. An error on one rank is raised on all ranks. 2. One
-run, op by op, records the steps of a plan. Runs to warm up follow. 3. Runs without timers: runs of
-the recorded steps, and ordinary runs by CUDA graphs. 4. Runs with timers. Each run begins after a
-barrier, with an idle device. 5. The ranks exchange their measurements, and the first rank writes
-the file.
+1. All ranks check their inputs and compile. An error on one rank is raised on all ranks.
+2. One run, op by op, records the steps of a plan. Runs to warm up follow.
+3. Runs without timers: runs of the recorded steps, and ordinary runs by CUDA graphs.
+4. Runs with timers. Each run begins after a barrier, with an idle device.
+5. The ranks exchange their measurements, and the first rank writes the file.
 """
 
 from __future__ import annotations
