@@ -97,7 +97,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "docs", folder / "docs")
     shutil.copy(ROOT / "mkdocs.yml", folder)
-    for name in ("fuser", "multidevice", "hostir", "examples"):
+    for name in ("fuser", "multidevice", "hostir", "examples", "CONTRIBUTING.md"):
         (folder / name).symlink_to(ROOT / name)
     built = subprocess.run(
         [sys.executable, "-m", "zensical", "build", "--strict"],
