@@ -1,7 +1,8 @@
-"""Gloo on torch's TCP store: control channel and CPU backend of jobs started by torchrun or Slurm.
+"""Communication of CPU tensors over gloo, for jobs that torchrun or Slurm started.
 
-One torch process group per team is created directly, so that torch's default group remains the
-user's. The control channel uses only the store.
+Torch's TCP store (a key-value server) is the control channel, over which the ranks exchange small
+messages. The module creates one torch process group per team directly. Torch's default process
+group therefore remains free for the user.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ _LISTEN_S = 1.5
 
 
 class StoreControl(JobControl):
-    """The control channel over a TCP store, which rank 0 or torchrun's agent serves.
+    """The control channel of a job over torch's TCP store, which rank 0 or torchrun's agent serves.
 
     Raises:
-        CommunicationError: the store cannot be reached, or its port is in use; the message names
-            host and port.
+        CommunicationError: the store cannot be reached, or its port is in use. The message names
+            the host and the port.
     """
 
     def __init__(self, launch: LauncherInfo) -> None:
@@ -100,7 +101,7 @@ class StoreControl(JobControl):
         return values
 
     def listen(self) -> None:
-        """Implements `Control.listen`: records the announcements that have been written to the
+        """Reads the new announcements of other ranks (failures and departures) from the TCP
         store.
         """
         with self._listening:
@@ -115,7 +116,7 @@ class StoreControl(JobControl):
                     self.peers.record(event)
 
     def announce(self, event: Event) -> None:
-        """Implements `JobControl.announce`: writes the event to the store."""
+        """Writes an announcement of this rank (a failure or a departure) to the TCP store."""
         try:
             self.store.set(f"event/{self._next_event()}", event.encode())
         except torch.distributed.DistError:
@@ -126,9 +127,9 @@ class StoreControl(JobControl):
         return self.store.add("events", 1)
 
     def finish(self) -> None:
-        """Implements `JobControl.finish`: waits until all peers have announced that they leave.
+        """Waits until all other ranks have announced that they leave the job.
 
-        If rank 0 serves the store, it leaves last.
+        If rank 0 serves the TCP store, rank 0 leaves last.
         """
         try:
             if not self.wait_for_leavers(lambda: time.sleep(_FINISH_SLEEP_S)):
@@ -138,7 +139,9 @@ class StoreControl(JobControl):
             return  # Rank 0 served the store and has left after all others announced.
 
     def _leave_store(self) -> None:
-        """Counts this rank as gone; the rank that serves the store waits for all other ranks."""
+        """Counts this rank as gone. If this rank serves the TCP store, waits until all other ranks
+        are gone.
+        """
         gone = self.store.add("gone", 1)
         if self.rank != 0 or uses_agent_store():
             return
@@ -148,9 +151,9 @@ class StoreControl(JobControl):
             gone = self.store.add("gone", 0)
 
     def abort(self, code: int) -> None:
-        """Implements `JobControl.abort`: ends this process only.
+        """Ends this process with the exit code `code`.
 
-        The launcher ends the other processes, and peers that wait read this rank's announcement.
+        The launcher ends the other processes. Ranks that wait for this one have its announcement.
         """
         sys.stderr.flush()
         os._exit(code)
@@ -184,7 +187,9 @@ def _open_store(launch: LauncherInfo) -> Any:
 
 
 class _GlooWork:
-    """A started communication: torch works, which keep their buffers alive."""
+    """A started communication: torch's work handles of the gloo calls, which keep the buffers
+    alive.
+    """
 
     def __init__(
         self, backend: GlooBackend, works: list[Any], call: CollectiveCall | Exchange
@@ -194,7 +199,10 @@ class _GlooWork:
         self._call = call
 
     def wait(self) -> None:
-        """Implements `Work.wait`: blocks until all torch works have ended, and explains errors."""
+        """Blocks until all gloo calls have ended.
+
+        If a gloo call fails because a peer failed, raises the error that the peer announced.
+        """
         control = self._backend.control
         for work in self._works:
             try:
@@ -210,12 +218,14 @@ class _GlooWork:
         self._works = []
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize` in the same way as `wait`."""
+        """Blocks until all gloo calls have ended, the same as `wait`, because CPU tensors have no
+        stream.
+        """
         self.wait()
 
 
 def _is_done(work: Any) -> bool:
-    """Waits up to 10 ms for a torch work; returns whether the work has ended.
+    """Waits up to 10 ms for a torch work handle; returns whether its gloo call has ended.
 
     The wait blocks, so that gloo's own threads can use the core.
     """
@@ -230,7 +240,7 @@ def _is_done(work: Any) -> bool:
 
 
 class _Transfer:
-    """A gloo send or receive, whose end is detected by a thread.
+    """A gloo send or receive, with a thread that detects when the transfer ends.
 
     The thread is needed because gloo offers only a blocking wait for a transfer.
     """
@@ -247,7 +257,7 @@ class _Transfer:
             self._error = error
 
     def is_completed(self) -> bool:
-        """Whether the thread's blocking wait has ended."""
+        """Returns whether the transfer has ended."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: timedelta) -> None:
@@ -276,9 +286,9 @@ class GlooBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Drops the process groups of a sequence of calls.
+        """Drops the process group that a failed sequence of calls used; `key` names the sequence.
 
-        Otherwise later calls could match messages of a failed call.
+        Otherwise a later call could receive messages of the failed call.
         """
         for team in list(self._groups):
             if is_of(key, self.name, team):
@@ -294,8 +304,9 @@ class GlooBackend(CheckedBackend):
         return timedelta(seconds=options.timeout_s() + 10)
 
     def _group(self, team: Team) -> Any:
-        """Returns the process group of a team; the first call creates it and is collective over the
-        team.
+        """Returns the torch process group of a team.
+
+        The first call for a team creates the group, so all ranks of the team must make that call.
         """
         group = self._groups.get(team)
         if group is None:
@@ -327,9 +338,10 @@ class GlooBackend(CheckedBackend):
         return group
 
     def explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
-        """Returns the announced failure of a peer that caused the transport error `error`.
+        """Returns the cause of the gloo error `error`: the failure that a peer of `call` announced.
 
-        If no peer announces a failure in time, returns `error` as a `CommunicationError`.
+        Waits a short time for announcements. If there is none, returns `error` as a
+        `CommunicationError`.
         """
         stop = time.monotonic() + _LISTEN_S
         try:
@@ -369,7 +381,7 @@ class GlooBackend(CheckedBackend):
         return _GlooWork(self, works, batch)
 
     def close(self) -> None:
-        """Implements `Backend.close`: drops the process groups."""
+        """Drops the torch process groups of all teams; later communications raise an error."""
         super().close()
         self._groups.clear()
 
@@ -399,9 +411,9 @@ def _reduction(call: CollectiveCall) -> Any:
 
 
 def _in_place(call: CollectiveCall) -> torch.Tensor:
-    """Copies the input to the output and returns the output, because gloo reduces in place.
+    """Copies the call's input to its output and returns the output, because gloo reduces in place.
 
-    On a rank without output, returns a copy of the input.
+    If this rank has no output, returns a copy of the input.
     """
     assert call.inp is not None, "every member of a reduction has an input"
     if call.out is None:
@@ -433,9 +445,10 @@ def _reduce(group: Any, call: CollectiveCall) -> list[Any]:
 
 
 class _ReduceParts:
-    """A reduce-scatter: an all-to-all, followed by a local reduction of the received parts.
+    """A reduce-scatter as an all-to-all of the parts, followed by a local reduction of received
+    parts.
 
-    This sends half as much data as an allreduce.
+    This method sends half as much data as an allreduce would.
     """
 
     def __init__(self, work: Any, parts: torch.Tensor, call: CollectiveCall) -> None:
@@ -445,7 +458,9 @@ class _ReduceParts:
         self.is_completed = work.is_completed
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits up to `timeout` for the all-to-all, then reduces its parts in team order."""
+        """Waits up to `timeout` for the all-to-all, then reduces the received parts in team
+        order.
+        """
         self._work.wait(timeout)
         assert self._call.out is not None, "every member of a reduce-scatter has an output"
         parts = self._parts.view(len(self._call.team), -1)

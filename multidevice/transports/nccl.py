@@ -1,15 +1,15 @@
-"""NCCL on the current CUDA stream, or on a stream that the caller passes.
+"""The NCCL backend: communication between CUDA tensors, on the current stream or a given stream.
 
-A collective is enqueued on a stream, which alone orders it. Therefore `wait` does nothing. The
-stream switches of the host program define the order, and a CUDA graph can capture collectives. A
-communicator is created at the first use of a team, so each call must be made once before it is
-captured.
+A collective is enqueued on a CUDA stream, and the stream alone orders the collective. Therefore
+`wait` does nothing. The stream switches of the host program define the order, and a CUDA graph can
+capture collectives. An NCCL communicator is created at the first use of a team (the ranks that
+communicate). So each collective must be called once before a CUDA graph captures the collective.
 
 Two kinds of calls do not use NCCL:
 
-- An allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`), if the GPUs are on one host
-  and can map each other's memory.
-- A team in which ranks share a GPU, which NCCL refuses, communicates through host memory
+- An allreduce of at most MAX_NBYTES bytes runs as one CUDA kernel (`peer_allreduce`), if the GPUs
+  are on one host and can map each other's memory.
+- NCCL refuses a team in which two ranks share a GPU. Such a team communicates through host memory
   (`Staging`).
 """
 
@@ -68,7 +68,9 @@ _ABORT_LIMIT_S = 10.0
 
 
 class _StreamWork:
-    """A communication that is enqueued on a stream; later work of the stream runs after it."""
+    """A communication that was enqueued on a CUDA stream; later work of that stream runs
+    after it.
+    """
 
     def __init__(
         self, backend: NcclBackend, comm: NcclComm, stream: int, call: CollectiveCall | Exchange
@@ -79,11 +81,12 @@ class _StreamWork:
         self._call = call
 
     def wait(self) -> None:
-        """Implements `Work.wait`: returns at once, because the stream orders later work."""
+        """Returns at once: the CUDA stream itself runs later work after the communication."""
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: polls the stream until the deadline, and checks NCCL's
-        errors.
+        """Blocks the host until the CUDA stream has completed the communication.
+
+        Checks NCCL's asynchronous errors while it waits, and raises an error at the deadline.
         """
         stream = stream_at(self._stream, self._backend.device)
 
@@ -111,13 +114,14 @@ class NcclBackend(CheckedBackend):
         kernels_nbytes: int = MAX_NBYTES,
         on_cpu: Callable[[], Backend] | None = None,
     ) -> None:
-        """Creates a backend for the tensors of `device`.
+        """Creates a backend for the tensors of the GPU `device`.
 
-        - `binding`: the Python binding of NCCL; None for the first that works.
-        - `kernels_nbytes`: the size of the largest allreduces that are kernels instead of NCCL
-          calls.
-        - `on_cpu`: returns the backend for communications of ranks that share a GPU. If None, such
-          communications raise an error.
+        - `control`: the control channel, over which the ranks of the job exchange small messages.
+        - `binding`: the Python binding of NCCL; None for the first one that works.
+        - `kernels_nbytes`: allreduces of at most this many bytes run as one CUDA kernel, not as
+          NCCL calls.
+        - `on_cpu`: returns the backend for CPU tensors, over which ranks that share a GPU
+          communicate. If `on_cpu` is None, such communications raise an error.
         """
         super().__init__(control.rank, control.size, control.ledger)
         self.control = control
@@ -140,9 +144,10 @@ class NcclBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Aborts the communicators of a sequence of calls.
+        """Aborts the NCCL communicators that a failed sequence of calls used; `key` names the
+        sequence.
 
-        Otherwise later calls could match calls that were left unfinished.
+        Otherwise a later call could be matched with a call that the failure left unfinished.
         """
         # All members must drop the entry, because they make the next one together.
         self._shared.pop(key.team, None)
@@ -153,7 +158,10 @@ class NcclBackend(CheckedBackend):
             _abort([self._comms.pop(team)])
 
     def can_capture(self, what: str) -> bool:
-        """Implements `Captured.can_capture`: False for a barrier, and if ranks share a GPU."""
+        """Returns False if `what` is "barrier", or if ranks of some team share a GPU.
+
+        In both cases the host must wait for the device, which a CUDA graph cannot repeat.
+        """
         return what != "barrier" and not any(self._shared.values())
 
     def poll(
@@ -162,9 +170,13 @@ class NcclBackend(CheckedBackend):
         what: Callable[[], str],
         needs: Callable[[], list[Need]],
     ) -> None:
-        """Waits for `done()` until the deadline; NCCL's own errors become `CommunicationError`.
+        """Waits until `done()` returns True; an error of NCCL meanwhile is raised as
+        `CommunicationError`.
 
-        `what` and `needs` are those of `Control.poll_until`.
+        - `what()`: the name of the operation, for messages.
+        - `needs()`: the calls that peers must enter before the operation can complete.
+
+        Raises `CommunicationTimeout` at the deadline.
         """
         try:
             self.control.poll_until(done, what=what, needs=needs)
@@ -189,8 +201,10 @@ class NcclBackend(CheckedBackend):
         return stream_handle(stream, self.device)
 
     def _comm(self, team: Team) -> NcclComm:
-        """Returns the communicator of a team; the first call creates it and is collective over the
-        team.
+        """Returns the NCCL communicator of a team.
+
+        The first call for a team creates the communicator, so all ranks of the team must make that
+        call.
         """
         comm = self._comms.get(team)
         if comm is None:
@@ -199,10 +213,11 @@ class NcclBackend(CheckedBackend):
         return comm
 
     def _staging(self, team: Team) -> Staging | None:
-        """Returns the staging of a team in which ranks share a GPU; None if each rank has its own
-        GPU.
+        """Returns the `Staging` by which a team communicates through host memory, if its ranks
+        share a GPU.
 
-        All members get the same answer. The first call is collective over the team.
+        Returns None if each rank has its own GPU. All ranks of the team get the same answer. The
+        first call for a team exchanges messages, so all ranks of the team must make that call.
         """
         if team not in self._shared:
             self._shared[team] = self._meet(team)
@@ -236,9 +251,9 @@ class NcclBackend(CheckedBackend):
         return staging
 
     def settle(self, call: CollectiveCall | Exchange) -> None:
-        """Blocks the host until the device has done all work that is now on the stream of a call.
+        """Blocks the host until the device has done all work that is now on the call's CUDA stream.
 
-        Raises `UnsupportedError` if the stream is being captured.
+        Raises `UnsupportedError` if a CUDA graph is being captured on that stream.
         """
         with self._on(call.stream):
             if torch.cuda.is_current_stream_capturing():
@@ -376,10 +391,10 @@ class NcclBackend(CheckedBackend):
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
     def drain(self) -> None:
-        """Implements `Backend.drain`: waits for the device until the deadline.
+        """Blocks the host until the GPU has completed all communications, or until the deadline.
 
-        Does not raise an error at the deadline, because the guard's thread reports a wait that
-        cannot end.
+        Raises no error at the deadline, because another thread of this process reports endless
+        waits.
         """
         is_used = self._comms or self.kernels.is_used
         if self._closed or not is_used or not torch.cuda.is_initialized():
@@ -394,9 +409,7 @@ class NcclBackend(CheckedBackend):
             return
 
     def close(self) -> None:
-        """Implements `Backend.close`: frees the communicators, in an order that is the same on all
-        ranks.
-        """
+        """Frees all NCCL communicators, in team order, which is the same on all ranks."""
         super().close()
         self.make_void()
         _abort([self._comms[team] for team in sorted(self._comms)])
@@ -406,9 +419,11 @@ class NcclBackend(CheckedBackend):
     def post_copies(
         self, comm: NcclComm, copies: list[tuple[str, int, int, int]], stream: int
     ) -> None:
-        """Enqueues sends and receives as one NCCL group.
+        """Enqueues sends and receives on a CUDA stream as one NCCL group, so that they run
+        together.
 
-        A copy is ("send" or "recv", address, bytes, position of the peer in the team).
+        Each entry of `copies` is ("send" or "recv", memory address, number of bytes, position of
+        the peer in the team).
         """
         self.binding.group_start()
         try:
@@ -420,10 +435,11 @@ class NcclBackend(CheckedBackend):
 
 
 def _abort(comms: list[NcclComm]) -> None:
-    """Frees communicators in a thread, and waits for that thread up to a time limit.
+    """Frees NCCL communicators in a thread, and waits for that thread up to `_ABORT_LIMIT_S`
+    seconds.
 
-    The limit is needed because NCCL waits for a graph that uses the communicator. Such a graph may
-    still exist, for example in the traceback of an error.
+    The limit is needed because NCCL waits for each CUDA graph that uses the communicator. Such a
+    graph may still exist, for example in the traceback of an error.
     """
 
     def abort() -> None:
@@ -449,7 +465,9 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _reduction(call: CollectiveCall) -> tuple[int, int]:
-    """Returns NCCL's numbers of the dtype and of the reduction of a call."""
+    """Returns the integers by which NCCL denotes the dtype of the call's operand, and its
+    reduction.
+    """
     assert call.inp is not None and call.reduce is not None, "checked"
     return DTYPES[str(call.inp.dtype).removeprefix("torch.")], RED_OPS[call.reduce]
 
@@ -569,11 +587,15 @@ _COLLECTIVES = TransportTable[Callable[[NcclBackend, NcclComm, CollectiveCall], 
 
 
 class Staging:
-    """Communicates tensors of a device by the backend `host`, which communicates CPU tensors.
+    """Communicates GPU tensors through host memory, for teams in which two ranks share a GPU.
 
-    - `on(stream)`: returns a context in which torch's ops are enqueued on a stream.
-    - `pinned(stream)`: returns the stream that `stream` means at the time of this call.
-    - `settle(call)`: blocks until the device has done all work that is now on the stream of a call.
+    The backend `host` communicates the CPU copies of the tensors. The other arguments are
+    functions:
+
+    - `on(stream)`: returns a context in which torch's ops are enqueued on a CUDA stream.
+    - `pinned(stream)`: returns the CUDA stream that `stream` denotes now. None denotes the current
+      stream, which may be another one later.
+    - `settle(call)`: blocks until the device has done all work that is now on the call's stream.
     """
 
     def __init__(
@@ -587,11 +609,13 @@ class Staging:
 
     @property
     def name(self) -> str:
-        """The name of the backend that communicates the CPU tensors."""
+        """The name of the backend that communicates the CPU copies, such as "mpi"."""
         return self._host.name
 
     def start(self, call: CollectiveCall) -> Work:
-        """Starts a collective; the result is on the device when `wait` has returned."""
+        """Starts a collective on CPU copies; `wait` of the returned handle copies the result to the
+        GPU.
+        """
         self._settle(call)
         self._host.where = call.where
         try:
@@ -620,7 +644,9 @@ class Staging:
         return self._finishing(work, received, call.stream)
 
     def start_batch(self, batch: Exchange) -> Work:
-        """Starts transfers; the received data is on the device when `wait` has returned."""
+        """Starts sends and receives of CPU copies; `wait` of the returned handle copies received
+        data to the GPU.
+        """
         self._settle(batch)
         staged = [
             replace(
@@ -637,7 +663,9 @@ class Staging:
         return self._finishing(work, received, batch.stream)
 
     def _copied(self, tensor: torch.Tensor, stream: object) -> torch.Tensor:
-        """Copies a tensor of the device to new host memory."""
+        """Returns a copy of a GPU tensor in new host memory; the copy runs on the CUDA stream
+        `stream`.
+        """
         with self._on(stream):
             return _room_for(tensor).copy_(tensor.detach())
 
@@ -660,5 +688,5 @@ class Staging:
 
 
 def _room_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Allocates host memory for a tensor of the same shape and dtype."""
+    """Allocates an uninitialised CPU tensor with the shape and dtype of `tensor`."""
     return torch.empty(tensor.shape, dtype=tensor.dtype)

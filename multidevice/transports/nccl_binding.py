@@ -1,7 +1,8 @@
-"""The two Python bindings of NCCL behind one interface of raw pointers, counts and streams.
+"""One interface to the two Python bindings of NCCL (nccl4py and cupy).
 
-All raw NCCL calls of the package are in this file. The numbers of dtypes and reductions are part of
-NCCL's stable binary interface.
+The interface takes memory addresses, element counts and CUDA stream handles. All direct calls of
+NCCL are in this file. The numbers of dtypes and reductions are part of NCCL's stable binary
+interface.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _ALLTOALL_SINCE = 22800
 
 
 class NcclComm(Protocol):
-    """One NCCL communicator; every call is enqueued on `stream`, a raw handle.
+    """One NCCL communicator; each communication is enqueued on the CUDA stream with handle
+    `stream`.
 
-    `inp` and `out` are addresses, `count` counts elements, and `dtype` and `op` are NCCL's numbers.
-    `root` and `peer` are positions in the team.
+    `inp` and `out` are memory addresses, and `count` counts elements. `dtype` and `op` are the
+    numbers that NCCL uses for dtypes and reductions. `root` and `peer` are positions in the team of
+    the communicator.
     """
 
     has_alltoall: bool
@@ -79,40 +82,41 @@ class NcclComm(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises the asynchronous error of the communicator, if there is one."""
+        """Raises an error if NCCL has reported an asynchronous error of this communicator."""
         ...
 
     def abort(self) -> None:
-        """Frees the communicator without waiting for the peers."""
+        """Frees the communicator without waiting for the other ranks."""
         ...
 
 
 class NcclBinding(Protocol):
-    """The functions of a Python binding of NCCL that need no communicator."""
+    """The functions of a Python binding of NCCL that need no communicator, such as creating one."""
 
     name: str
 
     def version(self) -> int:
-        """Returns NCCL's version as NCCL encodes it: 22809 is 2.28.9."""
+        """Returns the version number of the NCCL library: 22809 means 2.28.9."""
         ...
 
     def unique_id(self) -> bytes:
-        """Returns a new id of 128 bytes, with which ranks find each other in `connect`."""
+        """Returns a new NCCL id of 128 bytes. All ranks of a team pass the same id to `connect`."""
         ...
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Creates a communicator of `size` ranks, in which this rank is member `index`.
+        """Creates an NCCL communicator of `size` ranks, in which this rank has the position
+        `index`.
 
-        Blocks until all members have called it with the same `unique_id`.
+        Blocks until all `size` ranks have called `connect` with the same `unique_id`.
         """
         ...
 
     def group_start(self) -> None:
-        """Opens a group: NCCL starts the calls up to `group_end` together."""
+        """Opens an NCCL group: NCCL starts all calls until `group_end` together."""
         ...
 
     def group_end(self) -> None:
-        """Closes the group, and enqueues the calls of the group."""
+        """Closes the NCCL group, and enqueues its calls on their streams."""
         ...
 
 
@@ -138,7 +142,7 @@ class _CupyComm:
 
 
 class CupyBinding:
-    """The binding of NCCL in `cupy.cuda.nccl`."""
+    """Calls NCCL through the Python module `cupy.cuda.nccl`."""
 
     name = "cupy"
 
@@ -151,15 +155,17 @@ class CupyBinding:
         self.group_end = nccl.groupEnd
 
     def version(self) -> int:
-        """Implements `NcclBinding.version` by `get_version`."""
+        """Returns the version number of the NCCL library, from cupy's `get_version`."""
         return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
-        """Implements `NcclBinding.unique_id` by `get_unique_id`."""
+        """Returns a new NCCL id of 128 bytes, from cupy's `get_unique_id`."""
         return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Implements `NcclBinding.connect` by `NcclCommunicator`."""
+        """Creates an NCCL communicator by cupy's `NcclCommunicator`; blocks until all `size` ranks
+        call it.
+        """
         return _CupyComm(self._nccl.NcclCommunicator(size, unique_id, index))
 
 
@@ -209,7 +215,7 @@ class _Nccl4pyComm:
 
 
 class Nccl4pyBinding:
-    """The binding of NCCL in `nccl.bindings` of the package nccl4py."""
+    """Calls NCCL through the module `nccl.bindings` of the Python package nccl4py."""
 
     name = "nccl4py"
 
@@ -220,27 +226,31 @@ class Nccl4pyBinding:
         self.group_end = self._raw.group_end
 
     def version(self) -> int:
-        """Implements `NcclBinding.version` by `get_version`."""
+        """Returns the version number of the NCCL library, from nccl4py's `get_version`."""
         return int(self._raw.get_version())
 
     def unique_id(self) -> bytes:
-        """Implements `NcclBinding.unique_id` by `get_unique_id`."""
+        """Returns a new NCCL id of 128 bytes, from nccl4py's `get_unique_id`."""
         return bytes(self._raw.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, index: int) -> NcclComm:
-        """Implements `NcclBinding.connect` by `comm_init_rank_scalable`."""
+        """Creates an NCCL communicator by nccl4py's `comm_init_rank_scalable`.
+
+        Blocks until all `size` ranks have called `connect` with the same `unique_id`.
+        """
         comm = self._raw.comm_init_rank_scalable(size, index, 1, bytearray(unique_id), 0)
         return _Nccl4pyComm(self._raw, comm)
 
 
 def load_binding() -> NcclBinding:
-    """Returns the binding that `FUSER_NCCL` names, or the first that works: nccl4py, then cupy.
+    """Loads a Python binding of NCCL: the one that the option `FUSER_NCCL` names.
 
-    Also sets defaults for two environment variables of NCCL.
+    By default, tries nccl4py first, then cupy. Also sets defaults for two environment variables
+    that NCCL reads.
 
     Raises:
-        CommunicationError: no binding is installed, or none can load libnccl; the message says
-            which bindings were tried.
+        CommunicationError: no binding is installed, or none can load the library libnccl. The
+            message says which bindings were tried.
     """
     # NVLink multicast stays off unless the user asks for it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
