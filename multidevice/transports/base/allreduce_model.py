@@ -1,9 +1,9 @@
-"""The kernel of an allreduce over mapped memory: its source, its memory, and the choice of a
-variant.
+"""The allreduce kernel over mapped GPU memory: its source text, memory layout and launch
+parameters.
 
 The algorithms are described at the top of `fuser/codegen/peer_allreduce.h`. All ranks of a team
-must make the same choices. Therefore the functions here depend only on the size of the team, the
-message and its dtype.
+must make the same choices. Therefore the functions of this module depend only on the size of the
+team, the size of the message and its dtype.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _ADDS = frozenset({"SUM", "AVG", "PRODUCT"})
 
 
 class Way(Enum):
-    """The variant by which ranks exchange the data of a reduction.
+    """The algorithm by which the ranks exchange the data of an allreduce.
 
-    The value is the name of the function in `peer_allreduce.h`.
+    The value is the name of the algorithm's function in `peer_allreduce.h`.
     """
 
     PACKETS = "in_packets"
@@ -87,7 +87,9 @@ _IN_WORDS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Shape:
-    """The launch of a reduction: the variant, the number of blocks, and the threads per block."""
+    """The launch parameters of an allreduce kernel: algorithm, number of CUDA blocks, threads per
+    block.
+    """
 
     way: Way
     blocks: int
@@ -96,10 +98,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of the memory area of a rank that peers map: offsets and sizes in bytes.
+    """The offsets and sizes, in bytes, of the fields of one rank's memory area for allreduce
+    kernels.
 
-    The area begins with the counters of the CUDA blocks, followed by a flag that says whether a
-    kernel gave up.
+    Each rank of a team has one area, which the other ranks map. The area begins with counters of
+    the CUDA blocks. They are followed by a flag that says whether a kernel has given up.
     """
 
     flags_at: int
@@ -114,12 +117,12 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """The size of the area in bytes."""
+        """The size of the memory area in bytes."""
         return self.words_at + 3 * self.words_nbytes
 
     @staticmethod
     def of(size: int) -> Layout:
-        """Returns the layout for a team of `size` ranks."""
+        """Returns the layout of one rank's memory area in a team of `size` ranks."""
         flags_at = _aligned(4 * (3 * MAX_BLOCKS + 1))
         packets_at = _aligned(flags_at + 2 * MAX_BLOCKS * size * 4)
         packets_nbytes = 2 * _PACKETS_NBYTES
@@ -138,14 +141,14 @@ def _aligned(nbytes: int) -> int:
 
 
 def is_known(dtype: torch.dtype, reduce: RedOp) -> bool:
-    """Whether there is a kernel for the reduction `reduce` of elements of `dtype`."""
+    """Returns whether a kernel exists for the reduction `reduce` of elements of `dtype`."""
     return dtype in _TYPES and reduce in _OPS
 
 
 def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
-    """Returns the launch by which a team of `size` ranks reduces a message of `nbytes` bytes.
+    """Chooses the launch parameters for an allreduce of `nbytes` bytes in a team of `size` ranks.
 
-    Returns None if no kernel supports a message of this size, or a team of this size.
+    Returns None if the message or the team is too large for the kernel.
     """
     if not 0 < nbytes <= MAX_NBYTES or not 2 <= size <= MAX_RANKS:
         return None
@@ -165,9 +168,9 @@ def shape_of(nbytes: int, size: int, dtype: torch.dtype) -> Shape | None:
 
 
 def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
-    """Returns how many bytes each rank writes into the memory of the other ranks.
+    """Returns how many bytes each rank writes into the memory of other ranks in one allreduce.
 
-    `nbytes` is the size of the message, `size` the number of ranks.
+    `way` is the algorithm, `nbytes` the size of the message, and `size` the number of ranks.
     """
     if way in _TWO:  # a part of this rank's message to each other rank, and the sum of its own part
         return 2 * (size - 1) * nbytes // size
@@ -175,15 +178,16 @@ def sent_nbytes(way: Way, nbytes: int, size: int) -> int:
 
 
 def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> KernelSource:
-    """Returns the source of the allreduce kernel for a team of `size` ranks.
+    """Returns the CUDA source of the allreduce kernel for a team of `size` ranks and algorithm
+    `way`.
 
     The kernel has these parameters:
 
-    - output and input;
-    - the memory areas of all ranks, and this rank's own area;
-    - the report (`REPORT_WORDS` words of 8 bytes), which the kernel writes if it gives up;
+    - the addresses of output and input;
+    - the memory areas (`Layout`) of all ranks, and this rank's own area;
+    - the report: `REPORT_WORDS` words of 8 bytes, which the kernel writes if it gives up;
     - this rank's position in the team, and the number of elements;
-    - the longest wait in ns, and the tag of the launch.
+    - the longest wait in ns, and a number that identifies the call in reports.
     """
     layout = Layout.of(size)
     element, added, compared = _TYPES[dtype]

@@ -1,7 +1,7 @@
-"""Argument checks, staging buffers and call counts that all backends share.
+"""The checks, the staging buffers and the call counts that all communication backends share.
 
-A backend derives from `CheckedBackend` and moves data in `_start`. The `CollectiveCall` that
-`_start` receives has passed these checks:
+A backend derives from `CheckedBackend` and moves data in its method `_start`. The `CollectiveCall`
+that `_start` receives has passed these checks:
 
 - this rank is a member of the team;
 - the buffers are contiguous, have one dtype and fit in size;
@@ -46,13 +46,14 @@ _BOOL_OPS: dict[str, RedOp] = {"SUM": "MAX", "MAX": "MAX", "PRODUCT": "MIN", "MI
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call of a collective, with checked arguments.
+    """One call of a collective by this rank, with checked arguments.
 
-    - `row`: the description of the collective.
+    - `row`: the description of the collective, an entry of the table of collectives.
     - `index`: the position of this rank in the team.
-    - `key`, `seq`: the sequence of calls that this call belongs to, and its number there.
+    - `key`, `seq`: the sequence of calls to which this call belongs, and the number of this call in
+      the sequence.
     - `given`: the caller's input, if `inp` is a staging buffer of another dtype.
-    - `where`: the user's line, for error messages.
+    - `where`: the user's source line, for error messages.
     """
 
     row: Collective
@@ -71,7 +72,7 @@ class CollectiveCall:
 
     @property
     def root_index(self) -> int:
-        """The root's position in the team."""
+        """The position of the root in the team."""
         assert self.root is not None, "only rooted collectives ask for the root"
         return self.team.index(self.root)
 
@@ -81,7 +82,7 @@ class CollectiveCall:
         return self.team[self.index] == self.root
 
     def describe(self) -> str:
-        """Returns op, operand, team and sequence number as text, for error messages."""
+        """Returns the collective, operand, team and sequence number as text, for error messages."""
         tensor = next((t for t in (self.given, self.inp, self.out) if t is not None), None)
         detail = f"({self.reduce})" if self.reduce else ""
         detail += f" from root {self.root}" if self.root is not None else ""
@@ -91,14 +92,14 @@ class CollectiveCall:
         return f"{self.row.method}{detail} over team {team_text(self.team)}{number}{line}"
 
     def needs(self) -> list[Need]:
-        """Returns the calls that the peers must enter before this collective can complete."""
+        """Returns the calls that the other ranks must enter before this collective can complete."""
         me = self.team[self.index]
         return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != me]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A batch of point-to-point transfers.
+    """A batch of point-to-point transfers of this rank, which start together.
 
     `index` is the position of this rank in the team. `sequence` has the sequence number of each
     transfer.
@@ -120,7 +121,7 @@ class Exchange:
         return f"{'; '.join(parts)} in team {team_text(self.team)}"
 
     def needs(self) -> list[Need]:
-        """Returns the transfers that the peers must enter before this batch can complete."""
+        """Returns the transfers that the other ranks must enter before this batch can complete."""
         me = self.team[self.index]
         return [
             Need(t.peer, transfer_key(t, me, self.team, mirrored=True), seq + 1)
@@ -129,9 +130,9 @@ class Exchange:
 
 
 def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> Calls:
-    """Returns the ledger key under which rank `me` counts a transfer.
+    """Returns the key under which rank `me` counts a send or receive in its ledger of calls.
 
-    If `mirrored` is True, returns the key under which the peer counts the matching transfer.
+    If `mirrored` is True, returns the key under which the other rank counts the matching transfer.
     """
     sends = (transfer.kind == "send") != mirrored
     source, target = (me, transfer.peer) if transfer.kind == "send" else (transfer.peer, me)
@@ -139,15 +140,16 @@ def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> 
 
 
 def is_of(key: Calls, library: str, team: Team) -> bool:
-    """Whether calls counted under `key` may use a library's resources for a team.
+    """Returns whether calls under `key` may use the communicator that `library` created for `team`.
 
-    This is the case for the library's collectives in the team, and for all transfers in the team.
+    `library` is the name of a backend, such as "nccl". The result is True for this backend's
+    collectives of the team, and for all sends and receives in the team.
     """
     return key.team == team and key.kind in (library, SEND, RECV)
 
 
 def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Stream:
-    """Returns the CUDA stream with the raw handle `handle`.
+    """Returns a torch stream object for the CUDA stream with the raw handle `handle`.
 
     Handle 0 is the default stream of `device`. If `device` is None, the current device is used.
     """
@@ -158,10 +160,10 @@ def stream_at(handle: int, device: torch.device | None = None) -> torch.cuda.Str
 
 
 def stream_handle(stream: object, device: torch.device) -> int:
-    """Returns the raw handle of a stream.
+    """Returns the raw handle of a CUDA stream on `device`.
 
-    `stream` is a torch.cuda.Stream, a handle, or None, which means the current stream of `device`.
-    Raises `InputError` for any other type.
+    `stream` is a torch.cuda.Stream, a handle, or None for the current stream. Raises `InputError`
+    for any other type.
     """
     if stream is None:
         return raw_stream_on(device)()
@@ -174,7 +176,7 @@ def stream_handle(stream: object, device: torch.device) -> int:
 
 
 class DoneWork:
-    """A communication that is already complete, so that waiting returns at once."""
+    """The handle of a communication that is already complete; waiting returns at once."""
 
     def wait(self) -> None:
         """Returns at once, because the communication is complete."""
@@ -187,9 +189,10 @@ DONE = DoneWork()
 
 
 class FinishingWork:
-    """A communication that is followed by a local step, such as a copy from a staging buffer.
+    """The handle of a communication after which this rank must act, such as copy from a staging
+    buffer.
 
-    The local step runs once, in the first `wait`.
+    The function `finish` does that. The first `wait` calls `finish`, once.
     """
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
@@ -197,28 +200,35 @@ class FinishingWork:
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        """Waits for the communication; the first call then runs the local step."""
+        """Waits for the communication; the first call then calls `finish`, for example to copy the
+        result.
+        """
         self._work.wait()
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def synchronize(self) -> None:
-        """Waits as `wait` does, then blocks the host until the communication is complete."""
+        """Waits for the communication, calls `finish`, and blocks the host until the data has
+        arrived.
+        """
         self.wait()
         self._work.synchronize()
 
 
 def _as_pairs(call: CollectiveCall) -> CollectiveCall:
-    """Rewrites a sum of complex numbers as a sum of twice as many real ones, in the same memory."""
+    """Rewrites a sum of complex numbers as a sum of real numbers, in the same memory.
+
+    Each complex number becomes two real ones, because transports have no complex dtypes.
+    """
     inp, out = (None if t is None else torch.view_as_real(t) for t in (call.inp, call.out))
     return replace(call, inp=inp, out=out, given=call.inp)
 
 
 class CheckedBackend(NamedCollectives, Captured, ABC):
-    """Implements the `Backend` protocol with checks; a subclass adds the methods that move data.
+    """The base class of backends: checks each call, counts it, and passes it to the subclass.
 
-    A subclass implements `_start`, `_start_batch` and `_check_device`.
+    A subclass moves the data. It implements `_start`, `_start_batch` and `_check_device`.
     """
 
     name = ""
@@ -238,18 +248,20 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
 
     @abstractmethod
     def _start(self, call: CollectiveCall) -> Work:
-        """Starts a collective of a team with at least two members."""
+        """Starts a collective whose arguments have been checked; the team has at least two
+        ranks.
+        """
 
     @abstractmethod
     def _start_batch(self, batch: Exchange) -> Work:
-        """Starts all transfers of a batch, which have been checked and counted."""
+        """Starts all transfers of a batch; they have been checked and counted before."""
 
     @abstractmethod
     def _check_device(self, tensor: torch.Tensor) -> None:
         """Raises `InputError` if the backend cannot access the memory of this tensor."""
 
     def _on(self, stream: object) -> AbstractContextManager[object]:
-        """Returns a context in which torch ops are enqueued on `stream`.
+        """Returns a context in which torch's ops are enqueued on the CUDA stream `stream`.
 
         This base class returns an empty context, because CPU backends have no streams.
         """
@@ -257,21 +269,20 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return nullcontext()
 
     def _pinned(self, stream: object) -> object:
-        """Returns a stream that stays the same later, for work that is enqueued later.
+        """Returns the stream that `stream` denotes now, for work that will be enqueued later.
 
-        A subclass replaces None by the stream that is current now. This base class returns
-        `stream`.
+        None denotes the current stream, which may be another one later. A subclass therefore
+        replaces None by the current stream. This base class returns `stream`, because CPU backends
+        have no streams.
         """
         return stream
 
     def drain(self) -> None:
-        """Implements `Backend.drain`; returns at once, because CPU backends have no work on a
-        device.
-        """
+        """Returns at once, because CPU backends have no work on a device."""
         return
 
     def close(self) -> None:
-        """Implements `Backend.close`: from now on, every call raises an error."""
+        """Closes the backend: from now on, every communication raises an error."""
         self._closed = True
 
     def collective(
@@ -285,7 +296,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None = None,
         stream: object = None,
     ) -> Work:
-        """Implements `Backend.collective`: checks the arguments, and starts the collective.
+        """Checks the arguments of a collective and starts it; the arguments are those of the
+        protocol.
 
         In a team of one rank, copies the input to the output.
         """
@@ -310,11 +322,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None,
         stream: object,
     ) -> Work:
-        """Starts a collective that has one buffer, such as a broadcast, in place in its result
-        `out`.
+        """Starts a collective that needs one buffer only, such as a broadcast, in the buffer `out`.
 
-        The root first copies its operand `inp` to `out`. A root without `out` passes `inp`, which
-        is not changed.
+        The root first copies its operand `inp` to `out`. If `out` is None on the root, the root
+        sends `inp`, which is not changed.
         """
         index = self._index(row.method, team)
         if reduce is not None or root not in team:  # no such broadcast
@@ -331,7 +342,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return DONE if len(team) == 1 else self._begun(call, self._start)
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
-        """Implements `Backend.barrier`: blocks the host until all members have entered."""
+        """Blocks the host until all ranks of the team have entered the barrier."""
         index = self._index(BARRIER.method, team)
         call = self._call(BARRIER, index, None, None, team, stream, None, None)
         if len(team) > 1:
@@ -340,17 +351,18 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Point-to-point
 
     def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Implements `Backend.send`: sends `buf` as a batch of one transfer."""
+        """Sends `buf` to the rank `peer`, as a batch of one transfer."""
         return self.batch((Transfer("send", buf, peer),), team=team, stream=stream)
 
     def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Implements `Backend.recv`: receives into `buf` as a batch of one transfer."""
+        """Receives data from the rank `peer` into `buf`, as a batch of one transfer."""
         return self.batch((Transfer("recv", buf, peer),), team=team, stream=stream)
 
     def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
-        """Implements `Backend.batch`: checks, counts and starts the transfers.
+        """Checks, counts and starts several sends and receives.
 
-        If the start fails, the transfers are no longer counted, because peers cannot wait for them.
+        If the start fails, the transfers are no longer counted, because other ranks must not wait
+        for transfers that do not happen.
         """
         index = self._checked_batch(transfers, team)
         if not transfers:
@@ -367,23 +379,26 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             raise
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Implements `Backend.bind_batch`: checks a batch, and returns a function that starts it.
+        """Checks a batch of transfers once; returns a function that starts the batch without the
+        checks.
 
-        Returns None for an empty batch, and if the backend binds no batches.
+        Returns None for an empty batch, and for a backend that must check each batch.
         """
         index = self._checked_batch(transfers, team)
         batch = Exchange(team, index, tuple(transfers), (-1,) * len(transfers), None)
         return self._bind_batch(batch) if transfers else None
 
     def _bind_batch(self, batch: Exchange) -> PostBatch | None:
-        """Returns a function that starts checked batches like `batch`.
+        """Returns a function that starts batches with the same peers, dtypes and sizes as `batch`.
 
         This base class returns None: each batch is checked.
         """
         del batch
 
     def _checked_batch(self, transfers: Sequence[Transfer], team: Team) -> int:
-        """Checks that all transfers can be made; returns this rank's position in the team."""
+        """Raises an error if a transfer has a wrong buffer or peer; returns this rank's position in
+        the team.
+        """
         index = self._index("batch", team)
         for transfer in transfers:
             self._check_tensor(transfer.kind, "buf", transfer.tensor)
@@ -397,10 +412,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Checks and staging
 
     def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
-        """Starts a call that has been counted as entered.
+        """Starts a call that has been counted as entered; `start` is the function that starts
+        calls.
 
-        If the start fails, the call is no longer counted, because peers cannot wait for a call that
-        was not made.
+        If the start fails, the call is no longer counted, because other ranks must not wait for a
+        call that did not happen.
         """
         try:
             return start(call)
@@ -422,9 +438,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Implements `Backend.bind`: checks a collective, and returns a function that starts it.
+        """Checks a collective once; returns a function that starts the collective without the
+        checks.
 
-        Returns None if each call needs local work: a copy of an operand, or a staging buffer.
+        Returns None if each call needs work on this rank: a copy of an operand, or a staging
+        buffer.
         """
         if row.has_one_buffer:
             return None  # the root copies its operand before each call
@@ -438,10 +456,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return self._bind(call) if reduce is None else self._bind_reduction(call)
 
     def _bind(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts checked calls like `call`, directly on the caller's
-        buffers.
+        """Returns a function that starts collectives like `call` on buffers of the same dtypes and
+        sizes.
 
-        This base class returns None: each call is checked.
+        The buffers are used directly, without staging. This base class returns None: each call is
+        checked.
         """
         del call
 
@@ -454,7 +473,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None,
         root: int | None,
     ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-        """Checks the arguments of a collective.
+        """Checks the arguments of a collective; raises an error that names the wrong argument.
 
         Returns this rank's position in the team, the output and the input. A buffer that only the
         root needs becomes None on other ranks.
@@ -470,9 +489,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return index, out, inp
 
     def _bind_reduction(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts reductions in the same way as `_start_reduction`.
+        """Returns a function that starts collectives with the reduction of `call`, on buffers like
+        its own.
 
-        Returns None if `_start_reduction` needs staging buffers, or work after the collective.
+        Returns None if the reduction needs a staging buffer, or work of this rank after the
+        collective.
         """
         if call.inp is not None and call.inp.dtype in COMPLEX:
             return self._bind_reduction(_as_pairs(call))
@@ -496,9 +517,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None,
         root: int | None,
     ) -> CollectiveCall:
-        """Counts a collective as entered, and returns the call with its sequence number.
+        """Counts a collective as entered by this rank; returns the call with its sequence number.
 
-        From now on, peers may wait for this call.
+        From now on, other ranks may wait for this call.
         """
         key = Calls(self.name, team)
         seq = self._ledger.enter(key)
@@ -548,10 +569,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, lambda: out.div_(count))
 
     def _start_ordered(self, call: CollectiveCall, inp: torch.Tensor, *, is_max: bool) -> Work:
-        """Starts a MIN or MAX of floats as a reduction of integers in the same order
-        (`as_ordered`).
+        """Starts a MIN or MAX of floats as the same reduction of integers that have the same order.
 
         This is needed because transports lose NaN in MIN and MAX, while torch returns NaN.
+        `as_ordered` maps floats to integers.
         """
         out, stream = call.out, self._pinned(call.stream)
         with self._on(stream):
@@ -567,17 +588,20 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, finish)
 
     def _separate(self, call: CollectiveCall) -> CollectiveCall:
-        """Copies the input if it shares memory with the output in a way that is not allowed."""
+        """Replaces the input by a copy if it overlaps the output in a way that would change the
+        result.
+        """
         if call.inp is None or not self._is_harmful(call):
             return call
         with self._on(call.stream):
             return replace(call, inp=call.inp.clone())
 
     def _is_harmful(self, call: CollectiveCall) -> bool:
-        """Whether the input and the output share memory in a way that is not allowed.
+        """Returns whether the output overlaps the input in a way that would change the result.
 
-        Allowed are equal buffers, if `row.sharing` is "same", and an input that is this rank's own
-        part of the output, for the collectives in `in_place_parts`.
+        Two overlaps are harmless. One is the same buffer for both, for collectives with
+        `row.sharing` "same". The other is an input that is this rank's part of the output, for
+        collectives in `in_place_parts`.
         """
         out, inp = call.out, call.inp
         if out is None or inp is None or not overlap(out, inp):
@@ -647,16 +671,17 @@ REDUCIBLE = FLOATING | COMPLEX | {torch.int8, torch.uint8, torch.int32, torch.in
 
 
 def tensor_text(tensor: torch.Tensor) -> str:
-    """Returns dtype and shape of a tensor as text: `float32[2, 3]`."""
+    """Returns the dtype and the shape of a tensor as text: `float32[2, 3]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def check_fit(
     row: Collective, out: torch.Tensor | None, inp: torch.Tensor | None, count: int
 ) -> None:
-    """Checks that the buffers of a collective have one dtype and can be divided into equal parts.
+    """Raises an error if the sizes or dtypes of a collective's buffers do not fit together.
 
-    `count` is the number of ranks in the team, which determines the number of parts.
+    `count` is the number of ranks in the team. A buffer with one part per rank must divide into
+    `count` equal parts.
     """
     op, out_parts, inp_parts = row.method, row.out.parts(count), row.inp.parts(count)
     for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
@@ -696,7 +721,7 @@ def check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
+    """Returns whether two contiguous tensors share memory."""
     a_start, b_start = a.data_ptr(), b.data_ptr()
     a_stop = a_start + a.numel() * a.element_size()
     b_stop = b_start + b.numel() * b.element_size()
@@ -711,9 +736,11 @@ _BITS = {torch.float32: (torch.int32, 2**31 - 1), torch.float64: (torch.int64, 2
 
 
 def as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-    """Maps floats to integers in the same order; NaN becomes the integer that wins the reduction.
+    """Maps floats to integers in the same order, so that integers can be reduced instead (MIN or
+    MAX).
 
-    NaN becomes the largest integer if `is_max` is True, otherwise the smallest.
+    NaN becomes the integer that wins the reduction: the largest if `is_max` is True, otherwise the
+    smallest.
     """
     wide = x.float() if x.dtype.itemsize == 2 else x
     kind, largest = _BITS[wide.dtype]
@@ -724,8 +751,9 @@ def as_ordered(x: torch.Tensor, *, is_max: bool) -> torch.Tensor:
 
 
 def from_ordered(keys: torch.Tensor) -> torch.Tensor:
-    """Maps integers of `as_ordered` back to floats; the smallest and the largest integer become
-    NaN.
+    """Maps integers that `as_ordered` returned back to floats.
+
+    The smallest and the largest integer become NaN.
     """
     wide = {kind: (dtype, largest) for dtype, (kind, largest) in _BITS.items()}
     dtype, largest = wide[keys.dtype]

@@ -1,9 +1,9 @@
-"""The table of collectives, which transports, programs, analyses and costs read.
+"""The table of collectives: all facts about each collective that do not depend on the transport.
 
-A team has n members. Each member has an operand `inp` and a result `out`. A buffer consists of one
-part, or of one part per member; part i belongs to member i. Each entry of the table (`Collective`)
-has all facts about a collective that do not depend on the transport. Each transport has its own
-table of the functions that execute collectives.
+Transports, host programs, analyses and the cost model read this table. A collective runs on a team
+of n ranks. Each rank has an operand `inp` and a result `out`. A buffer consists of one part, or of
+one part per rank; part i belongs to the i-th rank of the team. Each transport has its own table of
+functions that execute collectives (`TransportTable`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Side:
     at_root: bool = False
 
     def parts(self, members: int) -> int:
-        """Returns the number of parts of this buffer for a team with `members` ranks."""
+        """Returns the number of equal parts of this buffer in a team of `members` ranks."""
         return members if self.per_member else 1
 
 
@@ -47,10 +47,10 @@ ROOT_PART, ROOT_PARTS = Side(at_root=True), Side(per_member=True, at_root=True)
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """One collective: an entry of the table, compared by identity.
+    """One collective, such as allgather: an entry of the table of collectives.
 
-    The comments beside the fields explain them. A number of bytes in `block` may be an array with
-    one entry per rank.
+    Entries are compared by identity. The comments beside the fields explain the fields. A number of
+    bytes that is passed to `block` may be an array with one entry per rank.
     """
 
     # The type in host programs: nvFuser's name.
@@ -82,15 +82,15 @@ class Collective:
 
     @cached_property
     def is_rooted(self) -> bool:
-        """Whether one member, the root, has a buffer that the other members lack."""
+        """Whether one rank of the team, the root, has a buffer that the other ranks lack."""
         return self.inp.at_root or self.out.at_root
 
     @cached_property
     def growth(self) -> int:
-        """The size ratio of result and operand as an exponent of the team size n.
+        """The exponent of the team size n in the size ratio of result and operand.
 
-        - 1: the result is n times the operand.
-        - -1: the operand is n times the result.
+        - 1: the result is n times as large as the operand.
+        - -1: the operand is n times as large as the result.
         - 0: both have the same size.
         """
         return self.out.per_member - self.inp.per_member
@@ -100,15 +100,17 @@ _BY_NAME: dict[str, Collective] = {}
 
 
 def _row(row: Collective) -> Collective:
-    """Adds a collective to the table of those that a host program can start; returns it."""
+    """Adds a collective to the table of those that a host program can start; returns the
+    collective.
+    """
     _BY_NAME[row.name] = row
     return row
 
 
 def _spread(n: int) -> float:
-    """Returns the fraction (n - 1) / n of the larger buffer that each of n members sends.
+    """Returns the fraction (n - 1) / n of the larger buffer, which each of n ranks sends.
 
-    One of the n parts is not sent, because its member has it already.
+    One of the n parts is not sent, because the rank that needs the part already has it.
     """
     return (n - 1) / n
 
@@ -227,9 +229,9 @@ _How = TypeVar("_How")
 
 
 class TransportTable(dict[Collective, _How]):
-    """The functions by which a transport executes the collectives that it supports.
+    """The functions by which one transport executes collectives, by collective.
 
-    A look-up of any other collective raises `UnsupportedError`.
+    A look-up of a collective that the transport does not support raises `UnsupportedError`.
     """
 
     def __init__(self, transport: str, how: Mapping[Collective, _How]) -> None:

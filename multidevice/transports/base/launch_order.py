@@ -1,9 +1,10 @@
-"""Orders launches on any streams: they run one after another, in the order of the host's calls.
+"""Makes kernel launches on any CUDA streams run one after another, in the order of the host's
+calls.
 
 Between launches on two streams, the second stream waits for an event of the first. A launch that is
 captured in a CUDA graph runs when the graph is launched, on any stream. The graph waits for the
-event before its first launch, and records the event after its last. So graphs, too, run in the
-order in which the host launches them. Within a graph, the edges of the graph are enough.
+event before its first such kernel, and records the event after its last one. So graphs, too, run in
+the order in which the host launches them. Within a graph, the edges of the graph define the order.
 """
 
 from __future__ import annotations
@@ -26,54 +27,61 @@ _NO_CONTEXT = 201
 class GraphDriver(Protocol):
     """The calls of the CUDA driver that `LaunchOrder` needs.
 
-    Events, streams, graphs and nodes are raw handles.
+    Events, streams, CUDA graphs and graph nodes are raw handles.
     """
 
     def make_event(self) -> int:
-        """Creates an event without timing, and returns it."""
+        """Creates a CUDA event without timing; returns its handle."""
         ...
 
     def record(self, event: int, stream: int) -> None:
-        """Records an event on a stream."""
+        """Records a CUDA event on a stream."""
         ...
 
     def wait(self, event: int, stream: int) -> None:
-        """Makes later work of a stream wait for an event."""
+        """Makes later work of a stream wait for a CUDA event."""
         ...
 
     def wait_node(self, event: int, stream: int) -> None:
-        """Adds a node that waits for the event to the graph that is captured on the stream."""
+        """Adds a node that waits for `event` to the CUDA graph that is being captured on
+        `stream`.
+        """
         ...
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether work on the stream is being captured into a graph."""
+        """Returns whether work on the stream is being captured into a CUDA graph."""
         ...
 
     def capture(self, stream: int) -> tuple[int, int, list[int]]:
-        """Returns the state of the capture on a stream.
+        """Returns the state of the capture of a CUDA graph on a stream.
 
-        The state is the number of the capture, its graph, and the nodes that the next node will
-        depend on.
+        The state consists of the capture's number, the graph, and the nodes on which the next node
+        will depend.
         """
         ...
 
     def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
-        """Adds a node to the graph that records the event after the nodes `behind`; returns the
-        node.
+        """Adds a node that records `event` to a CUDA graph; returns the node.
+
+        The node runs after the nodes `behind`.
         """
         ...
 
     def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
-        """Makes a node depend on the nodes `now` instead of the nodes `was`."""
+        """Makes a node of a CUDA graph depend on the nodes `now` instead of the nodes `was`."""
         ...
 
     def is_done(self, stream: int) -> bool:
-        """Whether a stream has completed all its work."""
+        """Returns whether a CUDA stream has completed all its work."""
         ...
 
 
 class LaunchOrder:
-    """The order of one family of launches: each runs after all that the host started before."""
+    """Orders a family of kernel launches: each kernel runs after those that the host launched
+    before.
+
+    The caller calls `before` and `after` around each launch.
+    """
 
     def __init__(self, driver: GraphDriver) -> None:
         self._driver = driver
@@ -89,9 +97,10 @@ class LaunchOrder:
         self.is_done = driver.is_done
 
     def before(self, stream: int) -> bool:
-        """Makes the next launch on `stream` wait for the latest launch.
+        """Makes the next launch on `stream` wait for the latest launch of the family.
 
-        Returns whether the launch is being captured, which is the argument of `after`.
+        Returns whether the launch is being captured into a CUDA graph; the caller passes this to
+        `after`.
         """
         driver = self._driver
         if not driver.is_capturing(stream):
@@ -108,7 +117,9 @@ class LaunchOrder:
         return True
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Records the launch on `stream` as the latest one, for which the next launch waits."""
+        """Records the launch just made on `stream` as the latest of the family; the next launch
+        waits for it.
+        """
         driver = self._driver
         if not is_captured:
             driver.record(self._event, stream)
@@ -125,10 +136,10 @@ class LaunchOrder:
 
 
 class CudaDriver:
-    """The CUDA driver of one GPU, called through its C interface for speed, because every launch
-    uses it.
+    """The CUDA driver of one GPU, called through its C interface.
 
-    Raises `UnsupportedError` if the driver's library cannot be loaded.
+    The C interface is faster than the Python bindings, and every launch uses these calls. Raises
+    `UnsupportedError` if the driver's library cannot be loaded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -155,39 +166,43 @@ class CudaDriver:
         self._ask = library.cuStreamIsCapturing
 
     def make_event(self) -> int:
-        """Implements `GraphDriver.make_event` by `cuEventCreate`."""
+        """Creates a CUDA event without timing by `cuEventCreate`; returns its handle."""
         event = ctypes.c_void_p()
         with torch.cuda.device(self._device):
             self._call("cuEventCreate", ctypes.addressof(event), _NO_TIMING)
         return event.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        """Implements `GraphDriver.record` by `cuEventRecord`."""
+        """Records a CUDA event on a stream by `cuEventRecord`."""
         status = self._record(event, stream)
         if status:
             self._again("cuEventRecord", status, event, stream)
 
     def wait(self, event: int, stream: int) -> None:
-        """Implements `GraphDriver.wait` by `cuStreamWaitEvent`."""
+        """Makes later work of a stream wait for a CUDA event, by `cuStreamWaitEvent`."""
         status = self._wait(stream, event, 0)
         if status:
             self._again("cuStreamWaitEvent", status, stream, event, 0)
 
     def wait_node(self, event: int, stream: int) -> None:
-        """Implements `GraphDriver.wait_node` by `cuStreamWaitEvent` with the flag for external
-        events.
+        """Adds a node that waits for `event` to the CUDA graph that is being captured on `stream`.
+
+        Calls `cuStreamWaitEvent` with the flag for external events.
         """
         self._call("cuStreamWaitEvent", stream, event, _EXTERNAL)
 
     def is_capturing(self, stream: int) -> bool:
-        """Implements `GraphDriver.is_capturing` by `cuStreamIsCapturing`."""
+        """Returns whether work on the stream is being captured, by `cuStreamIsCapturing`."""
         status = self._ask(stream, self._status_at)
         if status:
             self._again("cuStreamIsCapturing", status, stream, self._status_at)
         return self._status.value != 0
 
     def capture(self, stream: int) -> tuple[int, int, list[int]]:
-        """Implements `GraphDriver.capture` by `cuStreamGetCaptureInfo_v2`."""
+        """Returns the state of the capture on a stream, as `GraphDriver.capture`.
+
+        Calls `cuStreamGetCaptureInfo_v2`.
+        """
         number, graph = ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
         places = (ctypes.addressof(x) for x in (number, graph, nodes, count))
@@ -196,7 +211,9 @@ class CudaDriver:
         return number.value, graph.value or 0, behind
 
     def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
-        """Implements `GraphDriver.record_node` by `cuGraphAddEventRecordNode`."""
+        """Adds a node that records `event` to a CUDA graph, after the nodes `behind`; returns the
+        node.
+        """
         node, nodes = ctypes.c_void_p(), _handles(behind)
         self._call(
             "cuGraphAddEventRecordNode", ctypes.addressof(node), graph, nodes, len(behind), event
@@ -204,12 +221,12 @@ class CudaDriver:
         return node.value or 0
 
     def move_node(self, node: int, graph: int, was: Sequence[int], now: Sequence[int]) -> None:
-        """Implements `GraphDriver.move_node`: replaces the dependencies of a node."""
+        """Makes a node of a CUDA graph depend on the nodes `now` instead of the nodes `was`."""
         for name, nodes in (("cuGraphRemoveDependencies", was), ("cuGraphAddDependencies", now)):
             self._call(name, graph, _handles(nodes), _handles([node] * len(nodes)), len(nodes))
 
     def is_done(self, stream: int) -> bool:
-        """Implements `GraphDriver.is_done` by a query of the stream."""
+        """Returns whether a CUDA stream has completed all its work."""
         return stream_at(stream, self._device).query()
 
     def _call(self, name: str, *args: Any) -> None:
@@ -218,7 +235,10 @@ class CudaDriver:
             self._again(name, status, *args)
 
     def _again(self, name: str, status: int, *args: Any) -> None:
-        """Repeats a failed call if this thread had no CUDA context; raises if it fails again."""
+        """Repeats a failed driver call if the reason was that this thread had no CUDA context.
+
+        Raises `CommunicationError` if the call still fails.
+        """
         if status == _NO_CONTEXT:
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream().query()

@@ -1,9 +1,9 @@
-"""Collectives made of point-to-point transfers, directly between each pair of members.
+"""Collectives made of point-to-point transfers, directly between each pair of ranks of the team.
 
-Each collective is a generator of steps. A step is a list of transfers that must all be complete
-before the generator continues. The generator depends neither on the transport nor on how to wait.
-No member sends more than twice the data that it must send. A reduction adds in team order, so that
-all members get the same bits.
+Each collective is a generator that yields lists of transfers. All transfers of a list must be
+complete before the generator continues. The generator depends neither on the transport nor on how
+the caller waits. No rank sends more than twice the data that it must send. A reduction adds in team
+order, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def steps_of(call: CollectiveCall) -> Steps:
-    """Returns the steps of a collective for this rank, which is member `call.index` of the team."""
+    """Returns the generator of a collective's transfers on this rank (member `call.index` of the
+    team).
+
+    The generator yields lists of sends and receives. The caller completes all transfers of a list,
+    then asks for the next list.
+    """
     inp, out = (None if t is None else t.detach() for t in (call.inp, call.out))
     return _STEPS[call.row](replace(call, inp=inp, out=out))
 
@@ -171,10 +176,10 @@ _STEPS = TransportTable[Callable[[CollectiveCall], Steps]](
 def _reduce_blocks(
     call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
 ) -> Steps:
-    """Yields the step in which member i receives block i of all members; reduces the blocks into
-    `out`.
+    """Yields the transfers by which member i receives block i of all members; then reduces the
+    blocks.
 
-    `blocks` are the blocks of this member's operand.
+    `blocks` are the blocks of this member's operand. The result is written to `out`.
     """
     own = blocks[call.index]
     room = own.new_empty((len(blocks), own.numel()))
@@ -192,20 +197,21 @@ def _reduce_blocks(
 
 
 def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
-    """Whether one call of torch's sum gives the same bits as `_fold`.
+    """Returns whether one call of torch's sum gives the same bits as `_fold`, the reduction in team
+    order.
 
-    This is the case for few parts of 16-bit floats on a GPU, which torch adds in order, in float32.
-    `own` is this member's block.
+    This is true for few blocks of 16-bit floats on a GPU, because torch adds them in order, in
+    float32. `own` is this member's block.
     """
     is_sum = call.reduce == "SUM" and own.dtype in HALF
     return is_sum and own.is_cuda and len(call.team) <= IN_ORDER
 
 
 def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Reduces parts of equal size in order, and writes the result to `out`, which may be one of the
-    parts.
+    """Reduces tensors of equal size one after another, and writes the result to `out`.
 
-    16-bit floats are reduced in float32.
+    `parts` are the tensors of the members, in team order; `out` may be one of them. 16-bit floats
+    are reduced in float32.
     """
     assert call.reduce is not None, "a reduction has an op"
     apply = _REDUCE[call.reduce]
@@ -224,16 +230,20 @@ def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor
 
 
 def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer]:
-    """Returns the transfers in which every member sends its own part to all other members."""
+    """Returns the transfers by which each member sends its own part to all other members.
+
+    `parts` has one part per member; the parts of other members are received.
+    """
     return _swap(call, [parts[call.index]] * len(parts), parts)
 
 
 def _swap(
     call: CollectiveCall, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]
 ) -> list[Transfer]:
-    """Returns the transfers that send part i of `given` to member i, and receive part i of `taken`.
+    """Returns this member's transfers of an exchange: all other members get one part each.
 
-    Part i of `taken` is received from member i. This member's own parts are left out.
+    Part i of `given` is sent to member i. Part i of `taken` is received from member i. This
+    member's own parts are left out.
     """
     others = _others(call)
     return [
@@ -265,13 +275,13 @@ def _both(call: CollectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Divides a buffer that has one part per member into these parts."""
+    """Divides a buffer that has one equal part per member of the team into these parts."""
     count = len(call.team)
     return tensor.view(count, tensor.numel() // count).unbind(0)
 
 
 def _blocks(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Divides a buffer of any size into one block per member.
+    """Divides a buffer of any size into one block per member of the team.
 
     The last blocks may be one element shorter.
     """

@@ -1,11 +1,11 @@
-"""The protocol of communication backends.
+"""The interface of communication backends (MPI, gloo, NCCL, peer copies, simulated ranks).
 
-A team is an ordered tuple of global ranks. Roots and peers are global ranks, too. All tensors are
-contiguous. A buffer may have `len(team)` equal parts; part `i` belongs to the rank `team[i]`.
+A team is an ordered tuple of global ranks: the processes that communicate. Roots and peers are
+global ranks, too. All tensors are contiguous. A buffer may have `len(team)` equal parts; part `i`
+belongs to the rank `team[i]`.
 
-A call enters a collective. Every member of the team must enter the same collectives in the same
-order. The call returns at once with a `Work`. The backend uses the buffers until `Work.wait()` has
-returned.
+Every member of the team must call the same collectives in the same order. A call returns at once
+with a `Work` handle. The backend uses the buffers until `wait()` of the handle has returned.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ RED_OPS: tuple[RedOp, ...] = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 
 
 class Work(Protocol):
-    """A communication that a rank has started."""
+    """The handle of a communication that this rank has started."""
 
     def wait(self) -> None:
-        """Returns when later work may use the buffers.
+        """Returns when later work may use the buffers of the communication.
 
-        On the CPU, the data has arrived when `wait` returns. On CUDA, the stream runs later work
-        after the communication.
+        On the CPU, the data has arrived when `wait` returns. On CUDA, `wait` does not block the
+        host: later work of the current stream runs after the communication.
 
         Raises:
             CommunicationTimeout: the deadline passed.
-            PeerError: a peer failed, or left before it entered this communication.
+            PeerError: another rank failed, or left the job before it entered this communication.
         """
         ...
 
@@ -72,8 +72,9 @@ PostBatch = Callable[[Sequence[int], int], Work]
 class Transfer:
     """One half of a point-to-point copy: a send to, or a receive from, the global rank `peer`.
 
-    Sends and receives are matched in the order in which they are started. If simulated ranks start
-    transfers later than the program says, `order` is the position of the transfer in the program.
+    Two ranks match their sends and receives in the order in which the transfers are started.
+    Simulated ranks may start transfers later than the host program says. In that case, `order` is
+    the position of the transfer in the program; otherwise it is None.
     """
 
     kind: Literal["send", "recv"]
@@ -97,10 +98,12 @@ class NamedCollectives(Protocol):
         root: int | None = None,
         stream: object = None,
     ) -> Work:
-        """Starts the collective that `row` describes.
+        """Starts the collective that `row`, an entry of the table of collectives, describes.
 
-        Some buffers are needed on the root only: other members may pass anything for them. `reduce`
-        is passed if the collective reduces, `root` if the collective has a root.
+        - `out`, `inp`: the buffers. A buffer that only the root needs may be anything on other
+          ranks.
+        - `reduce`: the reduction, such as "SUM"; None if the collective does not reduce.
+        - `root`: the root's global rank; None if the collective has no root.
         """
         ...
 
@@ -168,8 +171,8 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Divides the root's `inp` into one part per member, and writes part i to `out` on member
-        i.
+        """Divides the root's `inp` into one part per member of the team; member i receives part i
+        in `out`.
 
         Other members pass None for `inp`.
         """
@@ -202,37 +205,52 @@ class NamedCollectives(Protocol):
 
 
 class Backend(NamedCollectives, Protocol):
-    """Collectives and point-to-point copies among the ranks of a team.
+    """A communication backend: collectives and point-to-point copies among the ranks of a team.
 
-    - `where`: the user's line of the next communication, for error messages.
-    - `generation`: how often communicators were dropped (see `Captured`).
+    - `where`: the user's source line of the next communication, for error messages.
+    - `generation`: how often the backend has dropped its communicators (see `Captured`).
     """
 
     where: str
     generation: int
 
     def can_capture(self, what: str) -> bool:
-        """Same as `Captured.can_capture`: whether a CUDA graph may repeat communication `what`."""
+        """Returns whether a CUDA graph may repeat the communication `what`, as
+        `Captured.can_capture`.
+        """
         ...
 
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
-        """Same as `Captured.capturing`: returns the context in which a CUDA graph is captured."""
+        """Returns the context in which a run is captured as a CUDA graph, as
+        `Captured.capturing`.
+        """
         ...
 
     def flush(self) -> None:
-        """Same as `Captured.flush`: enqueues the flag writes that a capture has delayed."""
+        """Enqueues the flag writes that a capture has delayed, as `Captured.flush`.
+
+        A flag is a number in memory by which one GPU signals another one.
+        """
         ...
 
     def noting(self) -> AbstractContextManager[Counter[Calls]]:
-        """Same as `Captured.noting`: returns a context that counts the calls of this thread."""
+        """Returns a context that counts the communications that this thread starts, as
+        `Captured.noting`.
+        """
         ...
 
     def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
-        """Same as `Captured.enter_again`: counts the calls that a CUDA graph repeats."""
+        """Adds the communications that a launched CUDA graph repeats to this rank's counts.
+
+        The arguments are those of `Captured.enter_again`.
+        """
         ...
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Same as `Captured.repeated_by`: registers an owner of CUDA graphs."""
+        """Registers an owner of CUDA graphs, whose graphs the backend may have to drop.
+
+        The argument is that of `Captured.repeated_by`.
+        """
         ...
 
     @property
@@ -241,19 +259,21 @@ class Backend(NamedCollectives, Protocol):
         ...
 
     def send(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Sends `buf` to the member `peer`, which must start a matching `recv`."""
+        """Sends `buf` to the rank `peer` of the team, which must start a matching `recv`."""
         ...
 
     def recv(self, buf: torch.Tensor, *, peer: int, team: Team, stream: object = None) -> Work:
-        """Receives data from the member `peer` into `buf`."""
+        """Receives data from the rank `peer` of the team into `buf`."""
         ...
 
     def batch(self, transfers: Sequence[Transfer], *, team: Team, stream: object = None) -> Work:
-        """Starts all transfers at once, so that a ring of sends and receives cannot deadlock."""
+        """Starts several sends and receives at once, so that a ring of transfers cannot
+        deadlock.
+        """
         ...
 
     def barrier(self, *, team: Team, stream: object = None) -> None:
-        """Returns when every member has entered the barrier.
+        """Blocks the host until every rank of the team has called the method.
 
         On CUDA, all work that `stream` had before the barrier is complete, too.
         """
@@ -269,29 +289,33 @@ class Backend(NamedCollectives, Protocol):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Checks a collective that this rank has entered before; returns a function that starts it.
+        """Checks a collective once; returns a function that starts the collective without the
+        checks.
 
-        The returned function accepts all buffers with the dtypes and sizes of `out` and `inp`.
-        Returns None if every call must be checked anew.
+        This rank must have entered the collective before. The returned function accepts all buffers
+        with the dtypes and sizes of `out` and `inp`. Returns None if each call must be checked.
         """
         ...
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Checks a batch that this rank has entered before; returns a function that starts it.
+        """Checks a batch of transfers once; returns a function that starts the batch without the
+        checks.
 
-        The returned function accepts all tensors with the dtypes and sizes of those in `transfers`.
-        Returns None if every batch must be checked anew.
+        This rank must have entered the batch before. The returned function accepts all tensors with
+        the dtypes and sizes of those in `transfers`. Returns None if each batch must be checked.
         """
         ...
 
     def drain(self) -> None:
-        """Returns when the device has completed all communications, or cannot complete them any
+        """Waits until the device has completed all communications, or cannot complete them any
         more.
+
+        Called at the end of the process.
         """
         ...
 
     def close(self) -> None:
-        """Releases the backend's resources; later calls raise an error."""
+        """Releases the communicators and the memory of the backend; later calls raise an error."""
         ...
 
 
@@ -300,37 +324,41 @@ NAME_WORDS = 5
 
 
 class PeerMemory(Backend, Protocol):
-    """A backend whose members copy out of each other's mapped memory."""
+    """A backend for peer copies: the receiver copies out of the sender's memory.
+
+    The receiver's process has mapped the memory of the sender into its own address space.
+    """
 
     def connect(self, team: Team) -> None:
-        """Connects the members of a team, so that they can copy from each other's memory.
+        """Prepares a team of ranks for copies from each other's memory.
 
-        The first call for a team is collective over the team. Raises `UnsupportedError` if the
-        members cannot map each other's memory.
+        The first call for a team exchanges messages, so all ranks of the team must make that call.
+        Raises `UnsupportedError` if the ranks cannot map each other's memory.
         """
         ...
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """Same as `Captured.vote`: exchanges the members' votes on how to execute a run."""
+        """Exchanges the ranks' votes on whether a run launches a CUDA graph, as `Captured.vote`."""
         ...
 
     def start_over(self, team: Team) -> None:
-        """Same as `Captured.start_over`: cleans up after an unfinished capture of a CUDA graph."""
+        """Cleans up after a capture of a CUDA graph that did not end, as `Captured.start_over`."""
         ...
 
     def take_back(self, team: Team) -> None:
-        """Same as `Captured.take_back`: makes other members drop graphs captured together."""
+        """Makes the other ranks of a team drop their CUDA graphs, as `Captured.take_back`."""
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory that peers can map, as a uint8 tensor.
+        """Allocates memory that other ranks can map, as a uint8 tensor.
 
-        The contents of such memory are sent without a copy on the sender's side.
+        Data in such memory is sent without a copy on the sender's side.
         """
         ...
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory that peers can map, for many runs of a program.
+        """Allocates memory that other ranks can map, for a buffer that a program keeps for many
+        runs.
 
         The memory is returned to the system soon after its last user has dropped it (see
         `release`).
@@ -338,39 +366,44 @@ class PeerMemory(Backend, Protocol):
         ...
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory for a shard, which peers can map and `side_by_side` can concatenate."""
+        """Allocates memory for one rank's shard of a tensor.
+
+        Other ranks can map the memory, and `side_by_side` can concatenate the shards of a team.
+        """
         ...
 
     def release(self) -> None:
-        """Records that a program was deleted.
+        """Records that a host program was deleted, so that `tidy` of the next run frees its memory.
 
-        The next run frees the memory that only this program used, without communicating with other
-        ranks. Finalizers may call this method, because it frees nothing itself.
+        Other ranks need not call this method. Finalizers may call `release`, because it frees
+        nothing itself.
         """
         ...
 
     def tidy(self) -> None:
-        """Frees memory that has no user; called at the beginning of a run.
+        """Frees memory that has no user; called at the beginning of a run of a host program.
 
-        All communications that this rank began before are complete on its part, except for the work
-        that is still on the device.
+        At that time, this rank has done its part of all communications that it began before. Only
+        work that is still on the device may be left.
         """
         ...
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Maps the shards of all members as one range of memory, in team order, for reading.
+        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
 
-        `tensor` is this member's shard and must be dense. `what` names the call. Returns when all
-        members have made the call.
+        `tensor` is this rank's shard and must be dense. The result can only be read. `what` names
+        the operation in error messages. Returns when all ranks have made the call.
 
         Raises, on all members:
-            UnsupportedError: the members' memory cannot be mapped as one range.
-            CommunicationError: the members make different calls.
+            UnsupportedError: the shards cannot be mapped as one range of addresses.
+            CommunicationError: the ranks of the team make different calls.
         """
         ...
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Blocks until all members of a team have made the call that `what` names."""
+        """Blocks until all ranks of a team have called the method with the same `what`, a
+        description.
+        """
         ...
 
 
@@ -385,47 +418,49 @@ STEP_BY_STEP, NOT_CAPTURED, FIRST_GRAPH = 0, 2, 3
 
 @dataclass(frozen=True)
 class Vote:
-    """The vote of a team's ranks on how a run is executed: step by step or by a CUDA graph.
+    """The agreement of a team on how to execute a run: by its recorded steps or by a CUDA graph.
 
-    `voters` returns the backend over which the ranks exchange their votes.
+    With peer copies, either all ranks launch a graph or none does. `voters()` returns the backend
+    over which the ranks exchange their votes.
     """
 
     voters: Callable[[], PeerMemory]
     team: Team
 
     def ask(self, kind: int) -> tuple[int, ...] | None:
-        """Connects the team and exchanges the votes of its members, as `Captured.vote`.
+        """Sends this rank's vote `kind` to the team; returns all votes, as `Captured.vote`.
 
-        `kind` is this rank's vote. Collective over the team.
+        All ranks of the team must make the call.
         """
         voters = self.voters()
         voters.connect(self.team)
         return voters.vote(self.team, kind)
 
     def start_over(self) -> None:
-        """Cleans up after an unfinished capture, as `Captured.start_over`; collective over the
-        team.
+        """Cleans up after a capture of a CUDA graph that did not end, as `Captured.start_over`.
+
+        All ranks of the team must make the call.
         """
         self.voters().start_over(self.team)
 
     def take_back(self) -> None:
-        """Makes the other members drop the graphs captured together, as `Captured.take_back`."""
+        """Makes the other ranks drop the graphs captured together, as `Captured.take_back`."""
         self.voters().take_back(self.team)
 
 
 class Repeats(Protocol):
-    """An owner of captured CUDA graphs."""
+    """The interface of an object that owns captured CUDA graphs."""
 
     def forget(self) -> None:
-        """Drops all graphs of this owner."""
+        """Drops all CUDA graphs of this owner."""
         ...
 
 
 class Captured:
     """The methods of a backend that CUDA graphs use; this base class allows no capture.
 
-    `generation` counts how often communicators were dropped. A graph that was captured under a
-    smaller number is invalid.
+    `generation` counts how often the backend has dropped its communicators. A CUDA graph that was
+    captured under a smaller number is invalid, because the graph uses dropped communicators.
     """
 
     _ledger: Ledger
@@ -448,28 +483,28 @@ class Captured:
             repeats.forget()
 
     def can_capture(self, what: str) -> bool:
-        """Whether a CUDA graph may repeat the communication that `what` names.
+        """Returns whether a CUDA graph may repeat the communication `what`, such as "barrier".
 
-        A graph may repeat a communication that needs nothing from the host once it is enqueued.
-        This base class returns False.
+        This is allowed if the communication needs nothing from the host once it is enqueued. This
+        base class returns False.
         """
         del what
         return False
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """Sends this rank's vote on a run to the members of a team; returns all votes, in team
+        """Sends this rank's vote on how to execute a run to a team; returns all votes, in team
         order.
 
-        `kind` is the vote: STEP_BY_STEP, NOT_CAPTURED or the number of a graph. Returns None if
-        ranks need not agree, because one rank may launch a graph while another runs the recorded
-        steps.
+        The vote `kind` is STEP_BY_STEP, NOT_CAPTURED or the number of a CUDA graph. Returns None if
+        the ranks need not agree: one rank may launch a graph while another one runs its recorded
+        steps. This base class returns None.
         """
         del team, kind
         return None
 
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
-        """Returns a context in which this rank captures a CUDA graph, which `stream` will launch
-        later.
+        """Returns a context in which this rank captures a CUDA graph, for a later launch on
+        `stream`.
 
         The value of the context is a list of objects that must live as long as the graph.
         """
@@ -477,29 +512,33 @@ class Captured:
         return nullcontext([])
 
     def flush(self) -> None:
-        """Enqueues the work that a capture has delayed to combine it with later work."""
+        """Enqueues the flag writes that a capture has delayed to combine them with later flag
+        operations.
+
+        A flag is a number in memory by which one GPU signals another one.
+        """
 
     def start_over(self, team: Team) -> None:
-        """Cleans up after a capture that members of a team have begun and not ended.
+        """Cleans up after a capture of a CUDA graph that ranks of a team have begun and not ended.
 
-        Collective over the team.
+        All ranks of the team must make the call.
         """
         del team
 
     def take_back(self, team: Team) -> None:
-        """Makes the ranks of a team drop the CUDA graphs that they captured together.
+        """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
-        The next exchange of run signatures shows the other ranks that this rank did not repeat a
-        run which they repeated.
+        Called after this rank failed to repeat a run that the others repeated by graphs. They
+        notice in their next exchange of messages, because the ranks' counts differ.
         """
         del team
 
     @contextmanager
     def noting(self) -> Generator[Counter[Calls]]:
-        """Returns a context whose value counts the calls that this thread enters inside the
-        context.
+        """Returns a context whose value counts the communications that this thread starts inside
+        the context.
 
-        The counts are separate for each sequence of calls (`Calls`).
+        Each sequence of communications (`Calls`) has its own count.
         """
         noted = self._ledger.noted[get_ident()] = Counter[Calls]()
         try:
@@ -508,9 +547,10 @@ class Captured:
             del self._ledger.noted[get_ident()]
 
     def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
-        """Counts `calls` as entered because a CUDA graph repeats them.
+        """Adds `calls` to the counts of communications that this rank has entered.
 
-        With `sign` -1, subtracts calls that were counted before but not made.
+        Called for a launch of a CUDA graph, which repeats communications without calls of the
+        backend. With `sign` -1, subtracts counts that were added before a launch that failed.
         """
         entered = self._ledger.entered
         for key, count in calls.items():
