@@ -1,11 +1,12 @@
-"""Small allreduces, each of which is one kernel over memory that the ranks of a host have mapped.
+"""Small allreduces between the GPUs of one host, each as one kernel over mapped memory.
 
-A backend first offers each call to `AllreduceKernels`, and executes the calls that are not taken.
-The decision depends only on the team, the size, the dtype and the reduction. So it is the same on
-all ranks. Either all members of a team have mapped the areas of all members, or none has.
+The ranks of a team have mapped one memory area of each other. A backend first offers each call to
+`AllreduceKernels`, and executes the calls that `AllreduceKernels` does not take. This decision
+depends only on the team, the size, the dtype and the reduction. So it is the same on all ranks.
+Either all ranks of a team have mapped the areas of all others, or none has.
 
-The kernels of a team are matched by their order alone, like the collectives of a library. Each rank
-runs them one after another, in the order in which its host starts them, on any streams and in any
+The kernels of a team are matched by their order alone, like the collectives of NCCL. Each rank runs
+them one after another, in the order in which its host starts them, on any streams and in any CUDA
 graphs (`LaunchOrder`). Therefore the kernels may share one area per rank. One rank may replay a
 kernel from a graph while another rank launches it directly.
 
@@ -61,51 +62,57 @@ _MAX_TAGS = 1 << 16
 
 
 class MappedMemory(Protocol):
-    """Memory of a device that the peers of its host can map."""
+    """The interface of an allocator of GPU memory that other processes of the host can map."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory that peers can map, as a uint8 tensor."""
+        """Allocates memory that other ranks can map, as a uint8 tensor."""
         ...
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
-        bytes.
+        """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
+        that memory.
 
-        Returns None if peers cannot map the memory.
+        The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
         ...
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:
-        """Returns the address of a peer's memory in this process.
+        """Returns the address at which this process sees the memory `name` of the rank `peer`.
 
-        Raises `UnsupportedError` if the memory cannot be mapped.
+        The first call maps the memory. Raises `UnsupportedError` if the memory cannot be mapped.
         """
         ...
 
     def close(self) -> None:
-        """Unmaps all memory of peers."""
+        """Unmaps all memory of other ranks."""
         ...
 
 
 class OrdersLaunches(Protocol):
-    """The interface of `LaunchOrder`; callers of `AllreduceKernels` may implement it otherwise."""
+    """The interface of `LaunchOrder`; a caller of `AllreduceKernels` may pass another
+    implementation.
+
+    An implementation makes the kernels of a team run one after another on this rank's GPU.
+    """
 
     def before(self, stream: int) -> bool:
-        """Same as `LaunchOrder.before`: makes the next launch wait for the latest launch."""
-        ...
+        """Makes the next kernel launch on `stream` wait for the latest one, as
+        `LaunchOrder.before`.
 
-    def after(self, stream: int, is_captured: bool) -> None:
-        """Same as `LaunchOrder.after`: records a launch as the latest one."""
-        ...
-
-    def is_capturing(self, stream: int) -> bool:
-        """Same as `GraphDriver.is_capturing`: whether work on the stream is being captured into a
-        graph.
+        Returns whether the launch is being captured into a CUDA graph.
         """
         ...
 
+    def after(self, stream: int, is_captured: bool) -> None:
+        """Records the launch just made on `stream` as the latest one, as `LaunchOrder.after`."""
+        ...
+
+    def is_capturing(self, stream: int) -> bool:
+        """Returns whether work on the stream is being captured into a CUDA graph."""
+        ...
+
     def is_done(self, stream: int) -> bool:
-        """Same as `GraphDriver.is_done`: whether a stream has completed all its work."""
+        """Returns whether a CUDA stream has completed all its work."""
         ...
 
 
@@ -114,12 +121,13 @@ Key = tuple[torch.dtype, RedOp, Way]
 
 @dataclass(eq=False)
 class _Area:
-    """The memory area of this rank for the kernels of a team.
+    """The memory area that this rank shares with a team for allreduce kernels, and these kernels.
 
     - `me`: the position of this rank in the team.
-    - `addresses`: the addresses of all members' areas in this process, in team order.
-    - `report`: host memory to which a kernel writes when it gives up.
+    - `addresses`: the addresses of all ranks' areas in this process, in team order.
+    - `report`: host memory to which a kernel writes when it gives up waiting for a rank.
     - `kernels`, `launches`: the compiled kernels, and their prepared launches.
+    - `tags`: the text of each call, with the number that identifies the call in a report.
     """
 
     team: Team
@@ -142,7 +150,9 @@ class _Area:
         return self.tags.setdefault(what, len(self.tags))
 
     def failure(self) -> str:
-        """Returns the report of a kernel that gave up, as text; "" if no kernel has given up."""
+        """Returns the error message about a kernel that gave up waiting; "" if no kernel has given
+        up.
+        """
         if not self.words[0]:
             return ""
         _, missing, tag, number, _ = self.words
@@ -154,21 +164,23 @@ class _Area:
         )
 
     def check(self) -> None:
-        """Raises `CommunicationTimeout` if a kernel has given up."""
+        """Raises `CommunicationTimeout` if an allreduce kernel gave up waiting for a rank."""
         if self.words[0]:
             self.mark_read()
             raise CommunicationTimeout(self.failure())
 
     def mark_read(self) -> None:
-        """Marks the report as read, so that the kernel that gave up ends.
+        """Marks the report as read, so that the kernel that gave up ends normally.
 
-        A kernel whose report nobody reads fails after some seconds.
+        If no one reads the report, the kernel fails after some seconds.
         """
         self.words[REPORT_WORDS - 1] = 1
 
 
 class _Launches:
-    """The prepared launches of one kernel on messages of one size, one for each stream."""
+    """The prepared launches of one allreduce kernel on messages of one size, one for each CUDA
+    stream.
+    """
 
     def __init__(
         self, area: _Area, kernel: CompiledKernel, shape: Shape, count: int, tag: int
@@ -181,9 +193,10 @@ class _Launches:
         self._found: dict[int, tuple[Any, ...]] = {}
 
     def run(self, out: int, inp: int, stream: int) -> None:
-        """Launches the kernel on the output and the input at the addresses `out` and `inp`.
+        """Launches the allreduce kernel on the output and the input at the addresses `out` and
+        `inp`.
 
-        Raises `CommunicationTimeout` if an earlier kernel of the team gave up.
+        Raises `CommunicationTimeout` if an earlier kernel of the team gave up waiting for a rank.
         """
         area = self._area
         if area.words[0]:
@@ -211,17 +224,18 @@ class _Launches:
 
 
 class _KernelWork:
-    """An allreduce kernel that is enqueued on a stream; later work of the stream runs after it."""
+    """The handle of an allreduce kernel that was enqueued on a CUDA stream."""
 
     def __init__(self, control: Control, area: _Area, call: CollectiveCall, stream: int) -> None:
         self._control, self._area, self._call, self._stream = control, area, call, stream
 
     def wait(self) -> None:
-        """Implements `Work.wait`: returns at once, because the stream orders later work."""
+        """Returns at once: the CUDA stream itself runs later work after the kernel."""
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: polls the stream until the deadline, and checks the
-        report.
+        """Blocks the host until the CUDA stream has completed the kernel, or until the deadline.
+
+        Raises `CommunicationTimeout` if the kernel gave up waiting for a rank.
         """
         area = self._area
 
@@ -237,10 +251,12 @@ class _KernelWork:
 
 
 class AllreduceKernels:
-    """The allreduces of one backend that are one kernel each.
+    """Executes small allreduces of one backend as one kernel each, over memory that the ranks have
+    mapped.
 
     - `largest_nbytes`: the size of the largest message for which a kernel is used.
-    - `make_memory`, `make_order`: called when a team first needs mapped memory and a launch order.
+    - `make_memory`, `make_order`: create the allocator of mapped memory and the launch order. They
+      are called when a team first needs these objects.
     """
 
     def __init__(
@@ -265,11 +281,11 @@ class AllreduceKernels:
 
     @property
     def is_used(self) -> bool:
-        """Whether any team uses kernels, so that kernels may be running."""
+        """Whether any team uses allreduce kernels, so that such kernels may be running."""
         return any(self._areas.values())
 
     def takes(self, call: CollectiveCall) -> bool:
-        """Whether a call is executed by one kernel; the answer is the same on all members of the
+        """Returns whether one kernel executes the call; the answer is the same on all ranks of the
         team.
         """
         if call.row is not ALLREDUCE or call.inp is None or call.reduce is None:
@@ -281,10 +297,11 @@ class AllreduceKernels:
         return is_known(dtype, call.reduce) and self._areas.get(call.team, self) is not None
 
     def start(self, call: CollectiveCall, stream: int) -> Work | None:
-        """Starts a call on a stream; returns None if the backend must execute the call.
+        """Starts an allreduce as a kernel on a stream; returns None if the backend must execute the
+        call.
 
-        Raises `CommunicationError` if the call is being captured and was never made outside a
-        capture.
+        Raises `CommunicationError` if a CUDA graph is being captured and the call was never made
+        before.
         """
         if not self.takes(call):
             return None
@@ -297,10 +314,10 @@ class AllreduceKernels:
         return _KernelWork(self._control, area, call, stream)
 
     def bind(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts calls like `call`, for which `takes` must be True.
+        """Returns a function that starts allreduces with the team, size and dtype of `call`.
 
-        Returns None if this rank has not started an allreduce of this team before, or if the
-        members cannot map each other's memory.
+        `takes(call)` must be True. Returns None if this rank has not started an allreduce of this
+        team before, or if the ranks cannot map each other's memory.
         """
         if self._areas.get(call.team) is None:
             return None
@@ -328,11 +345,11 @@ class AllreduceKernels:
         return start
 
     def failure(self) -> str:
-        """Returns the report of a kernel that gave up, if no wait has raised it; "" if there is
-        none.
+        """Returns the error message about a kernel that gave up waiting, if no wait has raised it;
+        else "".
 
-        The first call that finds a new report returns "", so that a wait for the result can raise
-        the error. The next call returns the report.
+        The first call after a new report returns "", so that a wait for the result can raise the
+        error first. The next call returns the message.
         """
         for area in (*self._areas.values(), *self._kept):
             if area is None or not area.words[0] or area.words[REPORT_WORDS - 1]:
@@ -343,16 +360,16 @@ class AllreduceKernels:
         return ""
 
     def close(self) -> None:
-        """Unmaps the memory areas of peers."""
+        """Unmaps the memory areas of other ranks."""
         if self._memory is not None:
             self._memory.close()
 
     # ------------------------------------------------------------ teams
     def _launches(self, call: CollectiveCall) -> tuple[_Area, _Launches] | None:
-        """Returns the area and the launches of a call, for which `takes` must be True.
+        """Returns the team's memory area and the prepared launches of an allreduce.
 
-        Returns None if the team's members cannot map each other's memory. The first call for a team
-        is collective over the team.
+        `takes(call)` must be True. Returns None if the ranks cannot map each other's memory. The
+        first call for a team exchanges messages, so all ranks of the team must make that call.
         """
         assert call.inp is not None and call.reduce is not None, "it fits"
         count, dtype, team = call.inp.numel(), call.inp.dtype, call.team
@@ -387,9 +404,9 @@ class AllreduceKernels:
         return kernel
 
     def _connect(self, team: Team, key: Key) -> _Area | None:
-        """Allocates this rank's area for a team, and maps the areas of the other members.
+        """Allocates this rank's memory area for a team, and maps the areas of the other ranks.
 
-        Returns None on all members if this fails on any of them.
+        Returns None on all ranks of the team if this fails on any of them.
         """
         area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
         if not options.disabled("allreduce_kernel"):
@@ -415,7 +432,7 @@ class AllreduceKernels:
         return area
 
     def _told_by(self, team: Team, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Sends `mine` to all members of a team; returns the answer of each member, by rank."""
+        """Sends `mine` to all ranks of a team; returns the message of each rank, by rank."""
         answers = self._control.exchange(json.dumps(mine).encode(), team=team)
         return dict(zip(team, map(json.loads, answers), strict=True))
 
@@ -444,7 +461,11 @@ class AllreduceKernels:
         return area, {"host": host(), "name": name, "at": at}
 
     def _forget(self, key: Calls) -> None:
-        """Drops the area of the team in `key`, whose members no longer count calls equally."""
+        """Drops the memory area of a team after a failed call, because its ranks may have launched
+        different numbers of kernels.
+
+        `key` names the sequence of calls that failed.
+        """
         area = self._areas.pop(key.team, None)
         if area is not None:
             self._kept.append(area)

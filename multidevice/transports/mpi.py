@@ -1,13 +1,14 @@
-"""MPI through mpi4py: the control channel of MPI jobs, and the backend of their CPU tensors.
+"""Communication of CPU tensors over MPI (mpi4py), and the control channel of jobs that mpirun
+starts.
 
 All operations are nonblocking and polled, because a blocking MPI call has no deadline and occupies
-its core. No communicator is created after start-up: creating one would block, and after an error a
+its core. No MPI communicator is created after start-up: creating one would block. After an error, a
 rank could never be sure that all other ranks take part.
 
-MPI's own collectives are used in the team of all ranks, until an error has put the ranks out of
-step. Other teams, and all teams after such an error, exchange messages, whose tags tell the calls
-apart. Data and control have separate communicators, so they never mix with each other or with the
-user's messages on MPI.COMM_WORLD.
+MPI's own collectives are used in the team of all ranks, until an error interrupts one of them.
+Other teams, and all teams after such an error, exchange point-to-point messages, whose tags
+distinguish the calls. Data and control messages have separate communicators. So they never mix with
+each other or with the user's messages on MPI.COMM_WORLD.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ _DTYPES = {
 
 
 def _no_mpi4py(error: Exception) -> str:
-    """Returns the error message for an `error` in the import of mpi4py."""
+    """Returns the error message for a failed import of mpi4py; `error` is the exception of the
+    import.
+    """
     python = sys.executable or "python"
     if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
         remedy = f"{python} -m pip install 'mpi4py>=4.1,<5' installs it"
@@ -77,10 +80,11 @@ def _no_mpi4py(error: Exception) -> str:
 
 
 class MpiControl(JobControl):
-    """The control channel over MPI; also creates the communicators for control, data and events.
+    """The control channel of a job over MPI; also creates the MPI communicators for control and
+    data.
 
     Raises:
-        CommunicationError: mpi4py uses another MPI than the launcher of this job.
+        CommunicationError: mpi4py is missing, or uses another MPI than the launcher of this job.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -121,7 +125,7 @@ class MpiControl(JobControl):
         return comm
 
     def tag(self, key: Calls, seq: int) -> int:
-        """Returns the tag of the messages of call number `seq` of a sequence.
+        """Returns the MPI tag for the messages of call number `seq` in the sequence of calls `key`.
 
         Messages of an abandoned call never match a later call, because the numbers differ.
         """
@@ -150,7 +154,9 @@ class MpiControl(JobControl):
         return [bytes(part) for part in found.values()]
 
     def listen(self) -> None:
-        """Implements `Control.listen`: records announcements that arrived as MPI messages."""
+        """Records the announcements of other ranks (failures and departures) that arrived as MPI
+        messages.
+        """
         status = self.mpi.Status()
         # A matched probe, because the guard's thread may listen at the same time.
         while message := self._events.Improbe(self.mpi.ANY_SOURCE, _EVENT_TAG, status):
@@ -159,7 +165,9 @@ class MpiControl(JobControl):
             self.peers.record(Event.decode(bytes(data)))
 
     def announce(self, event: Event) -> None:
-        """Implements `JobControl.announce`: sends the event to every peer without waiting."""
+        """Sends an announcement of this rank (a failure or a departure) to all other ranks, without
+        waiting.
+        """
         if self.mpi.Is_finalized():
             return
         data = event.encode()
@@ -169,8 +177,10 @@ class MpiControl(JobControl):
                 self._posted.append(self._events.Isend(message, rank, _EVENT_TAG))
 
     def finish(self) -> None:
-        """Implements `JobControl.finish`: lets MPI progress until all peers leave, or until the
+        """Waits until all other ranks have announced that they leave the job, or until the
         deadline.
+
+        MPI makes progress meanwhile, so that messages which other ranks still need are delivered.
         """
         if self.mpi.Is_finalized():
             return
@@ -186,7 +196,7 @@ class MpiControl(JobControl):
         self.wait_for_leavers(progress)
 
     def abort(self, code: int) -> None:
-        """Implements `JobControl.abort` by MPI_Abort, which ends all ranks of the job."""
+        """Ends all ranks of the job by MPI_Abort with the exit code `code`."""
         if not self.mpi.Is_finalized():
             shared_page.unlink_mpich_segments()
             self.mpi.COMM_WORLD.Abort(code)
@@ -194,9 +204,9 @@ class MpiControl(JobControl):
 
 
 class MpiWork:
-    """A started communication: MPI requests in steps.
+    """The handle of a started communication, which consists of several lists of MPI requests.
 
-    The requests of a step are posted when those of the step before have ended.
+    The requests of a list are posted when all requests of the previous list have ended.
     """
 
     def __init__(
@@ -212,7 +222,11 @@ class MpiWork:
         self._requests = next(steps, None)
 
     def done(self) -> bool:
-        """Lets MPI and the steps progress without waiting; returns whether all steps have ended."""
+        """Lets MPI make progress without waiting, and posts the next requests when the current ones
+        have ended.
+
+        Returns whether the whole communication has ended.
+        """
         testall = self._control.mpi.Request.Testall
         while self._requests is not None and testall(self._requests):
             try:
@@ -223,13 +237,15 @@ class MpiWork:
         return self._requests is None
 
     def wait(self) -> None:
-        """Implements `Work.wait`: blocks until all steps have ended."""
+        """Blocks until the whole communication has ended, with a deadline."""
         if self._requests is not None:
             self._control.poll_until(self.done, what=self._call.describe, needs=self._call.needs)
         self._control.works.discard(self)
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize` in the same way as `wait`."""
+        """Blocks until the whole communication has ended, the same as `wait`: CPU tensors have no
+        stream.
+        """
         self.wait()
 
 
@@ -249,9 +265,11 @@ class MpiBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Stops using MPI's own collectives if `key` is that of the team of all ranks.
+        """Stops the use of MPI's own collectives if a collective of the team of all ranks has
+        failed.
 
-        Otherwise later collectives could match messages of a failed one.
+        Otherwise later collectives could match messages of the failed one. `key` names the sequence
+        of calls that failed.
         """
         if key == self._world_key:
             self.control.ledger.entered[self._direct_key] = 1
@@ -307,14 +325,16 @@ class MpiBackend(CheckedBackend):
         return work
 
     def _bytes(self, tensor: torch.Tensor | None) -> Any:
-        """Returns the memory of a tensor as an MPI message of bytes."""
+        """Returns the memory of a tensor as an MPI buffer of bytes; None for None."""
         if tensor is None:
             return None
         nbytes = tensor.numel() * tensor.element_size()
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), self.mpi.BYTE]
 
     def _numbers(self, tensor: torch.Tensor | None) -> Any:
-        """Returns the memory of a tensor as an MPI message of elements with the tensor's dtype."""
+        """Returns the memory of a tensor as an MPI buffer of elements with the tensor's dtype; None
+        for None.
+        """
         if tensor is None:
             return None
         nbytes = tensor.numel() * tensor.element_size()
@@ -322,9 +342,9 @@ class MpiBackend(CheckedBackend):
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), datatype]
 
     def _operands(self, call: CollectiveCall) -> tuple[Any, Any, Any]:
-        """Returns (input, output, op) of a reduction, as arguments of MPI.
+        """Returns (input, output, reduction) of a call, as arguments of an MPI reduction.
 
-        The input is MPI.IN_PLACE if it is the same memory as the output.
+        The input is MPI.IN_PLACE if input and output are the same memory.
         """
         same = (
             call.out is not None
@@ -337,7 +357,10 @@ class MpiBackend(CheckedBackend):
 
     # ------------------------------------------------------------ MPI's own calls
     def post_allgather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's allgather; the input may be this rank's own part of the output."""
+        """Starts MPI's allgather on `comm`; returns the MPI request.
+
+        The input may be this rank's own part of the output.
+        """
         assert call.inp is not None and call.out is not None, "checked"
         nbytes = call.inp.numel() * call.inp.element_size()
         own = call.inp.data_ptr() == call.out.data_ptr() + call.index * nbytes and nbytes > 0
@@ -345,35 +368,37 @@ class MpiBackend(CheckedBackend):
         return comm.Iallgather(inp, self._bytes(call.out))
 
     def post_allreduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's allreduce, and returns the request."""
+        """Starts MPI's allreduce on `comm`; returns the MPI request."""
         return comm.Iallreduce(*self._operands(call))
 
     def post_reduce(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's reduce, and returns the request."""
+        """Starts MPI's reduce on `comm`; returns the MPI request."""
         return comm.Ireduce(*self._operands(call), call.root_index)
 
     def post_reduce_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's reduce-scatter with blocks of equal size, and returns the request."""
+        """Starts MPI's reduce-scatter with blocks of equal size on `comm`; returns the MPI
+        request.
+        """
         return comm.Ireduce_scatter_block(*self._operands(call))
 
     def post_alltoall(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's all-to-all with parts of equal size, and returns the request."""
+        """Starts MPI's all-to-all with parts of equal size on `comm`; returns the MPI request."""
         return comm.Ialltoall(self._bytes(call.inp), self._bytes(call.out))
 
     def post_broadcast(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's broadcast, and returns the request."""
+        """Starts MPI's broadcast on `comm`; returns the MPI request."""
         return comm.Ibcast(self._bytes(call.out), call.root_index)
 
     def post_gather(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's gather, and returns the request."""
+        """Starts MPI's gather on `comm`; returns the MPI request."""
         return comm.Igather(self._bytes(call.inp), self._bytes(call.out), call.root_index)
 
     def post_scatter(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's scatter, and returns the request."""
+        """Starts MPI's scatter on `comm`; returns the MPI request."""
         return comm.Iscatter(self._bytes(call.inp), self._bytes(call.out), call.root_index)
 
     def post_barrier(self, comm: MPI.Intracomm, call: CollectiveCall) -> MPI.Request:
-        """Posts MPI's barrier, and returns the request."""
+        """Starts MPI's barrier on `comm`; returns the MPI request."""
         del call
         return comm.Ibarrier()
 
@@ -393,9 +418,10 @@ _COLLECTIVES: dict[Collective, Callable[[MpiBackend, Any, CollectiveCall], Any]]
 
 
 def local_layout(rank: int, size: int) -> tuple[int, int]:
-    """Returns (local rank, local size) of this rank on its host, determined by MPI.
+    """Returns this rank's number among the ranks of its host, and how many ranks this host has.
 
-    Used if the launcher does not define these numbers. Collective over all ranks.
+    MPI determines both numbers. Used if the launcher sets no variables for them. All ranks of the
+    job must make the call.
     """
     from mpi4py import MPI
 

@@ -1,20 +1,21 @@
-"""Peer copies: a receiver copies out of the sender's memory, which the receiver's process has
-mapped.
+"""Peer copies: the receiver copies out of the sender's memory, which its process has mapped.
 
-All members of a team share memory on their host, the *mailbox*. A transfer has these steps:
+All ranks of a team must be on one host. They share a piece of memory, the *mailbox* of the team. A
+transfer has these steps:
 
-1. The sender writes a *record* to the mailbox, under the number of the transfer. The record says
-   where the data is stored: the name of the memory, the offset and the size.
+1. The sender writes a *record* to the mailbox, under a number that identifies the transfer. The
+record says where the data is stored: the name of the memory, the offset and the size.
+
 2. The receiver reads the record, maps that memory (once), copies the data, and writes an answer.
 
-Data in memory that peers cannot map is first copied to memory that they can map (`empty`).
+Data in memory that other ranks cannot map is first copied to memory that they can map (`empty`).
 Otherwise there is no intermediate copy. Collectives are made of such transfers (`p2p_collectives`).
 
-A rank may repeat a run by a CUDA graph only if all other ranks repeat the run, too. The reason is
-that graphs contain the addresses of other ranks' data. Therefore the ranks vote in each run
-(`PeerBackend.vote`).
+A rank may repeat a run by a CUDA graph only if all other ranks repeat the run by graphs, too. The
+reason is that graphs contain the addresses of other ranks' data. Therefore the ranks vote in each
+run (`PeerBackend.vote`).
 
-This module has the mailbox and the parts that all devices share. `peer_copy_cpu` and
+This module contains the mailbox and the parts that all devices share. `peer_copy_cpu` and
 `peer_copy_cuda` move data.
 """
 
@@ -64,12 +65,13 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Record:
-    """The location of a transfer's data, as the receiver reads it from the mailbox.
+    """The location of the data of one transfer, as the receiver reads it from the mailbox.
 
-    - `slot`: the slot of the mailbox that the transfer uses.
-    - `name`: the name of the memory that has the data.
-    - `offset`: the offset of the data in this memory, in bytes.
-    - `use`: the number of transfers that have used the slot, including this one.
+    - `slot`: the entry of the mailbox that the transfer uses.
+    - `elements`, `dtype`: the number of elements, and their dtype.
+    - `offset`: the offset of the data in its memory, in bytes.
+    - `use`: how many transfers have used this entry of the mailbox, including this one.
+    - `name`: the name of the memory that contains the data.
     """
 
     slot: int
@@ -87,12 +89,12 @@ class Record:
 
 @dataclass(eq=False)
 class Sent:
-    """A transfer to `peer` whose record this rank has posted.
+    """A send to the rank `peer` whose record this rank has written to the mailbox.
 
-    - `slot`, `use`: the slot of the mailbox, and the number of transfers that have used it.
-    - `tag`: the number under which sender and receiver match the transfer.
+    - `slot`, `use`: the entry of the mailbox, and how many transfers have used it.
+    - `tag`: the number by which sender and receiver match the transfer.
     - `held`: the data, which must exist until the receiver has answered.
-    - `stream`: the raw handle of the CUDA stream of the transfer.
+    - `stream`: the raw handle of the CUDA stream of the send.
     """
 
     peer: int
@@ -104,10 +106,10 @@ class Sent:
 
 
 class Mailbox:
-    """The mailbox of one team, as seen by this rank.
+    """The mailbox of one team: shared memory in which the ranks announce and answer transfers.
 
-    The mailbox contains slots for the records and answers between each pair of members, and the
-    members' votes.
+    Each ordered pair of ranks has SLOTS entries (slots), each for one record and its answer. The
+    mailbox also contains the ranks' votes on how to execute a run. An object belongs to one rank.
     """
 
     def __init__(self, words: memoryview, team: Team, control: Control) -> None:
@@ -140,7 +142,10 @@ class Mailbox:
         return (self.team.index(rank) * self._size + self._me) * _LINK_WORDS
 
     def free_slot(self, peer: int) -> int:
-        """Returns a slot whose last transfer to `peer` has been answered; -1 if there is none."""
+        """Returns an entry of the mailbox for a send to `peer`; -1 if all entries are in use.
+
+        An entry is free when its last transfer has been answered.
+        """
         base, first = self._to(peer), self._next[peer]
         words = self._words
         for k in range(SLOTS):
@@ -150,11 +155,13 @@ class Mailbox:
         return -1
 
     def uses(self, peer: int, slot: int) -> int:
-        """Returns how many transfers to `peer` have used the slot."""
+        """Returns how many sends to `peer` have used the entry `slot` of the mailbox."""
         return self._uses[peer][slot]
 
     def next_use(self, peer: int, slot: int) -> int:
-        """Counts one more transfer to `peer` in a slot; returns the new count."""
+        """Counts one more send to `peer` in the entry `slot` of the mailbox; returns the new
+        count.
+        """
         uses = self._uses[peer]
         uses[slot] += 1
         return uses[slot]
@@ -169,11 +176,12 @@ class Mailbox:
         at: int,
         use: int,
     ) -> Sent:
-        """Writes the record of a transfer to the mailbox, for `peer` to read.
+        """Writes the record of a send to the mailbox, for the rank `peer` to read.
 
-        - `tag`: the number under which the peer finds the record.
-        - `name`, `at`: the name of the memory that has the data, and the offset in bytes.
-        - `use`: the number of transfers that have used the slot, including this one.
+        - `slot`: the entry of the mailbox.
+        - `tag`: the number under which the receiver finds the record.
+        - `name`, `at`: the name of the memory that contains `tensor`, and the offset in bytes.
+        - `use`: how many transfers have used the entry, including this one.
         """
         self._next[peer] = slot + 1
         words, base = self._words, self._to(peer)
@@ -186,7 +194,9 @@ class Mailbox:
         return Sent(peer, slot, use, tag, tensor)
 
     def find(self, peer: int, tag: int) -> Record | None:
-        """Returns the record that `peer` has posted under a tag; None if there is none yet."""
+        """Returns the record that the rank `peer` has written for the transfer number `tag`; None
+        if missing.
+        """
         base = self._from(peer)
         tags = self._words[base : base + SLOTS].tolist()
         if tag not in tags:
@@ -197,14 +207,19 @@ class Mailbox:
         return Record(slot, elements, _DTYPES[dtype], at, use, tuple(name))
 
     def answer(self, peer: int, slot: int, tag: int, *, fits: bool = True) -> None:
-        """Writes the answer to a record of `peer`: the data has been copied, or does not fit."""
+        """Writes the answer to a record of the rank `peer`: the data has been copied, or does not
+        fit.
+
+        A record has answered `slot` and `tag`. `fits` is False if dtype or size differ on the two
+        ranks.
+        """
         self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
 
     def unanswered(self) -> list[tuple[int, int]]:
         """Returns the records of this rank that receivers have not answered yet, as (position,
         tag).
 
-        The position is that of the tag in the words of the mailbox.
+        The position is the index of the record's tag in the memory of the mailbox, in 8-byte words.
         """
         found: list[tuple[int, int]] = []
         for rank in self.team:
@@ -214,7 +229,9 @@ class Mailbox:
         return self.still_unanswered(found)
 
     def still_unanswered(self, some: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns those records in `some` that have no answer yet, as (position, tag)."""
+        """Selects those records in `some` that have no answer yet; `some` comes from
+        `unanswered`.
+        """
         words = self._words
         return [
             (at, tag)
@@ -223,9 +240,10 @@ class Mailbox:
         ]
 
     def answered(self, sent: Sent) -> bool:
-        """Whether the receiver has answered a transfer.
+        """Returns whether the receiver has answered the send `sent`.
 
-        Raises `CommunicationError` if the receiver found that the transfer does not fit.
+        Raises `CommunicationError` if the receiver found that dtype or size differ on the two
+        ranks.
         """
         base = self._to(sent.peer) + sent.slot
         if self._words[base] != sent.tag:
@@ -241,10 +259,9 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A transfer and the tag under which sender and receiver match it.
+    """A send or receive, with the number (tag) by which sender and receiver match it.
 
-    `count` is how many transfers of this kind with this peer this rank has entered, including this
-    one.
+    `count` is how many transfers of this kind with this rank have been entered, including this one.
     """
 
     transfer: Transfer
@@ -253,7 +270,9 @@ class Numbered:
 
 
 class PeerBackend(CheckedBackend):
-    """The part of a peer copy backend that is the same for all devices."""
+    """The part of the peer copy backends that does not depend on the device: mailboxes, votes,
+    numbers.
+    """
 
     name = "cuda"
     # 16-bit floats are added in float32 and rounded once (`p2p_collectives`).
@@ -274,60 +293,79 @@ class PeerBackend(CheckedBackend):
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.empty`; the memory is freed when it has no users."""
+        """Allocates memory that other ranks can map, as a uint8 tensor; freed when it has no
+        users.
+        """
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.lasting` in the same way as `empty`, unless overridden."""
+        """Allocates memory that other ranks can map, for a buffer that a program keeps for many
+        runs.
+
+        This base class calls `empty`.
+        """
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.shard` in the same way as `empty`, unless overridden."""
+        """Allocates memory for one rank's shard, which `side_by_side` can map beside other ranks'
+        shards.
+
+        This base class calls `empty`.
+        """
         return self.empty(nbytes)
 
     @abstractmethod
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
+        """Records that a host program was deleted, so that `tidy` frees its memory."""
 
     @abstractmethod
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory that has no user."""
+        """Frees memory that has no user; called at the beginning of a run."""
 
     @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
-        bytes.
+        """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
+        that memory.
 
-        Returns None if peers cannot map the memory.
+        The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
 
     @abstractmethod
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range of
-        memory.
+        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
+
+        `what` names the operation in error messages.
         """
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Implements `PeerMemory.rendezvous`: blocks until all members have called it."""
+        """Blocks until all ranks of a team have called the method with the same `what`, a
+        description.
+        """
         await_members(self.control, team, what)
 
     @abstractmethod
     def _carry_out(
         self, mailbox: Mailbox, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> Work:
-        """Starts the transfers of `steps` in order: a step begins when the step before has ended.
+        """Starts the transfers of one communication, `call`.
 
-        `call` is the collective or batch that the transfers belong to, for error messages.
+        `steps` are lists of transfers. The transfers of a list begin when those of the previous
+        list have ended. `call` is needed for error messages.
         """
 
     # ------------------------------------------------------------ teams
     def connect(self, team: Team) -> None:
-        """Implements `PeerMemory.connect`: creates the mailbox of a team if there is none."""
+        """Creates the mailbox of a team if there is none, so that its ranks can copy from each
+        other.
+
+        The first call for a team exchanges messages, so all ranks of the team must make that call.
+        """
         self.mailbox(team)
 
     def mailbox(self, team: Team) -> Mailbox:
-        """Returns the mailbox of a team; the first call creates it and is collective over the team.
+        """Returns the mailbox of a team.
 
-        Raises `UnsupportedError` if the ranks do not share a host.
+        The first call creates the mailbox, so all ranks of the team must make that call. Raises
+        `UnsupportedError` if the ranks do not share a host.
         """
         found = self._mailboxes.get(team)
         if found is None:
@@ -343,11 +381,16 @@ class PeerBackend(CheckedBackend):
         return found
 
     def _connected(self, mailbox: Mailbox) -> None:
-        """Prepares a new mailbox; called by all of its members. This base class does nothing."""
+        """Prepares the use of a new mailbox; all ranks of its team make the call.
+
+        This base class does nothing.
+        """
 
     def _forget(self, key: Calls) -> None:
-        """Drops the mailbox of the team in `key`, because its members no longer count calls
-        equally.
+        """Drops the mailbox of a team after a failed call, because its ranks now count calls
+        differently.
+
+        `key` names the sequence of calls that failed.
         """
         self._give_up([t for t in self._mailboxes if t == key.team])
 
@@ -359,17 +402,20 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ votes
     def vote(self, team: Team, kind: int) -> tuple[int, ...]:
-        """Implements `Captured.vote`: exchanges the votes through the mailbox; collective over the
-        team.
+        """Exchanges the votes of a team on how to execute a run, through the mailbox; returns all
+        votes.
 
-        Raises the errors of `CallTokens.tell`.
+        `kind` is this rank's vote. All ranks of the team must make the call. Raises the errors of
+        `CallTokens.tell`.
         """
         mailbox = self._voting = self.mailbox(team)
         return mailbox.said.tell(kind, self.control.ledger.enter(mailbox.votes))
 
     def start_over(self, team: Team) -> None:
-        """Implements `Captured.start_over`: creates a new mailbox, so that old records match no
-        later call.
+        """Creates a new mailbox for a team whose capture of a CUDA graph was given up.
+
+        Otherwise records of the unfinished capture could match later transfers. All ranks of the
+        team must make the call.
         """
         self.control.begin_run(team)
         # Teams that are part of this one have mailboxes, too, with records that will not be
@@ -378,9 +424,10 @@ class PeerBackend(CheckedBackend):
         self.mailbox(team)
 
     def take_back(self, team: Team) -> None:
-        """Implements `Captured.take_back`: counts a failed repetition in this rank's ledger.
+        """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
-        The other ranks see the different count, and drop the graphs captured together.
+        This rank counts a failed repetition in its ledger of calls. The other ranks see the
+        different count, and drop the graphs.
         """
         # The number of votes must not be decreased: old tokens with the same number would be taken
         # for new ones.
@@ -388,11 +435,12 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:
-        """Returns the number of the next call of a kind (`key`) in the run that this rank is in.
+        """Returns the number of the next communication in this run, counted separately for each
+        `key`.
 
-        The tags of a run contain the number of the run, so that records of a failed run match no
-        later run. Ranks may have left the failed run at different calls, but agree on the number of
-        the next run.
+        The numbers by which ranks match transfers contain the number of the run. So records of a
+        failed run match no later run. Ranks may have left the failed run at different
+        communications, but they agree on the number of the next run.
         """
         run = self.control.run
         if run is not self._run:
@@ -428,7 +476,7 @@ class PeerBackend(CheckedBackend):
         return self._carry_out(mailbox, [step], batch)
 
     def _post(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Posts the record of the data that a transfer sends.
+        """Writes the record of a send to the mailbox; returns the posted send.
 
         If the receiver cannot map the memory of the data, the data is first copied to other memory.
         """
@@ -449,11 +497,16 @@ class PeerBackend(CheckedBackend):
         return sent
 
     def _use(self, mailbox: Mailbox, peer: int, slot: int) -> int:
-        """Counts a transfer to `peer` in a slot of the mailbox; returns the new count."""
+        """Counts one more send to `peer` in an entry (slot) of the mailbox; returns the new
+        count.
+        """
         return mailbox.next_use(peer, slot)
 
     def _check_fits(self, mailbox: Mailbox, one: Numbered, record: Record) -> None:
-        """Raises `CommunicationError` on sender and receiver if their dtypes or sizes differ."""
+        """Raises `CommunicationError` if a receive and its record differ in dtype or size.
+
+        The sender then raises an error, too, because the answer in the mailbox says so.
+        """
         tensor, peer = one.transfer.tensor, one.transfer.peer
         if (record.dtype, record.elements) == (tensor.dtype, tensor.numel()):
             return
@@ -471,8 +524,10 @@ class PeerBackend(CheckedBackend):
         call: CollectiveCall | Exchange,
         open_ones: Sequence[Numbered],
     ) -> None:
-        """Waits for `done()`, until the deadline, and checks the peers of the transfers
-        `open_ones`.
+        """Waits until `done()` returns True, with a deadline, as a part of the communication
+        `call`.
+
+        Raises an error if a rank of the transfers `open_ones` has failed or left.
         """
 
         def needs() -> list[Need]:

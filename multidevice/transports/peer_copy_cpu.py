@@ -1,8 +1,8 @@
-"""Peer copies among the processes of a host: buffers in shared memory, copied by the receiver.
+"""Peer copies among the processes of a host: tensors in shared memory, copied by the receiver.
 
-A rank copies the data of its receives during any wait. So no rank must wait for a rank that is not
-in a communication itself. A receive returns when the data has arrived, because CPU ranks execute
-the work of streams at once.
+A rank copies the data of all its started receives during any of its waits. So a sender need not
+wait until the receiver waits for that very receive. A receive returns when the data has arrived,
+because CPU ranks execute the work of streams at once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _FAILURES = (FuserError, RuntimeError, MemoryError, OSError)
 
 
 class _Copies:
-    """A started communication: transfers in steps, where each step begins when the one before has
-    ended.
+    """A started communication of a CPU rank: lists of transfers, which are executed one after
+    another.
+
+    The transfers of a list begin when all transfers of the previous list have ended.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class _Copies:
             self._is_posting = False
 
     def done(self) -> bool:
-        """Copies data that has arrived, and continues with the next steps as far as possible.
+        """Copies data that has arrived, and begins the next transfers as far as possible, without
+        waiting.
 
-        Returns whether all steps have ended.
+        Returns whether all transfers have ended.
         """
         try:
             while not self._ended:
@@ -87,11 +90,11 @@ class _Copies:
         return True
 
     def _missing(self) -> list[Numbered]:
-        """Returns the transfers of the current step for which the peer has done nothing yet."""
+        """Returns the transfers under way for which the other rank has done nothing yet."""
         return [*self._open, *(one for _, one in self._sent)]
 
     def receive(self) -> None:
-        """Blocks until all data that the current step receives has arrived."""
+        """Blocks until all data that the transfers under way receive has arrived."""
 
         def is_there() -> bool:
             return self.done() or not self._open
@@ -100,9 +103,7 @@ class _Copies:
             self._backend.finish(is_there, self._call, self._missing())
 
     def wait(self) -> None:
-        """Implements `Work.wait`: blocks until all steps have ended, and raises the error of a
-        failed one.
-        """
+        """Blocks until all transfers have ended; raises the error of a transfer that failed."""
         if not self._ended:
             self._backend.finish(self.done, self._call, self._missing())
         self._backend.control.works.discard(self)
@@ -110,12 +111,14 @@ class _Copies:
             raise self._error
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize` in the same way as `wait`."""
+        """Blocks until all transfers have ended, the same as `wait`: CPU tensors have no stream."""
         self.wait()
 
 
 class CpuPeerBackend(PeerBackend):
-    """Peer copies of CPU tensors, through memory that the processes of a host share."""
+    """The backend for peer copies of CPU tensors, through memory that the processes of a host
+    share.
+    """
 
     def __init__(self, control: Control) -> None:
         super().__init__(control)
@@ -129,8 +132,10 @@ class CpuPeerBackend(PeerBackend):
         works -= {w for w in works if isinstance(w, _Copies) and w.mailbox not in kept}
 
     def _mend(self, team: Team) -> None:
-        """Drops the mailboxes of a team and of its subsets, because slots may have unanswered
-        records.
+        """Drops the mailboxes of a team and of its subsets after a failed call.
+
+        A mailbox is the shared memory in which ranks announce transfers. After a failure, it may
+        still contain announcements that no rank will answer.
         """
         self._give_up([t for t in self._mailboxes if {*t} <= {*team}])
 
@@ -141,25 +146,27 @@ class CpuPeerBackend(PeerBackend):
             )
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.empty`: allocates memory that the processes of the host share."""
+        """Allocates memory that all processes of the host can map, as a uint8 tensor."""
         return self._memory.empty(nbytes)
 
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory that has no user."""
+        """Frees shared memory that has no user."""
         self._memory.tidy()
 
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
+        """Records that a host program was deleted, so that `tidy` frees its memory."""
         self._memory.release()
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of` for tensors in shared memory of the host."""
+        """Returns the name of the shared memory that contains a tensor, and the tensor's offset in
+        bytes.
+
+        Returns None if the tensor is not in shared memory.
+        """
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side`: maps the shards of all members as one range of
-        memory.
-        """
+        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy."""
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def _carry_out(
@@ -177,12 +184,17 @@ class CpuPeerBackend(PeerBackend):
         return work
 
     def posted(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Posts the record of a transfer that sends, and returns the posted transfer."""
+        """Announces a send in the mailbox of the team, so that the receiver can copy the data.
+
+        `call` is the communication to which the send belongs.
+        """
         return self._post(mailbox, one, call)
 
     def received(self, mailbox: Mailbox, one: Numbered) -> bool:
-        """Copies the data of a transfer that receives; returns False if the peer has not posted it
-        yet.
+        """Copies the data of a receive, if the sender has announced the data; otherwise returns
+        False.
+
+        `one` is the receive.
         """
         peer, tensor = one.transfer.peer, one.transfer.tensor.detach()
         record = mailbox.find(peer, one.tag)
@@ -202,17 +214,17 @@ class CpuPeerBackend(PeerBackend):
     def finish(
         self, done: Callable[[], bool], call: CollectiveCall | Exchange, open_ones: list[Numbered]
     ) -> None:
-        """Waits until `done()`, which says whether a communication has ended.
+        """Waits until `done()` returns True, which means that the communication `call` has ended.
 
-        `open_ones` are the transfers for which the peers are still needed.
+        `open_ones` are the transfers for which other ranks must still act.
         """
         self._poll(done, call, open_ones)
 
     def drain(self) -> None:
-        """Waits until peers have copied what they need out of this rank's memory.
+        """Waits until other ranks have copied the data that they need out of this rank's memory.
 
-        Only the communications of the last run count. An earlier run has ended, or no peer will
-        copy its data.
+        Only communications of the last run count. Those of an earlier run have ended, or no rank
+        will copy their data.
         """
         works, run = self.control.works, self.control.run
         mine = [w for w in works if isinstance(w, _Copies) and w.run is run]
@@ -226,6 +238,6 @@ class CpuPeerBackend(PeerBackend):
             )
 
     def close(self) -> None:
-        """Implements `Backend.close`: also unmaps and closes the shared memory."""
+        """Closes the backend and its shared memory; later communications raise an error."""
         super().close()
         self._memory.close()

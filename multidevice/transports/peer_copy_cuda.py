@@ -1,19 +1,21 @@
 """Peer copies between the GPUs of a host: copy engines read over NVLink, and streams wait for
 flags.
 
-The host only determines where the data is stored. Streams define the order:
+A flag is a number in GPU memory by which one GPU signals another one. The host only determines
+where the data is stored. CUDA streams define the order:
 
-1. The sender's stream writes the flag *ready* into the receiver's memory. 2. The receiver's stream
-waits for *ready*, copies, and writes the flag *done* into the sender's
-   memory.
-3. Work that overwrites the data waits for *done*.
+- The sender's stream writes the flag *ready* into the receiver's memory.
+- The receiver's stream waits for *ready*, copies, and writes the flag *done* into the sender's
+  memory.
+- Work that overwrites the data waits for *done*.
 
-Flags count the uses of their slot, so they are never reset. No kernel runs, so the multiprocessors
-stay free. Only an allreduce of at most MAX_NBYTES is one kernel (`peer_allreduce`).
+Flags count the transfers that used the same entry of the mailbox, so flags are never reset. No
+kernel runs, so the multiprocessors stay free. Only an allreduce of at most MAX_NBYTES bytes is a
+kernel (`peer_allreduce`).
 
-In CUDA graphs, each transfer has two flags of its own. The rank that waits for a flag sets the flag
-back to 0. All ranks repeat a graph equally often (`PeerBackend.vote`), and at the end of a graph
-all its flags are 0.
+In CUDA graphs, each transfer has two flags that no other transfer uses. The rank that waits for a
+flag sets the flag back to 0. All ranks repeat a graph equally often (`PeerBackend.vote`), and at
+the end of a graph all its flags are 0.
 
 Each graph node with flag operations takes microseconds on the GPU. Therefore:
 
@@ -86,11 +88,13 @@ _READY, _DONE = 0, 1
 
 @dataclass
 class _Capture:
-    """The state while a run is captured into a CUDA graph, which `stream` will launch later.
+    """The state of this backend while a run is captured into a CUDA graph, for launches on
+    `stream`.
 
     - `held`: objects that must live as long as the graph.
-    - `open`: sends for whose end no stream has waited yet.
-    - `writes`: the flag writes that are delayed; they must come after the nodes `after`.
+    - `open`: sends whose data may not be overwritten yet: no stream waits for the receiver's copy.
+    - `writes`: flag writes that are delayed, to combine them with later flag operations.
+    - `after`: the graph nodes after which the delayed writes must run.
     """
 
     stream: int
@@ -107,7 +111,7 @@ class _Capture:
 
 
 class _Enqueued:
-    """A communication whose copies the streams execute.
+    """The handle of a communication whose copies CUDA streams execute.
 
     `sent` are the sends whose data may not be overwritten yet, because no stream has waited for the
     receivers' copies.
@@ -123,8 +127,8 @@ class _Enqueued:
         self._backend, self._mailbox, self._sent, self._call = backend, mailbox, sent, call
 
     def wait(self) -> None:
-        """Makes the current stream wait until the receivers have copied the data that this rank
-        sends.
+        """Makes the current CUDA stream wait until the receivers have copied the data that this
+        rank sends.
         """
         self._wait_on(None)
 
@@ -134,13 +138,17 @@ class _Enqueued:
             self._sent = []
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: polls the stream of the call until the deadline."""
+        """Blocks the host until the CUDA stream of the communication has done its work, or until
+        the deadline.
+        """
         self._wait_on(self._call.stream)
         self._backend.synchronize(self._call)
 
 
 class CudaPeerBackend(PeerBackend):
-    """Peer copies of the tensors of one GPU, on the current stream or on the stream of the call."""
+    """The backend for peer copies of the tensors of one GPU, on the current or a given CUDA
+    stream.
+    """
 
     def __init__(self, control: Control, device: torch.device) -> None:
         super().__init__(control)
@@ -185,7 +193,10 @@ class CudaPeerBackend(PeerBackend):
         return torch.cuda.stream(stream_at(stream_handle(stream, self.device), self.device))
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.empty`; during a capture, the memory belongs to the CUDA graph."""
+        """Allocates GPU memory that other ranks can map, as a uint8 tensor.
+
+        During a capture, the memory belongs to the CUDA graph.
+        """
         capture = self._capture
         if capture is None:
             return self._memory.empty(nbytes)
@@ -195,26 +206,31 @@ class CudaPeerBackend(PeerBackend):
         return made
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.lasting` by separate pieces of memory, except during a capture."""
+        """Allocates GPU memory that other ranks can map, for a buffer that a program keeps for many
+        runs.
+
+        Outside a capture, a large buffer gets a separate allocation of the driver, which is freed
+        after use.
+        """
         if self._capture is not None or self._captures_now(self._current()):
             return self.empty(nbytes)
         return self._memory.lasting(nbytes)
 
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory that has no user, except during a capture."""
+        """Frees memory that has no user; does nothing while a CUDA graph is being captured."""
         if self._capture is None and not self._captures_now(self._current()):
             self._memory.tidy()
             if self._shards is not None:
                 self._shards.tidy()
 
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
+        """Records that a host program was deleted, so that `tidy` frees its memory."""
         self._memory.release()
         if self._shards is not None:
             self._shards.release()
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.shard`: allocates memory that can be mapped beside other ranks'
+        """Allocates GPU memory for one rank's shard, which can be mapped beside other ranks'
         shards.
 
         If this GPU cannot share such memory, returns memory of `empty`.
@@ -230,11 +246,12 @@ class CudaPeerBackend(PeerBackend):
         return self._shards
 
     def _told(self) -> Callable[[], bool]:
-        """Returns a function that says whether peers have read all records posted by this rank
-        until now.
+        """Returns a function that says whether other ranks have read all records that this rank has
+        written.
 
-        A peer that has read a record has mapped the memory that the record names. The host cannot
-        conclude this from its own progress, because only a stream may wait for the peer.
+        Only records that were in the mailboxes at the time of this call count. A rank that has read
+        a record has mapped the memory that the record names. The host cannot conclude this from its
+        own progress, because only a stream may wait for the other rank.
         """
         open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 
@@ -247,7 +264,7 @@ class CudaPeerBackend(PeerBackend):
         return is_found
 
     def _is_idle(self) -> bool:
-        """Waits, until the deadline, until the device has done all its work.
+        """Blocks the host until the GPU has done all its work, with a deadline; returns True then.
 
         Returns False if a capture of a CUDA graph makes it impossible to wait for the device.
         """
@@ -271,34 +288,47 @@ class CudaPeerBackend(PeerBackend):
         return bool(done)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of`: returns the piece of a tensor, and the tensor's offset
-        in it.
+        """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
+        that memory.
+
+        The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side`; first waits until the current stream has written
-        the shard.
+        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
+
+        First waits until the current stream has written this rank's shard `tensor`. `what` names
+        the operation in error messages.
         """
         # The data must be written before the other members continue.
         self._finish(what)
         return side_by_side(self.control, self._find_shards(), tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Implements `PeerMemory.rendezvous`; first waits for the work of the current stream."""
+        """Blocks until all ranks of a team have called the method with the same `what`, a
+        description.
+
+        First waits until the current stream has done its work.
+        """
         self._finish(what)
         super().rendezvous(team, what)
 
     def _finish(self, what: str) -> None:
-        """Blocks the host until the current stream has done its work, which `what` names in error
-        messages.
+        """Blocks the host until the current CUDA stream has done its work, with a deadline.
+
+        `what` names the operation that needs the finished work, for error messages.
         """
         stream = torch.cuda.current_stream(self.device)
         self.control.poll_until(stream.query, what=lambda: f"the work before {what}", needs=list)
 
     # ------------------------------------------------------------ flags
     def _connected(self, mailbox: Mailbox) -> None:
-        """Allocates this rank's flags for a new mailbox, and maps the other members' flags."""
+        """Allocates this rank's flags for the mailbox of a new team, and maps the other ranks'
+        flags.
+
+        A flag is a number in GPU memory by which one GPU signals another one.
+        """
         team = mailbox.team
         flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
         # Also waits for all earlier work: a stream that waits for a failed rank may never finish.
@@ -335,11 +365,11 @@ class CudaPeerBackend(PeerBackend):
     def _flag(
         self, mailbox: Mailbox, kind: int, of: int, about: int, slot: int, use: int
     ) -> tuple[int, int]:
-        """Returns the address of a flag, and the value of the flag after use number `use` of the
+        """Returns the address of a flag, and the value that signals transfer number `use` of its
         slot.
 
-        The flag is of the kind `kind` (_READY or _DONE), is stored in the memory of rank `of`, and
-        is written by rank `about`.
+        The flag has the kind `kind` (_READY or _DONE) and is stored in the memory of rank `of`.
+        Rank `about` writes the flag. `slot` is the mailbox entry of the transfer.
         """
         base = self._flags[mailbox].data_ptr() if of == self.rank else self._theirs[mailbox][of]
         member = kind * len(mailbox.team) + mailbox.team.index(about)
@@ -347,7 +377,11 @@ class CudaPeerBackend(PeerBackend):
         return base + (member * _FLAGS + place) * _FLAG_NBYTES, value
 
     def _set(self, mailbox: Mailbox, kind: int, of: int, slot: int, use: int, stream: int) -> None:
-        """Enqueues, or delays in a capture, a write of a flag in the memory of rank `of`."""
+        """Enqueues a write of a flag in the memory of rank `of`, on a CUDA stream.
+
+        During a capture, a write of *ready* is delayed, to combine it with later flag operations.
+        The flag signals transfer number `use` of the mailbox entry `slot`.
+        """
         address, value = self._flag(mailbox, kind, of, self.rank, slot, use)
         capture = self._capture
         if capture is None:
@@ -364,9 +398,10 @@ class CudaPeerBackend(PeerBackend):
     def _await(
         self, mailbox: Mailbox, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
-        """Makes a stream wait for flags in this rank's memory.
+        """Makes a CUDA stream wait for flags in this rank's memory.
 
-        `uses` has (rank that writes the flag, slot, use) for each flag.
+        `uses` has (rank that writes the flag, mailbox entry, number of the transfer in this entry)
+        for each flag.
         """
         flags = [self._flag(mailbox, kind, self.rank, by, slot, use) for by, slot, use in uses]
         capture = self._capture
@@ -382,10 +417,10 @@ class CudaPeerBackend(PeerBackend):
             self._memory.use_flags(ops, stream)
 
     def _use_beside(self, capture: _Capture, waits: Sequence[FlagOp], stream: int) -> None:
-        """Writes the delayed flags of a capture, and then waits for the flags in `waits`, as one
-        graph node.
+        """Writes the delayed flags of a capture, then waits for the flags in `waits`, as one graph
+        node.
 
-        The node comes after the work that the delayed flags report.
+        The node runs after the work that the delayed flags report as done.
         """
         ops, after = [*capture.writes, *waits], [*capture.after.values()]
         capture.writes.clear()
@@ -393,7 +428,7 @@ class CudaPeerBackend(PeerBackend):
         self._memory.beside(lambda: self._memory.use_flags(ops, stream), after, stream)
 
     def flush(self) -> None:
-        """Implements `Captured.flush`: enqueues the flag writes that the capture has delayed."""
+        """Enqueues the flag writes that the current capture of a CUDA graph has delayed."""
         capture = self._capture
         if capture is not None and capture.writes:
             stream = capture.last
@@ -401,15 +436,17 @@ class CudaPeerBackend(PeerBackend):
 
     # ------------------------------------------------------------ graphs
     def can_capture(self, what: str) -> bool:
-        """Implements `Captured.can_capture`: a CUDA graph can repeat all but a barrier."""
+        """Returns whether a CUDA graph may repeat the communication `what`: all but "barrier"."""
         return what != "barrier"
 
     @contextmanager
     def capturing(self, stream: int) -> Generator[list[object]]:
-        """Implements `Captured.capturing`.
+        """Returns a context in which this rank captures a CUDA graph, for later launches on
+        `stream`.
 
-        Raises `CommunicationError` at the end of the context if no stream waits for some send of
-        the run.
+        The value of the context is a list of objects that must live as long as the graph. Raises
+        `CommunicationError` at the end of the context if a send was started for which no stream
+        waits.
         """
         self._capture = capture = _Capture(stream)
         try:
@@ -511,8 +548,8 @@ class CudaPeerBackend(PeerBackend):
         call: CollectiveCall | Exchange,
         stream: int,
     ) -> None:
-        """Makes a stream copy the data that peers send, when the data of all transfers in `ones` is
-        ready.
+        """Makes a CUDA stream wait for the data of the receives `ones`, then copy the data of each
+        receive.
 
         The copies run one after another.
         """
@@ -533,10 +570,10 @@ class CudaPeerBackend(PeerBackend):
     def _find(
         self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange
     ) -> tuple[Record, Seen | None]:
-        """Waits for the record of a transfer that a peer sends, maps the peer's memory, and
+        """Waits for the sender's record of the receive `one`, maps the sender's memory, and
         answers.
 
-        Returns the record and the mapped memory, which is None if the data is empty.
+        Returns the record and the mapped memory. The memory is None if there is no data.
         """
         peer = one.transfer.peer
         record = mailbox.find(peer, one.tag)
@@ -561,7 +598,10 @@ class CudaPeerBackend(PeerBackend):
         return seen
 
     def settle(self, mailbox: Mailbox, sent: list[Sent], stream: object) -> None:
-        """Makes a stream wait until the receivers have copied the data of the sends `sent`."""
+        """Makes a CUDA stream wait until the receivers have copied the data of the sends `sent`.
+
+        After that, the stream may overwrite the data.
+        """
         handle = self._handle(stream)
         if sent:
             uses = [(one.peer, one.slot, one.use) for one in sent]
@@ -587,13 +627,14 @@ class CudaPeerBackend(PeerBackend):
         return nothing if self._capture is None else self._capture.copied.get(stream, nothing)
 
     def synchronize(self, call: CollectiveCall | Exchange) -> None:
-        """Blocks the host until the stream of a call has done its work."""
+        """Blocks the host until the CUDA stream of the communication `call` has done its work."""
         stream = stream_at(self._handle(call.stream), self.device)
         self.control.poll_until(stream.query, what=call.describe, needs=call.needs)
 
     def drain(self) -> None:
-        """Implements `Backend.drain`: waits for the device until the deadline, because peers may
-        still read.
+        """Blocks the host until the current stream has done its work, or until the deadline.
+
+        Called before the process ends, because other ranks may still read this rank's memory.
         """
         if self._closed or not (self._mailboxes or self.kernels.is_used):
             return
@@ -611,6 +652,6 @@ class CudaPeerBackend(PeerBackend):
             return
 
     def close(self) -> None:
-        """Implements `Backend.close`: also unmaps the memory of peers."""
+        """Closes the backend, and unmaps the memory of other ranks."""
         super().close()
         self._memory.close()

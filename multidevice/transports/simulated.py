@@ -1,10 +1,11 @@
-"""Simulated ranks: threads of one process, exactly one of which runs at any time.
+"""Simulated ranks: threads of one process instead of processes; exactly one thread runs at any
+time.
 
-Control passes to another rank only when the running rank waits in a communicator call. The next
-rank is the one that has been ready longest, so a run is deterministic. When no rank can run, every
-rank raises `DeadlockError`, which says in which call each rank waits. Ranks that enter a collective
-with different arguments raise an error that shows both calls. Tensors may be on the CPU, or on CUDA
-if all ranks share one device.
+Another rank runs only when the running rank waits in a communication. The next rank is the one that
+has been ready longest, so a run is deterministic. When no rank can run, every rank raises
+`DeadlockError`, which says in which call each rank waits. Ranks that enter a collective with
+different arguments raise an error that shows both calls. Tensors may be on the CPU, or on CUDA if
+all ranks share one device.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class _DescribesPosition(Protocol):
 
 @dataclass(frozen=True)
 class _LazyPosition:
-    """The call in which a rank waits; the functions are called only if an error needs the text."""
+    """The communication in which a simulated rank waits.
+
+    The functions return texts; they are called only if an error message needs the texts.
+    """
 
     describe: Callable[[], str]
     needs: Callable[[], Iterable[Need]]
@@ -62,7 +66,7 @@ class _LazyPosition:
 class Baton:
     """The scheduler of the simulated ranks of one run: the rank that holds the baton runs.
 
-    - `pending`: the collectives that some members have entered and others have not.
+    - `pending`: the collectives that some ranks of a team have entered and others have not.
     - `mailboxes`: the sends and receives that wait for the matching transfer.
     - `pages`: the shared memory of each team.
     - `generators`: the random number generators of the ranks.
@@ -85,14 +89,15 @@ class Baton:
         self._pass_on()
 
     def begin(self, rank: int) -> None:
-        """Blocks the thread of a rank until the rank may run for the first time."""
+        """Blocks the thread of a rank until the scheduler lets the rank run for the first time."""
         self._gates[rank].acquire()
         self.generators.take(rank)
 
     def end(self, rank: int, error: BaseException | None) -> None:
-        """Records that a rank has finished, and lets the next rank run.
+        """Records that a rank has finished its program, and lets the next rank run.
 
-        If `error` is not None, all other ranks raise a `PeerError`.
+        `error` is the exception that ended the rank, or None. After an exception, all other ranks
+        raise a `PeerError`.
         """
         self.generators.leave(rank)
         if error is None:
@@ -105,21 +110,25 @@ class Baton:
         self._pass_on()
 
     def fail(self, failure: Callable[[], CommunicationError]) -> None:
-        """Makes every waiting rank and every later call raise the error of `failure()`."""
+        """Makes every waiting rank, and every later call, raise the exception that `failure()`
+        returns.
+        """
         self._failure = failure
         for rank in sorted(self._waiting):
             self._ready.append(rank)
         self._waiting.clear()
 
     def check(self) -> None:
-        """Raises the error of the run if the run has failed."""
+        """Raises the error of this run of simulated ranks, if any rank has failed or a deadlock was
+        found.
+        """
         if self._failure is not None:
             raise self._failure()
 
     def wait(self, rank: int, done: Callable[[], bool], position: _DescribesPosition) -> None:
         """Blocks a rank until `done()` is True; other ranks run meanwhile.
 
-        `position` describes the call in which the rank waits.
+        `position` describes the communication in which the rank waits.
 
         Raises:
             DeadlockError: no rank can run.
@@ -134,7 +143,7 @@ class Baton:
             self.generators.take(rank)
 
     def wake(self, ranks: Iterable[int]) -> None:
-        """Marks waiting ranks as ready to run, in the given order."""
+        """Marks the waiting ranks in `ranks` as ready to run, in this order."""
         for rank in ranks:
             if self._waiting.pop(rank, None) is not None:
                 self._ready.append(rank)
@@ -158,12 +167,12 @@ class Baton:
 
 
 class Rendezvous:
-    """One collective, with the members of the team that have entered it so far.
+    """One collective among simulated ranks, with the ranks of the team that have entered it so far.
 
-    - `entries`: the call of each member, by position in the team.
-    - `arrivals`: the CUDA event at which each member's data is ready; None on the CPU.
-    - `done`: whether all members have entered.
-    - `error`: the message if the members' calls do not match.
+    - `entries`: the call of each rank, by position in the team.
+    - `arrivals`: the CUDA event at which each rank's data is ready; None on the CPU.
+    - `done`: whether all ranks of the team have entered.
+    - `error`: the error message if the ranks' calls do not match.
     - `finished`: the CUDA event after which the results are complete.
     """
 
@@ -189,11 +198,11 @@ def join_rendezvous(
     arrival: Any,
     complete: Callable[[Rendezvous], None],
 ) -> Rendezvous:
-    """Enters a collective, without waiting for the other members.
+    """Enters a collective of simulated ranks, without waiting for the other ranks of the team.
 
-    The last member to enter calls `complete` for all members. `entry` and `arrival` are stored in
-    the returned rendezvous under `index`, the position in the team. `key` and `seq` identify the
-    collective.
+    The last rank to enter calls `complete` for all ranks. `entry` (this rank's call) and `arrival`
+    (the CUDA event when its data is ready) are stored in the returned rendezvous. Their index there
+    is `index`, the position of this rank in the team. `key` and `seq` identify the collective.
     """
     baton.check()
     rendezvous = baton.pending.setdefault((key, seq), Rendezvous())
@@ -208,18 +217,21 @@ def join_rendezvous(
 
 
 class SimulatedControl(Control):
-    """The control channel of one simulated rank."""
+    """The control channel of one simulated rank, over which ranks exchange small messages."""
 
     def __init__(self, rank: int, size: int, baton: Baton) -> None:
         super().__init__(rank, size)
         self.baton = baton
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Implements `Control.page`: returns ordinary memory, because all ranks are threads."""
+        """Allocates zeroed memory that the ranks of the team share, as 8-byte words.
+
+        Ordinary memory suffices, because simulated ranks are threads of one process.
+        """
         return self.baton.pages.setdefault(team, memoryview(bytearray(nbytes)).cast("Q"))
 
     def wake(self, team: Team) -> None:
-        """Implements `Control.wake`: makes waiting members check their conditions again."""
+        """Makes the waiting ranks of `team` check again whether their waits have ended."""
         self.baton.wake(team)
 
     def poll_until(
@@ -229,8 +241,10 @@ class SimulatedControl(Control):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """Implements `Control.poll_until`: waits without a deadline, because `Baton` finds every
-        deadlock.
+        """Blocks this rank until `done()` is True; other ranks run meanwhile.
+
+        There is no deadline, because the scheduler (`Baton`) finds every deadlock. `what()` and
+        `needs()` describe the wait in error messages.
         """
         self.baton.wait(self.rank, done, _LazyPosition(lambda: what() + self.trouble, needs))
 
@@ -260,10 +274,11 @@ class SimulatedControl(Control):
 
 
 class _Letter:
-    """A send or a receive that waits for the matching transfer of the peer.
+    """A send or a receive of a simulated rank that waits for the matching transfer of the other
+    rank.
 
-    `rank` is the rank that started the transfer. `arrival` and `finished` are CUDA events, as in
-    `Rendezvous`.
+    `rank` is the rank that started the transfer. `arrival` is the CUDA event when its data is
+    ready, and `finished` the event when the data has moved. Both are None on the CPU.
     """
 
     def __init__(self, transfer: Transfer, rank: int, stream: object, arrival: Any) -> None:
@@ -277,7 +292,10 @@ class _Letter:
 
 
 class _SimulatedWork:
-    """A started communication, complete when its collective or transfers (`parts`) are done."""
+    """The handle of a communication of a simulated rank.
+
+    The communication is complete when all its collectives or transfers (`parts`) are done.
+    """
 
     def __init__(
         self,
@@ -290,14 +308,16 @@ class _SimulatedWork:
         self._call = call
 
     def is_done(self) -> bool:
-        """Whether the data of all collectives and transfers has moved."""
+        """Returns whether all collectives and transfers of this communication have moved their
+        data.
+        """
         return all(part.done for part in self._parts)
 
     def wait(self) -> None:
-        """Implements `Work.wait`: blocks the rank until the data has moved.
+        """Blocks the rank until the data has moved.
 
-        On CUDA, the data is moved by work that has been enqueued. The stream of the call waits for
-        that work.
+        On CUDA, the data is moved by work on a stream. The stream of the call then waits for that
+        work.
         """
         backend = self._backend
         backend.baton.wait(backend.rank, self.is_done, self._call)
@@ -308,7 +328,9 @@ class _SimulatedWork:
                 _current_stream(self._call.stream).wait_event(part.finished)
 
     def synchronize(self) -> None:
-        """Implements `Work.synchronize`: blocks the host until the data has arrived."""
+        """Blocks the rank until the data has arrived, on CUDA also until the device has moved the
+        data.
+        """
         self.wait()
         for part in self._parts:
             if part.finished is not None:
@@ -316,7 +338,8 @@ class _SimulatedWork:
 
 
 class SimulatedBackend(CheckedBackend):
-    """Collectives and transfers among simulated ranks, which copy between the ranks' tensors.
+    """The backend of simulated ranks, which are threads: copies directly between the ranks'
+    tensors.
 
     Reductions of 16-bit floats accumulate in float32, in team order.
     """
@@ -398,7 +421,9 @@ class SimulatedBackend(CheckedBackend):
 
 
 class SimulatedPeers(SimulatedBackend):
-    """The peer copies of simulated ranks, which share all memory because they are threads."""
+    """The backend for peer copies of simulated ranks, which can read all memory because they are
+    threads.
+    """
 
     name = "cuda"
 
@@ -408,37 +433,38 @@ class SimulatedPeers(SimulatedBackend):
         self._memory = SharedMemory()
 
     def connect(self, team: Team) -> None:
-        """Implements `PeerMemory.connect`: does nothing, because simulated ranks need no
-        connection.
-        """
+        """Does nothing, because simulated ranks need no preparation for peer copies."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.empty`: allocates shared memory on the CPU, ordinary memory on
-        CUDA.
+        """Allocates memory that all simulated ranks can read, as a uint8 tensor.
+
+        On the CPU, the memory is shared memory of the host, which `side_by_side` can map. On CUDA,
+        it is ordinary memory of the device.
         """
         if self._device.type == "cpu":
             return self._memory.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.lasting` in the same way as `empty`."""
+        """Allocates memory for a buffer that a program keeps for many runs, by `empty`."""
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Implements `PeerMemory.shard` in the same way as `empty`."""
+        """Allocates memory for one rank's shard, by `empty`."""
         return self.empty(nbytes)
 
     def release(self) -> None:
-        """Implements `PeerMemory.release`: records for `tidy` that a program was deleted."""
+        """Records that a host program was deleted, so that `tidy` frees its memory."""
         self._memory.release()
 
     def tidy(self) -> None:
-        """Implements `PeerMemory.tidy`: frees memory that has no user."""
+        """Frees shared memory that has no user."""
         self._memory.tidy()
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Implements `PeerMemory.side_by_side` on the CPU; raises `UnsupportedError` on other
-        devices.
+        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
+
+        Works on the CPU only; raises `UnsupportedError` on other devices.
         """
         if self._device.type != "cpu":
             raise UnsupportedError(
@@ -447,11 +473,13 @@ class SimulatedPeers(SimulatedBackend):
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Implements `PeerMemory.rendezvous`: blocks until all members have called it."""
+        """Blocks until all ranks of a team have called the method with the same `what`, a
+        description.
+        """
         await_members(self.control, team, what)
 
     def close(self) -> None:
-        """Implements `Backend.close`: also closes the shared memory."""
+        """Closes the backend and its shared memory; later communications raise an error."""
         super().close()
         self._memory.close()
 
@@ -465,7 +493,7 @@ def _current_stream(stream: object) -> torch.cuda.Stream:
 
 
 def _record_event(tensor: torch.Tensor | None, stream: object) -> Any:
-    """Records an event on `stream`; returns None for a CPU tensor or no tensor.
+    """Records a CUDA event on `stream`; returns None for a CPU tensor or no tensor.
 
     If `stream` is None, the current stream is used.
     """
@@ -477,7 +505,7 @@ def _record_event(tensor: torch.Tensor | None, stream: object) -> Any:
 
 
 def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[object]:
-    """Returns a context in which torch ops run on `stream`, after `events`.
+    """Returns a context in which torch's ops run on `stream`, after the CUDA events `events`.
 
     Events that are None are ignored.
     """
@@ -491,10 +519,10 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
 
 
 def _complete(rendezvous: Rendezvous) -> None:
-    """Moves the data of a collective that all members have entered, and drops the members' calls.
+    """Moves the data of a collective that all ranks of the team have entered.
 
-    The calls are dropped because each member's `Work` refers to the rendezvous. Otherwise a `Work`
-    would keep the other members' tensors alive until it is deleted.
+    Then drops the ranks' calls from the rendezvous. Each rank's `Work` handle refers to the
+    rendezvous, and would otherwise keep the other ranks' tensors alive.
     """
     calls: list[CollectiveCall] = [rendezvous.entries[i] for i in range(len(rendezvous.entries))]
     last, arrivals = next(reversed(rendezvous.entries)), list(rendezvous.arrivals.values())
@@ -519,9 +547,10 @@ def _any_tensor(call: CollectiveCall) -> torch.Tensor | None:
 
 
 def _signature(call: CollectiveCall) -> tuple[object, ...]:
-    """Returns the facts that must be equal on all members of a collective.
+    """Returns the facts about a collective that must be equal on all ranks of the team.
 
-    These are the collective, reduction, root, dtype, and number of elements per part.
+    These are the collective, the reduction, the root, the dtype, and the number of elements per
+    part.
     """
     tensor = _any_tensor(call)
     if tensor is None:
@@ -623,20 +652,22 @@ _MOVES = TransportTable[Callable[[Sequence[CollectiveCall]], None]](
 
 
 class Generators:
-    """The states of torch's random number generators, for each rank that is not running.
+    """Stores the states of torch's random number generators of each simulated rank that is not
+    running.
 
-    At first, every rank has the generator states of the caller.
+    Each rank thus has its own random numbers, as a process has. At first, every rank has the states
+    of the caller.
     """
 
     def __init__(self, size: int) -> None:
         self._states = [_states()] * size
 
     def take(self, rank: int) -> None:
-        """Loads the generator states of a rank that starts to run."""
+        """Loads the random number generator states of a rank that starts to run."""
         _restore(self._states[rank])
 
     def leave(self, rank: int) -> None:
-        """Saves the generator states of a rank that stops running."""
+        """Saves the random number generator states of a rank that stops running."""
         self._states[rank] = _states()
 
 
@@ -652,9 +683,9 @@ def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
 
 
 def _of_gpus() -> tuple[torch.Generator, ...]:
-    """Returns the random number generators of the GPUs.
+    """Returns torch's random number generators of all GPUs.
 
-    Returns none while a CUDA graph is captured, because the states cannot be read then.
+    Returns an empty tuple while a CUDA graph is captured, because the states cannot be read then.
     """
     is_idle = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     return torch.cuda.default_generators if is_idle else ()

@@ -549,8 +549,9 @@ class Captured:
     def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
         """Adds `calls` to the counts of communications that this rank has entered.
 
-        Called for a launch of a CUDA graph, which repeats communications without calls of the
-        backend. With `sign` -1, subtracts counts that were added before a launch that failed.
+        Called for each launch of a CUDA graph, because a graph repeats communications without calls
+        of the backend. With `sign` -1, subtracts the counts of a capture that was given up: a
+        capture executes nothing.
         """
         entered = self._ledger.entered
         for key, count in calls.items():

@@ -1,18 +1,18 @@
-"""Memory of one GPU in pieces that the other processes of the host map while they use them.
+"""GPU memory that the other processes of the host map while they use it (CUDA IPC).
 
-A piece is one allocation of the driver. Each piece has a file without a name (see `handles`), which
-contains the handle by which peers map the piece. The owner must not free a piece that a peer has
-mapped. Therefore:
+Memory is shared in pieces. A piece is one allocation of the CUDA driver. Each piece has a file
+without a name (see `handles`), which contains the handle by which other processes map the piece.
+The owner must not free a piece that another process has mapped. Therefore:
 
-- A peer holds a shared lock on the file until it has unmapped the piece. The system releases the
-  locks of a process that ends.
-- When no tensor of the owner uses the piece, the owner closes the descriptor that its name refers
-  to. It frees the piece when it gets an exclusive lock on the file.
+- Another process holds a shared lock on the file until it has unmapped the piece. The system
+  releases the locks of a process that ends.
+- When no tensor of the owner uses the piece, the owner closes the descriptor that the piece's name
+  refers to. The owner frees the piece when it gets an exclusive lock on the file.
 
-Peers unmap a returned piece when nothing on their side can read it any more. A CUDA graph that may
-read the piece holds the objects with which it was captured. At the beginning of a run, owner and
-peers wait until their device has done all its work. At that point, no peer waits for an answer of
-the device.
+Other processes unmap a returned piece when nothing in them can read the piece any more. A CUDA
+graph that may read the piece holds the objects with which the graph was captured. At the beginning
+of a run, the owner and the other processes wait until their GPU has done all its work. At that
+point, no process waits for work of another GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NO_MEMORY_S = 2.0
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece of this process.
+    """A piece of GPU memory that this process has allocated and other processes can map.
 
     - `serial`: a number that no other piece of this process has.
     - `fd`: the descriptor of the piece's file.
@@ -77,9 +77,10 @@ class _Piece:
 
 @dataclass(eq=False)
 class Seen:
-    """The address of a peer's piece in this process.
+    """A piece of another process's GPU memory that is mapped in this process, at `address`.
 
-    Objects that may still read the piece hold a reference to this object.
+    Objects that may still read the piece hold a reference to this object. The piece is unmapped
+    after the last reference is gone.
     """
 
     address: int
@@ -87,13 +88,12 @@ class Seen:
 
 @dataclass
 class Hooks:
-    """Callbacks of the backend that uses the memory.
+    """Functions of the backend that the memory allocator calls.
 
-    - `is_idle`: waits until the device has done all its work; returns False if that cannot be
-      decided now.
-    - `drop_graphs`: drops all CUDA graphs.
-    - `told`: returns a function that says whether peers have mapped all pieces whose names they
-      have been sent so far.
+    - `is_idle`: waits until the GPU has done all its work; returns False if that is impossible now.
+    - `drop_graphs`: drops all CUDA graphs, which may keep memory alive.
+    - `told`: returns a function that says whether other ranks have mapped all pieces of memory that
+      this rank had named to them at the time of the call.
     """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)
@@ -102,8 +102,10 @@ class Hooks:
 
 
 class IpcPieces:
-    """The pieces that this process has allocated on one device, and the pieces of peers that it has
-    mapped.
+    """The pieces of GPU memory that this process has allocated on one device for other processes to
+    map.
+
+    Also has the pieces of other processes that this process has mapped.
     """
 
     def __init__(self, device: torch.device, cuda: CudaCalls, hooks: Hooks) -> None:
@@ -126,7 +128,7 @@ class IpcPieces:
 
     # ------------------------------------------------------------ of this process
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` bytes in a piece of their own, as a uint8 tensor.
+        """Allocates `nbytes` bytes as a separate piece of GPU memory, and returns a uint8 tensor.
 
         Raises `torch.OutOfMemoryError` if there is not enough memory.
         """
@@ -161,9 +163,9 @@ class IpcPieces:
                 self.tidy()
 
     def share(self, begin: int, nbytes: int) -> _Piece:
-        """Registers an allocation of the driver as a piece that peers can map.
+        """Registers an allocation of the CUDA driver as a piece that other processes can map.
 
-        Raises `UnsupportedError` if peers cannot map the allocation.
+        Raises `UnsupportedError` if other processes cannot map the allocation.
         """
         try:
             handle = self._cuda.call("cuIpcGetMemHandle", begin)
@@ -182,10 +184,10 @@ class IpcPieces:
         return piece
 
     def name_at(self, address: int) -> tuple[Name, int] | None:
-        """Returns the name by which peers map the memory at an address, and the offset in it in
+        """Returns the name by which other processes map the memory at `address`, and the offset in
         bytes.
 
-        Returns None if the address is not in a piece.
+        Returns None if the address is not in a piece of this process.
         """
         with self._lock:
             place = bisect.bisect(self._begins, address) - 1
@@ -202,12 +204,12 @@ class IpcPieces:
         return name in self._mapped
 
     def find(self, name: Name, peer: int) -> Seen:
-        """Returns the address of a peer's piece in this process; the first call maps the piece.
+        """Returns the mapped memory of a piece of the rank `peer`; the first call maps the piece.
 
-        `name` is the name that the peer has sent.
+        `name` is the name of the piece that the rank has sent.
 
         Raises:
-            CommunicationError: the peer's process has ended.
+            CommunicationError: the process of the rank has ended.
             UnsupportedError: the GPUs cannot access each other.
         """
         try:
@@ -239,16 +241,19 @@ class IpcPieces:
 
     # ------------------------------------------------------------ what nobody has any more
     def release(self) -> None:
-        """Records that a user of memory was deleted, in this process or in a peer; finalizers may
-        call this.
+        """Records that a user of such memory was deleted, so that the next `tidy` looks for unused
+        pieces.
+
+        Finalizers may call this method, because it frees nothing itself.
         """
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Unmaps pieces that peers have returned, and frees own pieces that no peer maps any more.
+        """Unmaps pieces that other processes have returned, and frees own pieces that no process
+        maps.
 
-        Must be called only when no work is running for which a peer waits, because it waits for the
-        device.
+        Must be called only when no other rank waits for work of this GPU, because the method waits
+        for the GPU.
         """
         if not (self._is_untidy or self._returned or self._told or self._unused or self._looks):
             return
@@ -272,8 +277,11 @@ class IpcPieces:
             self._free(freed)
 
     def _retire(self) -> None:
-        """Closes the files of own pieces without users, and drops pieces whose owners have closed
-        the file.
+        """Prepares unused memory for `tidy`: own pieces without users, and returned pieces of other
+        processes.
+
+        Closes the files of the own pieces, which tells other processes to unmap them. Drops the
+        pieces of other processes that have closed the file.
         """
         if self._returned:
             returned = [self._returned.popleft() for _ in range(len(self._returned))]
@@ -314,7 +322,7 @@ class IpcPieces:
             self._looks = 0
 
     def close(self) -> None:
-        """Unmaps all pieces of peers, at the end of the process."""
+        """Unmaps all pieces of other processes, at the end of this process."""
         self._mapped.clear()
         for seen in list(self._alive):
             self._unused.append((seen.address, -1))
@@ -328,7 +336,11 @@ class IpcPieces:
 
 
 def _is_unmapped(piece: _Piece) -> bool:
-    """Whether no peer maps a piece any more, so that this process gets the exclusive lock."""
+    """Returns whether no other process maps a piece any more, so that this process may free the
+    piece.
+
+    This is true if this process gets the exclusive lock on the piece's file.
+    """
     try:
         fcntl.flock(piece.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -347,11 +359,12 @@ FlagOp = tuple[str, int, int]
 
 
 class IpcMemory:
-    """Memory of one GPU that the other processes of the host can map.
+    """Memory of one GPU that the other processes of the host can map, and copies and flags in such
+    memory.
 
-    Memory that a program keeps for its runs is in separate pieces, which are freed after use
-    (`IpcPieces`). Temporary and small allocations come from a pool of torch's allocator. The pool
-    is never returned to the driver, but torch reuses its memory as usual.
+    Buffers that a program keeps for its runs are separate allocations of the driver, which are
+    freed after use (`IpcPieces`). Temporary and small allocations come from a pool of torch's
+    allocator. The pool is never returned to the driver, but torch reuses its memory as usual.
     """
 
     def __init__(self, device: torch.device, hooks: Hooks | None = None) -> None:
@@ -371,7 +384,9 @@ class IpcMemory:
         self._kept: list[Seen] = []
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` bytes from the pool, as a uint8 tensor, for the current stream."""
+        """Allocates `nbytes` bytes from torch's memory pool, as a uint8 tensor, for the current
+        stream.
+        """
         self._pool = self._pool or torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(self._pool, device=self.device):
             made = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
@@ -381,53 +396,59 @@ class IpcMemory:
         return made[:nbytes]
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory for many runs, which is freed when it has no users (see
-        `IpcPieces.allocate`).
+        """Allocates GPU memory for a buffer that a program keeps for many runs, as a uint8 tensor.
 
-        Small allocations come from the pool instead.
+        The memory is freed when it has no users. Small buffers come from the pool instead
+        (`empty`).
         """
         if nbytes < UNIT_NBYTES // 2:
             return self.empty(nbytes)
         return self._pieces.allocate(nbytes)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of`: returns the piece of a tensor, and the tensor's offset
-        in it.
+        """Returns the name by which other processes map a tensor's memory, and the offset in bytes.
+
+        Returns None if other processes cannot map the memory.
         """
         return self._pieces.name_at(tensor.data_ptr())
 
     def mapped(self, name: tuple[int, ...], peer: int) -> int:
-        """Returns the address of a peer's memory in this process; the memory stays mapped from now
-        on.
+        """Returns the address at which this process sees the memory `name` of the rank `peer`.
 
-        Raises the same errors as `IpcPieces.find`.
+        The memory stays mapped until the process ends. Raises the same errors as `IpcPieces.find`.
         """
         seen = self.find(name, peer)
         self._kept.append(seen)
         return seen.address
 
     def is_mapped(self, name: tuple[int, ...]) -> bool:
-        """Whether this process has mapped the peer's memory with this name already."""
+        """Returns whether this process has already mapped the memory `name` of another rank."""
         return name in self._pieces
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueues a copy of `nbytes` bytes from address `source` to address `target`.
+        """Enqueues a copy of `nbytes` bytes on a CUDA stream, between two memory addresses.
 
         Between two GPUs, a copy engine executes the copy.
         """
         self._check("cuMemcpyAsync", self._copy(target, source, nbytes, stream)[0])
 
     def set_flag(self, address: int, value: int, stream: int) -> None:
-        """Enqueues a write of `value` to a flag, after all earlier work of the stream."""
+        """Enqueues a write of `value` to the flag at `address`, after all earlier work of the
+        stream.
+        """
         self._check("cuStreamWriteValue32", self._write(stream, address, value, 0)[0])
 
     def wait_flag(self, address: int, value: int, stream: int) -> None:
-        """Enqueues a wait until a flag is at least `value`."""
+        """Makes later work of a CUDA stream wait until the flag at `address` is at least
+        `value`.
+        """
         # 0: greater or equal
         self._check("cuStreamWaitValue32", self._wait(stream, address, value, 0)[0])
 
     def use_flags(self, ops: Sequence[FlagOp], stream: int) -> None:
-        """Enqueues several waits and writes of flags as one operation, in the given order."""
+        """Enqueues several waits for flags and writes of flags as one operation, in the given
+        order.
+        """
         self._check(
             "cuStreamBatchMemOp", self._batch(stream, len(ops), [*map(self._op, ops)], 0)[0]
         )
@@ -443,19 +464,21 @@ class IpcMemory:
         return made
 
     def aside(self, act: Callable[[], object], stream: int) -> None:
-        """Captures the work that `act` enqueues as a side branch of the stream in the CUDA graph.
+        """Captures the work that `act` enqueues as a side branch of a CUDA graph.
 
-        Later work of the stream does not wait for this work, but the end of the graph does.
+        Later work of the captured stream does not wait for this work, but the end of the graph
+        does.
         """
         before = self.captured(stream)
         act()
         self._goes_on(stream, before)
 
     def beside(self, act: Callable[[], object], after: Sequence[object], stream: int) -> None:
-        """Captures the work that `act` enqueues after the nodes `after`, parallel to the stream's
-        earlier work.
+        """Captures the work that `act` enqueues so that it runs parallel to the stream's earlier
+        work.
 
-        Later work of the stream waits for both.
+        The work runs after the graph nodes `after`. Later work of the stream waits for this work
+        and for the stream's earlier work.
         """
         before = self.captured(stream)
         self._goes_on(stream, after)
@@ -463,13 +486,15 @@ class IpcMemory:
         self._goes_on(stream, [*before, *self.captured(stream)])
 
     def captured(self, stream: int) -> list[Any]:
-        """Returns the graph nodes on which the next node of a captured stream will depend."""
+        """Returns the nodes of the CUDA graph on which the next node of a captured stream will
+        depend.
+        """
         found = self._cuda.cuStreamGetCaptureInfo(stream)
         self._check("cuStreamGetCaptureInfo", found[0])
         return next(part for part in found if isinstance(part, list))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
     def _goes_on(self, stream: int, after: Sequence[object]) -> None:
-        """Makes the next node of a captured stream depend on the nodes `after`."""
+        """Makes the next node of a captured stream depend on the graph nodes `after` instead."""
         cuda, nodes = self._cuda, [*after]
         replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         update = cuda.cuStreamUpdateCaptureDependencies
@@ -481,9 +506,9 @@ class IpcMemory:
 
 
 def beside(device: torch.device, stream: int, act: Callable[[], T]) -> T:
-    """Runs `act` in another thread, on the given device and stream, and returns its result.
+    """Runs `act` in another thread, on the given device and CUDA stream, and returns its result.
 
-    This is needed for calls that a thread may not make while it captures a CUDA graph.
+    This is needed for CUDA calls that a thread may not make while it captures a CUDA graph.
     """
     done: list[T] = []
     failed: list[BaseException] = []
@@ -543,7 +568,7 @@ class _Managed(ctypes.Structure):
 
 
 class Holder:
-    """An object that a tensor references as long as its memory is in use.
+    """An object without contents that a tensor references as long as the tensor's memory is in use.
 
     A finalizer of this object is called when the memory has no users.
     """
@@ -565,7 +590,9 @@ for _one in (_held, _let_go):
 
 
 def raw_tensor(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Returns the `nbytes` bytes at an address as a uint8 tensor, which keeps `owner` alive."""
+    """Returns a uint8 tensor for the `nbytes` bytes at a memory address; the tensor keeps `owner`
+    alive.
+    """
     sizes, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     where = _Device(_DEVICES[device.type], device.index or 0)
     made = _Tensor(address, where, 1, _DType(_UNSIGNED, 8, 1), sizes, strides, 0)
@@ -587,7 +614,7 @@ def _capsule() -> Any:
 
 
 class CudaCalls:
-    """Calls of the CUDA driver by name, whose status is checked.
+    """Calls functions of the CUDA driver by name, and raises an error if a call fails.
 
     `api` is the module of the driver's Python bindings.
     """
@@ -597,7 +624,7 @@ class CudaCalls:
         self._success = self.api.CUresult.CUDA_SUCCESS
 
     def call(self, name: str, *args: object) -> Any:
-        """Calls a function of the driver, and returns its results without the status.
+        """Calls the function `name` of the CUDA driver; returns its results without the status.
 
         Raises `CommunicationError` if the call fails.
         """
@@ -606,14 +633,14 @@ class CudaCalls:
         return results[0] if len(results) == 1 else results
 
     def check(self, name: str, status: Any) -> None:
-        """Raises `CommunicationError` if `status` is not success."""
+        """Raises `CommunicationError` if `status`, the result of a driver call, is not success."""
         if status != self._success:
             raise CommunicationError(f"{name}: {status.name}")
 
 
 @contextmanager
 def driving(cuda: CudaCalls, device: torch.device) -> Generator[None]:
-    """Returns a context for driver calls on a device.
+    """Returns a context for calls of the CUDA driver on a device.
 
     Inside the context, the calls do not disturb the capture of a CUDA graph in another thread.
     """

@@ -1,10 +1,10 @@
-"""Shards of several GPUs as one range of addresses, by the driver's virtual memory management.
+"""Shows the shards of several GPUs as one range of addresses, by CUDA's virtual memory management.
 
-A shard is allocated as memory without an address, which has a handle. The driver exports the handle
-as a file, which the processes of the host take from each other (`take_file`). To show several
-shards as one range, a process reserves addresses and maps the handles there, one after another. The
-driver frees the memory when its last mapping and its last file are gone. Therefore each process
-unmaps shards when its own device is idle.
+A shard is allocated as memory without an address, which has a handle. The CUDA driver exports the
+handle as a file, which the processes of the host take from each other (`take_file`). To show
+several shards as one range, a process reserves addresses and maps the handles there, one after
+another. The driver frees the memory when its last mapping and its last file are gone. Therefore
+each process unmaps shards when its own GPU is idle.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
@@ -40,10 +40,11 @@ _MAX_ROWS = 16
 
 @dataclass(eq=False)
 class _Range:
-    """A reserved range of addresses, on which `parts` parts of equal size are mapped.
+    """A reserved range of addresses, on which `parts` shards of equal size are mapped
+    consecutively.
 
-    For a shard of this process, also the number of the piece, its file, and the stream that uses
-    it.
+    For one shard of this process, `serial` is its number, `fd` its file, and `stream` the CUDA
+    stream that uses it.
     """
 
     begin: int
@@ -55,7 +56,7 @@ class _Range:
 
 
 class GpuShards:
-    """The shards that this process has allocated on one device, and the ranges of shards it has
+    """The shards that this process has allocated on one GPU, and the ranges of shards that it has
     mapped.
     """
 
@@ -111,7 +112,8 @@ class GpuShards:
 
     # ------------------------------------------------------------ shards
     def empty(self, nbytes: int, stream: int) -> torch.Tensor:
-        """Allocates `nbytes` bytes as a shard for use on `stream`, as a uint8 tensor.
+        """Allocates GPU memory of `nbytes` bytes for a shard that is used on `stream`, as a uint8
+        tensor.
 
         Raises `torch.OutOfMemoryError` if there is not enough memory.
         """
@@ -155,10 +157,10 @@ class GpuShards:
             return self._cuda.call("cuMemCreate", size, self._properties(), 0)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Name, int] | None:
-        """Returns the name by which peers map a shard, and the offset of `tensor` in the shard in
-        bytes.
+        """Returns the name by which other processes map a shard, and the offset of `tensor` in the
+        shard.
 
-        Returns None if the tensor is not in a shard.
+        The offset is in bytes. Returns None if the tensor is not in a shard of this process.
         """
         begin = tensor.untyped_storage().data_ptr()
         shard = self._shards.get(begin)
@@ -171,10 +173,10 @@ class GpuShards:
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
         """Maps the shards at the locations `places` one after another, as one uint8 tensor.
 
-        Each shard has `nbytes` bytes.
+        Each shard has `nbytes` bytes and belongs to one rank.
 
         Raises:
-            CommunicationError: a process has ended.
+            CommunicationError: the process of a rank has ended.
             UnsupportedError: a shard cannot be mapped on this device.
         """
         key = (*(place.name for place in places), nbytes)
@@ -209,7 +211,10 @@ class GpuShards:
             raise not_mapped(place.rank, error) from None
 
     def _map(self, files: Sequence[int], nbytes: int) -> int:
-        """Maps files of `nbytes` bytes each at consecutive addresses; returns the start address."""
+        """Maps the memory of several shards at consecutive addresses; returns the first address.
+
+        `files` are the descriptors of the shards' files. Each shard has `nbytes` bytes.
+        """
         call, total = self._cuda.call, nbytes * len(files)
         begin = int(call("cuMemAddressReserve", total, 0, 0, 0))
         mapped = 0
@@ -247,11 +252,13 @@ class GpuShards:
             self._spare.append(self._returned.popleft())
 
     def release(self) -> None:
-        """Records that a program was deleted: the next `tidy` unmaps ranges without users."""
+        """Records that a host program was deleted: the next `tidy` unmaps shards without users."""
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Unmaps ranges without users, if `release` was called since the last call."""
+        """Unmaps shards without users, if `release` was called since the last call of this
+        method.
+        """
         if not self._is_untidy:
             return
         with self._lock:
@@ -280,7 +287,7 @@ _SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 def let_files_be_taken() -> None:
-    """Allows other processes of this user to take open files of this process.
+    """Allows other processes of this user to take open files of this process (`take_file`).
 
     Some systems allow this by default only to the ancestors of a process.
     """
@@ -289,7 +296,7 @@ def let_files_be_taken() -> None:
 
 
 def take_file(pid: int, fd: int) -> int:
-    """Takes the open file `fd` of process `pid`; returns a descriptor of the file in this process.
+    """Takes the open file `fd` of process `pid`; returns a descriptor of that file in this process.
 
     Raises `OSError` if the process has ended, or if the system does not allow it.
     """

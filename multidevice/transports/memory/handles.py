@@ -1,11 +1,11 @@
-"""Mapped memory of peers: mapping, unmapping, and the shards of a team as one range.
+"""Maps the memory of other processes, and shows the shards of a team as one range of addresses.
 
-Memory is shared in pieces. Each piece has a file without a name, which its process keeps open while
-it shares the piece. Peers open the file through `/proc` under the number of the process. The
-process returns a piece by closing the file.
+Memory is shared in pieces. Each piece has a file without a name, which the owner process keeps open
+while it shares the piece. Other processes open the file through `/proc` under the number of the
+owner process. The owner returns a piece by closing the file.
 
-The name of a piece that a process sends to its peers contains how many pieces the process has
-closed. If that number has changed, the receiver checks which of the files still exist.
+The owner sends the name of a piece to other ranks. The name also contains how many pieces the owner
+has closed so far. If that number has changed, the receiver checks which of the files still exist.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ _SERIALS = itertools.count()
 
 
 def new_serial() -> int:
-    """Returns a number that no other piece of this process has."""
+    """Returns a number that no other piece of shared memory of this process has."""
     return next(_SERIALS)
 
 
 def name_of_piece(fd: int, nbytes: int, serial: int, closed: int) -> Name:
-    """Returns the name by which peers map a piece: NAME_WORDS integers (see `protocol`).
+    """Returns the name by which other processes map a piece of this process's memory.
 
-    `fd` is the descriptor of the piece's file, `serial` the number of the piece, and `closed` how
-    many pieces this process has closed.
+    The name has NAME_WORDS integers (see `protocol`). `fd` is the descriptor of the piece's file,
+    and `serial` the number of the piece. `closed` is how many pieces this process has closed.
     """
     return os.getpid(), fd, nbytes, serial, closed
 
 
 def not_mapped(rank: int, error: OSError) -> CommunicationError:
-    """Returns the error for a piece of rank `rank` whose file cannot be opened."""
+    """Returns the exception for memory of the rank `rank` that cannot be mapped; `error` is the
+    cause.
+    """
     return CommunicationError(f"rank {rank}'s memory cannot be mapped: {error}")
 
 
 class Mapped(Generic[T]):
-    """The pieces of peers' memory that this process has mapped, each until its owner returns the
-    piece.
+    """The pieces of other processes' memory that this process has mapped, by name.
+
+    A piece stays mapped until its owner returns the piece by closing the piece's file.
     """
 
     def __init__(
@@ -61,12 +64,12 @@ class Mapped(Generic[T]):
         limit: int | None = None,
         on_forgotten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates an empty set of pieces.
+        """Creates an object without pieces.
 
-        - `map_file`: maps the piece in an open file, given its descriptor and size in bytes; may
-          raise `OSError`.
+        - `map_file`: maps the piece in an open file; its arguments are the descriptor and the size
+          in bytes. It may raise `OSError`.
         - `limit`: how many pieces stay mapped; None for no limit.
-        - `on_forgotten`: called after peers have returned pieces.
+        - `on_forgotten`: called after other processes have returned pieces.
         """
         self._map_file, self._limit, self._on_forgotten = map_file, limit, on_forgotten
         # Name -> (piece, inode number of its file).
@@ -81,9 +84,10 @@ class Mapped(Generic[T]):
         return len(self._found)
 
     def find(self, name: Name, peer: int) -> T:
-        """Returns the piece `name` of a peer; the first call maps the piece.
+        """Returns the piece `name` of the rank `peer`; the first call maps the piece.
 
-        Raises `CommunicationError` if the peer's process has ended, and the errors of `map_file`.
+        Raises `CommunicationError` if the process of the rank has ended. Also raises the errors of
+        `map_file`.
         """
         pid, fd, nbytes, _, closed = name
         if self._closed_by.get(pid, 0) != closed:
@@ -109,9 +113,9 @@ class Mapped(Generic[T]):
         return found[0]
 
     def forget_closed(self, pid: int | None = None) -> None:
-        """Drops the pieces whose owner has closed the file.
+        """Drops the pieces whose owner process has closed the piece's file.
 
-        `pid` is the process whose pieces are checked; None for all processes.
+        `pid` is the owner process whose pieces are checked; None for all processes.
         """
         gone = [
             name
@@ -124,14 +128,14 @@ class Mapped(Generic[T]):
             self._on_forgotten()
 
     def clear(self) -> None:
-        """Drops all pieces, which unmaps those without users."""
+        """Drops all pieces of other processes, which unmaps the pieces that no tensor uses."""
         self._found.clear()
 
 
 def _is_open(name: Name, number: int) -> bool:
-    """Whether a process still has the file of a piece open.
+    """Returns whether the owner process of a piece still has the piece's file open.
 
-    `number` is the inode number of the file when the piece was mapped.
+    `number` is the inode number of the file at the time when the piece was mapped.
     """
     try:
         return os.stat(f"/proc/{name[0]}/fd/{name[1]}").st_ino == number
@@ -145,7 +149,7 @@ def _is_open(name: Name, number: int) -> bool:
 
 @dataclass(frozen=True)
 class MemoryLocation:
-    """A location in the memory of rank `rank`.
+    """A location in shared memory of the rank `rank`.
 
     `name` is the name of the memory, and `at` the offset in bytes.
     """
@@ -156,7 +160,7 @@ class MemoryLocation:
 
 
 class Rows(Protocol):
-    """The interface of memory that can map the shards of several ranks one after another.
+    """The interface of shared memory that can map the shards of several ranks one after another.
 
     `unit` is the word for the unit of mapping in error messages, such as "pages".
     """
@@ -166,35 +170,39 @@ class Rows(Protocol):
 
     @property
     def unit_nbytes(self) -> int:
-        """The size in bytes of the unit of mapping; the size of a shard must be a multiple of this
-        number.
+        """The size in bytes of the unit of mapping.
+
+        The size of a shard must be a multiple of this number.
         """
         ...
 
     @property
     def why_not(self) -> str:
-        """The reason why other processes cannot map this memory; "" if they can."""
+        """The reason why other processes cannot map this memory; "" if they can map it."""
         ...
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns the name by which peers map a tensor's memory, and the tensor's offset in it in
-        bytes.
+        """Returns the name by which other processes map a tensor's memory, and the offset in bytes.
 
-        Returns None if peers cannot map the memory.
+        Returns None if other processes cannot map the memory.
         """
         ...
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Maps `nbytes` bytes at each location in `places` consecutively, as one uint8 tensor."""
+        """Maps `nbytes` bytes at each location in `places` one after another, as one uint8
+        tensor.
+        """
         ...
 
 
 def side_by_side(
     control: Control, memory: Rows, tensor: torch.Tensor, team: Team, what: str
 ) -> torch.Tensor:
-    """Implements `PeerMemory.side_by_side` for memory with the interface `Rows`.
+    """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
 
-    The members first send each other the locations of their shards.
+    The ranks first send each other the locations of their shards. `memory` maps the shards. `what`
+    names the operation in error messages. Raises the same error on all ranks if the shards cannot
+    be mapped.
     """
     place = memory.name_of(tensor)
     nbytes = tensor.numel() * tensor.element_size()
@@ -234,12 +242,17 @@ def side_by_side(
 
 
 def await_members(control: Control, team: Team, what: str) -> None:
-    """Implements `PeerMemory.rendezvous`: blocks until all members have called it."""
+    """Blocks until all ranks of a team have called the function with the same `what`, a
+    description.
+    """
     _agree(team, what, _exchange(control, what, team, what), "calls")
 
 
 def _exchange(control: Control, text: str, team: Team, what: str) -> list[str]:
-    """Sends `text` to all members and returns all texts; errors also name the call `what`."""
+    """Sends `text` to all ranks of a team; returns the texts of all ranks, in team order.
+
+    Errors also name the operation `what`.
+    """
     try:
         told = control.exchange(text.encode(), team=team)
     except CommunicationError as error:

@@ -1,6 +1,6 @@
 """Memory that the processes of a host share, allocated in files without a name.
 
-The shards of several ranks may also be mapped one after another (`side_by_side`), if the shards
+The shards of several ranks may also be mapped one after another (`SharedMemory.row`), if the shards
 consist of whole pages of memory.
 """
 
@@ -39,12 +39,12 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 
 @dataclass(eq=False)
 class _Chunk:
-    """A piece of shared memory, from which tensors are allocated.
+    """A piece of shared memory of this process, from which several tensors are allocated.
 
     - `serial`: a number that no other piece of this process has.
     - `fd`: the descriptor of the piece's file.
     - `array`, `address`: the memory of the piece, and its address.
-    - `free`: the free ranges [start, stop), in bytes.
+    - `free`: the free ranges [start, stop) of the piece, in bytes.
     """
 
     serial: int
@@ -63,8 +63,9 @@ class _Chunk:
         return self.free == [(0, self.array.nbytes)]
 
     def take(self, nbytes: int) -> int:
-        """Allocates a range of `nbytes` bytes; returns its start, -1 if no free range is large
-        enough.
+        """Allocates a range of `nbytes` bytes in this piece; returns its start.
+
+        Returns -1 if no free range is large enough.
         """
         for k, (start, stop) in enumerate(self.free):
             if stop - start >= nbytes:
@@ -84,7 +85,9 @@ class _Chunk:
 
 
 class SharedMemory:
-    """Memory of this process that the other processes of the host can map."""
+    """Allocates memory that the other processes of the host can map, and maps memory of other
+    processes.
+    """
 
     unit, unit_nbytes, why_not = "pages", mmap.PAGESIZE, ""
 
@@ -102,8 +105,9 @@ class SharedMemory:
         self._lock = make_lock()
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` bytes, as a uint8 tensor; the memory is reused when the tensor is
-        freed.
+        """Allocates `nbytes` bytes of shared memory, as a uint8 tensor.
+
+        The memory is reused when the tensor is freed.
         """
         wanted = -(-max(nbytes, 1) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
         self.tidy()
@@ -121,7 +125,8 @@ class SharedMemory:
             chunk.give_back(start, size)
 
     def release(self) -> None:
-        """Records that a program was deleted, so that the next `tidy` frees memory without users.
+        """Records that a host program was deleted, so that the next `tidy` frees memory without
+        users.
 
         Finalizers may call this before the tensors of the program are freed.
         """
@@ -130,8 +135,8 @@ class SharedMemory:
     def tidy(self) -> None:
         """Returns memory without users to the system, if `release` was called since the last call.
 
-        Data that a peer has not copied yet is still in use. A piece that a peer has mapped exists
-        until the peer, too, finds that the file was closed.
+        Data that another rank has not copied yet still counts as used. A piece that another process
+        has mapped exists until that process, too, finds that the piece's file was closed.
         """
         if not self._is_untidy:
             return
@@ -159,8 +164,9 @@ class SharedMemory:
         return chunk, chunk.take(nbytes)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Implements `PeerBackend.name_of`: returns the piece of a tensor, and the tensor's offset
-        in it.
+        """Returns the name by which other processes map a tensor's memory, and the offset in bytes.
+
+        Returns None if the tensor is not in shared memory of this process.
         """
         address = tensor.data_ptr()
         with self._lock:
@@ -174,17 +180,19 @@ class SharedMemory:
         return name_of_piece(chunk.fd, chunk.array.nbytes, chunk.serial, self._closed), at
 
     def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
-        """Returns the piece `name` of a peer as a uint8 tensor; the first call maps the piece.
+        """Returns a piece of shared memory of the rank `peer` as a uint8 tensor; the first call
+        maps it.
 
-        Raises `CommunicationError` if the peer's process has ended.
+        `name` is the name of the piece. Raises `CommunicationError` if the process of the rank has
+        ended.
         """
         return self._mapped.find(name, peer)
 
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-        """Maps `nbytes` bytes at each location in `places` consecutively, as one uint8 tensor.
+        """Maps `nbytes` bytes at each location in `places` one after another, as one uint8 tensor.
 
-        The tensor can only be read. Locations start at page boundaries, and `nbytes` is a multiple
-        of the page size. Raises `CommunicationError` if a process has ended.
+        The tensor can only be read. Each location must be at the start of a memory page, and
+        `nbytes` a multiple of the page size. Raises `CommunicationError` if a process has ended.
         """
         key = (*((place.name[:4], place.at) for place in places), nbytes)
         found = self._rows.pop(key, None)
@@ -196,7 +204,9 @@ class SharedMemory:
         return found
 
     def close(self) -> None:
-        """Closes the files of all pieces; tensors that still exist keep their memory."""
+        """Closes the files of all pieces of shared memory; tensors that still exist keep their
+        memory.
+        """
         self._mapped.clear()
         self._rows.clear()
         for chunk in self._chunks:
@@ -221,9 +231,9 @@ def _array(fd: int, nbytes: int) -> numpy.ndarray:
 
 
 def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
-    """Maps parts of several files into one reserved range of addresses.
+    """Maps parts of several processes' files one after another; returns them as one uint8 tensor.
 
-    The range is unmapped when the returned tensor is freed.
+    The memory is unmapped when the tensor is freed.
     """
     total = nbytes * len(places)
     start = _map(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -246,7 +256,7 @@ def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
 def _map(at: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
     """Calls the system's mmap function, because Python's mmap cannot choose an address.
 
-    Returns the address. `at` is the wanted address, None for any.
+    Returns the address of the mapped memory. `at` is the wanted address, None for any.
     """
     if flags & mmap.MAP_ANONYMOUS:
         flags |= _MAP_NORESERVE
