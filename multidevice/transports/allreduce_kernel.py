@@ -335,7 +335,8 @@ class AllreduceKernels:
                 if again is None:  # where it could before
                     raise UnsupportedError(
                         f"{call.describe()}: rank {self._control.rank} has dropped the memory that "
-                        "it shared with its peers after an error, and cannot share memory again"
+                        "it shared with other ranks after an error, and cannot share memory again: "
+                        "restart the job"
                     )
                 area, launches = again
             enter(key)
@@ -395,8 +396,8 @@ class AllreduceKernels:
     def _check_not_captured(self, what: str) -> None:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CommunicationError(
-                f"{what}: its first call allocates memory and loads a kernel, which a CUDA graph "
-                "cannot capture: call it once before the capture"
+                f"{what}: the first call allocates memory and loads a kernel, which a CUDA graph "
+                "cannot capture: make this call once before the capture"
             )
 
     def _compile(self, size: int, key: Key) -> CompiledKernel:

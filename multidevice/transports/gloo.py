@@ -89,10 +89,13 @@ class StoreControl(JobControl):
             pairs = zip(step.team, keys, strict=True)
             late = [rank for rank, key in pairs if not self.store.check([key])]
             raise CommunicationTimeout(
-                f"{error}; ranks {team_text(late)} have not entered it"
+                f"{error}; ranks {team_text(late)} have not entered this operation"
             ) from error
         except torch.distributed.DistError as error:
-            raise PeerError(f"the job's store was lost in {step.describe()}: {error}") from error
+            raise PeerError(
+                f"rank {self.rank} lost the connection to the job's TCP store during "
+                f"{step.describe()}: {error}"
+            ) from error
         # A rank that enters operation n knows that every rank has finished operation n - 2.
         stale = self._stale.setdefault(step.key, [])
         stale.append(mine)
@@ -179,8 +182,8 @@ def _open_store(launch: LauncherInfo) -> Any:
         )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
-            f"rank {launch.rank} cannot reach the job's store at {host}:{port}: {error} "
-            "(FUSER_MASTER_ADDR and FUSER_MASTER_PORT choose another)"
+            f"rank {launch.rank} cannot reach the job's TCP store at {host}:{port}: {error}. Set "
+            "FUSER_MASTER_ADDR and FUSER_MASTER_PORT to use another host or port"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"fuser/{attempt}", store)
@@ -267,7 +270,9 @@ class _Transfer:
         """
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
-            raise RuntimeError("not done yet")
+            raise RuntimeError(
+                f"the gloo transfer has not ended within {timeout.total_seconds():g} s"
+            )
         if self._error is not None:
             raise self._error
 
@@ -296,7 +301,10 @@ class GlooBackend(CheckedBackend):
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
-            raise InputError(f"backend gloo takes CPU tensors, found one on {tensor.device}")
+            raise InputError(
+                "the gloo backend communicates CPU tensors, but found a tensor on "
+                f"{tensor.device}: move the tensor to the CPU"
+            )
 
     def _timeout(self) -> timedelta:
         # Longer than the control channel's deadline, so that its error, which names the operation,
@@ -332,7 +340,8 @@ class GlooBackend(CheckedBackend):
                 group = dist.ProcessGroupGloo(store, team.index(self.rank), len(team), opts)
             except RuntimeError as error:
                 raise CommunicationError(
-                    f"gloo cannot connect team {team_text(team)} on rank {self.rank}: {error}"
+                    f"gloo cannot connect rank {self.rank} with the other ranks of the team "
+                    f"{team_text(team)}: {error}"
                 ) from error
             self._groups[team] = group
         return group
@@ -355,7 +364,10 @@ class GlooBackend(CheckedBackend):
         except CommunicationError as found:
             return found
         except RuntimeError as lost:
-            return PeerError(f"the job's store was lost in {call.describe()}: {lost}")
+            return PeerError(
+                f"rank {self.rank} lost the connection to the job's TCP store during "
+                f"{call.describe()}: {lost}"
+            )
         return CommunicationError(f"{call.describe()} failed on rank {self.rank}: {error}")
 
     def _start(self, call: CollectiveCall) -> Work:

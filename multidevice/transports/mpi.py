@@ -104,7 +104,7 @@ class MpiControl(JobControl):
             raise CommunicationError(
                 f"the launcher says rank {rank} of {size}, mpi4py says rank {world.Get_rank()} of "
                 f"{world.Get_size()}: mpirun belongs to another MPI than mpi4py's "
-                f"({MPI.Get_library_version().split(',')[0].strip()})"
+                f"({MPI.Get_library_version().split(',')[0].strip()}); use the mpirun of that MPI"
             )
         self._posted: list[MPI.Request] = []
         # Requests of waits that ended with an error still write to their buffers. The error may
@@ -276,7 +276,10 @@ class MpiBackend(CheckedBackend):
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
-            raise InputError(f"backend mpi takes CPU tensors, found one on {tensor.device}")
+            raise InputError(
+                "the MPI backend communicates CPU tensors, but found a tensor on "
+                f"{tensor.device}: move the tensor to the CPU"
+            )
 
     def _start(self, call: CollectiveCall) -> MpiWork:
         control = self.control

@@ -188,7 +188,8 @@ class NcclBackend(CheckedBackend):
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device != self.device:
             raise InputError(
-                f"backend nccl of {self.device} takes tensors there, found one on {tensor.device}"
+                f"the NCCL backend of this rank communicates tensors on {self.device}, but found a "
+                f"tensor on {tensor.device}: move the tensor to {self.device}"
             )
 
     def _on(self, stream: object) -> AbstractContextManager[object]:
@@ -236,7 +237,9 @@ class NcclBackend(CheckedBackend):
             for name, ranks in shared.items()
         )
         if self._on_cpu is None:
-            raise CommunicationError(f"{text}: NCCL needs one GPU per rank")
+            raise CommunicationError(
+                f"{text}: NCCL needs one GPU per rank, so start one rank per GPU"
+            )
         staging = Staging(self._on_cpu(), self._on, self._pinned, self.settle)
         # One rank of the team prints the warning, once per GPU.
         is_speaker = self.rank == min(min(ranks) for ranks in shared.values())
@@ -259,7 +262,8 @@ class NcclBackend(CheckedBackend):
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError(
                     f"{call.describe()}: ranks that share a GPU communicate through the host, "
-                    "and a CUDA graph cannot repeat that"
+                    "and a CUDA graph cannot repeat work of the host: make this call outside the "
+                    "capture, or start one rank per GPU"
                 )
         stream = stream_at(self._handle(call.stream), self.device)
         self.poll(stream.query, call.describe, list)
@@ -284,13 +288,13 @@ class NcclBackend(CheckedBackend):
         thread.start()
         self.poll(
             lambda: not thread.is_alive(),
-            lambda: f"connection of NCCL team {team_text(team)}",
+            lambda: f"the connection of the NCCL team {team_text(team)}",
             list,
         )
         if failure:
             raise CommunicationError(
-                f"NCCL ({self.binding.name}) cannot connect team {team_text(team)} on rank "
-                f"{self.rank}: {failure[0]}"
+                f"NCCL ({self.binding.name}) cannot connect rank {self.rank} with the other ranks "
+                f"of the team {team_text(team)}: {failure[0]}"
             ) from failure[0]
         return result[0]
 
@@ -404,7 +408,9 @@ class NcclBackend(CheckedBackend):
         )
         thread.start()
         try:
-            self.poll(lambda: not thread.is_alive(), lambda: "the device's last work", list)
+            self.poll(
+                lambda: not thread.is_alive(), lambda: f"the last work of {self.device}", list
+            )
         except CommunicationError:
             return
 

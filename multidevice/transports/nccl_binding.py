@@ -149,7 +149,7 @@ class CupyBinding:
     def __init__(self) -> None:
         nccl = import_module("cupy.cuda.nccl")
         if not nccl.available:
-            raise CommunicationError("cupy is installed, but it cannot load libnccl")
+            raise CommunicationError("cupy is installed, but cannot load NCCL's library libnccl")
         self._nccl = nccl
         self.group_start = nccl.groupStart
         self.group_end = nccl.groupEnd
@@ -206,7 +206,7 @@ class _Nccl4pyComm:
     def check(self) -> None:
         status = int(self._raw.comm_get_async_error(self._comm))
         if status not in (0, 7):  # 7: in progress
-            raise RuntimeError(f"NCCL: {self._raw.get_error_string(status)}")
+            raise RuntimeError(f"NCCL reports an error: {self._raw.get_error_string(status)}")
 
     def abort(self) -> None:
         if self._comm is not None:
@@ -271,5 +271,5 @@ def load_binding() -> NcclBinding:
             tried.append(f"{make.name}: {error}")
     raise CommunicationError(
         f"no Python binding of NCCL works: {'; '.join(tried)} "
-        "(install the extra cu12 or cu13 for CUDA tensors on several ranks)"
+        "(to communicate CUDA tensors, install the extra cu12 or cu13 of this project)"
     )

@@ -252,7 +252,7 @@ class Mailbox:
         if answer == sent.tag | _MISFIT:
             raise CommunicationError(
                 f"rank {self.team[self._me]} sends {tensor_text(sent.held)} to rank {sent.peer}, "
-                "which receives a tensor of another dtype or size"
+                "which receives a tensor of another dtype or size: both must be equal"
             )
         return answer == sent.tag
 
@@ -372,8 +372,8 @@ class PeerBackend(CheckedBackend):
             words = self.control.page(Mailbox.nbytes(len(team)), team)
             if words is None:
                 raise UnsupportedError(
-                    f"backend CUDA: ranks {team_text(team)} cannot map each other's memory: "
-                    "they run on several hosts, or in containers of their own; use NCCL"
+                    f"peer copies: ranks {team_text(team)} cannot map each other's memory, because "
+                    "they run on several hosts or in separate containers; use NCCL instead"
                 )
             found = Mailbox(words, team, self.control)
             self._connected(found)
@@ -515,7 +515,7 @@ class PeerBackend(CheckedBackend):
         kind = str(record.dtype).removeprefix("torch.")
         raise CommunicationError(
             f"rank {peer} sends {record.elements} elements of {kind} to rank {self.rank}, which "
-            f"receives {tensor_text(tensor)}"
+            f"receives {tensor_text(tensor)}: dtype and number of elements must be equal"
         )
 
     def _poll(

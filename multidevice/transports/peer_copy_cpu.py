@@ -142,7 +142,8 @@ class CpuPeerBackend(PeerBackend):
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":
             raise InputError(
-                f"backend CUDA of CPU ranks takes CPU tensors, found one on {tensor.device}"
+                "peer copies between CPU ranks communicate CPU tensors, but found a tensor on "
+                f"{tensor.device}: move the tensor to the CPU"
             )
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -178,7 +178,8 @@ class CudaPeerBackend(PeerBackend):
     def _check_device(self, tensor: torch.Tensor) -> None:
         if tensor.numel() and tensor.device != self.device:
             raise InputError(
-                f"backend CUDA of {self.device} takes tensors there, found one on {tensor.device}"
+                f"peer copies of this rank communicate tensors on {self.device}, but found a "
+                f"tensor on {tensor.device}: move the tensor to {self.device}"
             )
 
     def _captures_now(self, stream: int) -> bool:
@@ -282,7 +283,7 @@ class CudaPeerBackend(PeerBackend):
         waiting.start()
         self.control.poll_until(
             lambda: not waiting.is_alive(),
-            what=lambda: f"the work of {self.device} before memory of peers is freed",
+            what=lambda: f"the work of {self.device} before the memory of other ranks is freed",
             needs=list,
         )
         return bool(done)
@@ -454,7 +455,8 @@ class CudaPeerBackend(PeerBackend):
             if capture.open:
                 peers = team_text(sorted({sent.peer for sent in capture.open}))
                 raise CommunicationError(
-                    f"no stream waits for the sends to ranks {peers} in this captured run"
+                    f"this run cannot be captured as a CUDA graph, because no stream waits for its "
+                    f"sends to ranks {peers}: wait for each send"
                 )
         finally:
             self._capture = None
@@ -476,7 +478,10 @@ class CudaPeerBackend(PeerBackend):
 
         super()._poll(lambda: done() or bool(gone()), call, open_ones)
         if not done():
-            raise CommunicationError(f"ranks {team_text(gone())} could not capture it")
+            raise CommunicationError(
+                f"this rank gives up the capture of a CUDA graph: ranks {team_text(gone())} could "
+                "not capture it"
+            )
 
     def _use(self, mailbox: Mailbox, peer: int, slot: int) -> int:
         if self._capture is None:
@@ -488,8 +493,8 @@ class CudaPeerBackend(PeerBackend):
         count = self._graphed.setdefault(mailbox, Counter[int]())
         if count[peer] == _GRAPH_SLOTS:
             raise CommunicationError(
-                f"graphs already contain the largest number of transfers to rank {peer}, "
-                f"{_GRAPH_SLOTS}"
+                f"CUDA graphs can contain at most {_GRAPH_SLOTS} sends to rank {peer}, and that "
+                "many are captured already"
             )
         count[peer] += 1
         return _IN_GRAPHS + count[peer] - 1
@@ -510,8 +515,8 @@ class CudaPeerBackend(PeerBackend):
         stream = self._handle(call.stream)
         if self._capture is None and self._captures_now(stream):
             raise UnsupportedError(
-                f"{call.describe()}: the caller cannot capture peer copies in a CUDA graph: the "
-                "ranks agree on each run, and capture graphs themselves"
+                f"{call.describe()}: the caller cannot capture peer copies in a CUDA graph, "
+                "because all ranks must agree on each run: call the program outside a capture"
             )
         sent: list[Sent] = []
         with self._on(call.stream):

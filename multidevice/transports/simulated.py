@@ -411,7 +411,7 @@ class SimulatedBackend(CheckedBackend):
         if source.dtype != target.dtype or source.numel() != target.numel():
             text = (
                 f"rank {send.rank} sends {tensor_text(source)} to rank {recv.rank}, "
-                f"which receives {tensor_text(target)}"
+                f"which receives {tensor_text(target)}: dtype and number of elements must be equal"
             )
             send.error = recv.error = text
             return
@@ -532,8 +532,9 @@ def _complete(rendezvous: Rendezvous) -> None:
     for call, signature in zip(calls, signatures, strict=True):
         if signature != signatures[0]:
             rendezvous.error = (
-                f"ranks of team {calls[0].team} disagree: rank {calls[0].team[0]} calls "
-                f"{calls[0].describe()}; rank {call.team[call.index]} calls {call.describe()}"
+                f"the ranks of the team {calls[0].team} must make the same call, but rank "
+                f"{calls[0].team[0]} calls {calls[0].describe()}; rank {call.team[call.index]} "
+                f"calls {call.describe()}"
             )
             return
     stream = calls[last].stream

@@ -171,7 +171,9 @@ def stream_handle(stream: object, device: torch.device) -> int:
         return stream
     handle: Any = getattr(stream, "cuda_stream", None)
     if handle is None:
-        raise InputError(f"a stream is a torch.cuda.Stream, its handle or None, not {stream!r}")
+        raise InputError(
+            f"a stream must be a torch.cuda.Stream, its raw handle, or None; found {stream!r}"
+        )
     return int(handle)
 
 
@@ -333,7 +335,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         is_root = root == self.rank
         buf = inp if out is None and is_root else out
         if buf is None:
-            raise InputError(f"{row.method}: buf is missing on rank {self.rank}")
+            raise InputError(
+                f"{row.method}: the tensor buf is missing on rank {self.rank}, which takes part"
+            )
         self._check_tensor(row.method, "buf", buf)
         if is_root and inp is not None and inp is not buf:
             with nullcontext() if stream is None else self._on(stream):
@@ -404,8 +408,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             self._check_tensor(transfer.kind, "buf", transfer.tensor)
             if transfer.peer not in team or transfer.peer == self.rank:
                 raise ShardingError(
-                    f"{transfer.kind}: peer {transfer.peer} is not another member of team "
-                    f"{team_text(team)} (this is rank {self.rank})"
+                    f"{transfer.kind}: the peer must be another rank of the team "
+                    f"{team_text(team)}, but rank {self.rank} names rank {transfer.peer}"
                 )
         return index
 
@@ -616,12 +620,17 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
 
     def _index(self, op: str, team: Team) -> int:
         if self._closed:
-            raise CommunicationError(f"{op}: backend {self.name} is closed")
+            raise CommunicationError(
+                f"{op}: the backend {self.name} is closed and cannot communicate"
+            )
         if self.rank not in team:
-            raise ShardingError(f"{op}: rank {self.rank} is not in team {team_text(team)}")
+            raise ShardingError(
+                f"{op}: rank {self.rank} made the call, but is not in the team {team_text(team)}"
+            )
         if len(set(team)) != len(team) or min(team) < 0 or max(team) >= self.size:
             raise ShardingError(
-                f"{op}: team {team_text(team)} needs distinct ranks below {self.size}"
+                f"{op}: a team must have distinct ranks from 0 to {self.size - 1}, found "
+                f"{team_text(team)}"
             )
         return team.index(self.rank)
 
@@ -629,19 +638,27 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         self, row: Collective, team: Team, reduce: RedOp | None, root: int | None
     ) -> None:
         if (row.reduces is None) != (reduce is None):
-            wanted = "a reduction is needed" if row.reduces else "nothing is reduced"
-            raise InputError(f"{row.method}: {wanted}, got {reduce}")
+            raise InputError(
+                f"{row.method}: pass a reduction, one of {', '.join(RED_OPS)}; found None"
+                if row.reduces
+                else f"{row.method}: this collective reduces nothing, but found reduction {reduce}"
+            )
         if row.is_rooted != (root is not None):
-            wanted = "a root is needed" if row.is_rooted else "there is no root"
-            raise InputError(f"{row.method}: {wanted}, got {root}")
+            raise InputError(
+                f"{row.method}: pass the rank that is the root; found None"
+                if row.is_rooted
+                else f"{row.method}: this collective has no root, but found root {root}"
+            )
         if root is not None and root not in team:
-            raise ShardingError(f"{row.method}: root {root} is not in team {team_text(team)}")
+            raise ShardingError(
+                f"{row.method}: the root must be a rank of the team {team_text(team)}, found {root}"
+            )
 
     def _check_tensor(self, op: str, name: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
             raise InputError(
-                f"{op}: {name} {tensor_text(tensor)} with strides {list(tensor.stride())} "
-                "is not contiguous"
+                f"{op}: the tensor {name} must be contiguous, but {tensor_text(tensor)} has the "
+                f"strides {list(tensor.stride())}: pass {name}.contiguous()"
             )
         self._check_device(tensor)
 
@@ -657,7 +674,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             if tensor is not None:
                 self._check_tensor(row.method, name, tensor)
             elif is_root or not side.at_root:
-                raise InputError(f"{row.method}: {name} is missing on rank {self.rank}")
+                raise InputError(
+                    f"{row.method}: the tensor {name} is missing on rank {self.rank}, which needs "
+                    "it in this collective"
+                )
         check_fit(row, out, inp, count)
 
 
@@ -687,16 +707,21 @@ def check_fit(
     for name, tensor, parts in (("out", out, out_parts), ("inp", inp, inp_parts)):
         if tensor is not None and tensor.numel() % parts:
             raise InputError(
-                f"{op}: {name} {tensor_text(tensor)} does not split into {parts} equal parts"
+                f"{op}: the tensor {name}, {tensor_text(tensor)}, must have one equal part for "
+                f"each of the {parts} ranks, but its {tensor.numel()} elements are not divisible "
+                f"by {parts}"
             )
     if out is None or inp is None:
         return
     if out.dtype != inp.dtype:
-        raise InputError(f"{op}: out is {out.dtype}, inp is {inp.dtype}")
+        raise InputError(
+            f"{op}: the tensors out and inp must have one dtype, found {out.dtype} and {inp.dtype}"
+        )
     if out.numel() * inp_parts != inp.numel() * out_parts:
         raise InputError(
-            f"{op}: out {tensor_text(out)} and inp {tensor_text(inp)} do not fit a team of "
-            f"{count}: expected {out_parts} and {inp_parts} parts of equal size"
+            f"{op}: the sizes of out, {tensor_text(out)}, and inp, {tensor_text(inp)}, do not "
+            f"match in a team of {count} ranks: out must consist of {out_parts} and inp of "
+            f"{inp_parts} parts, all of the same size"
         )
 
 
@@ -706,7 +731,9 @@ def check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
     `op` is the name of the collective, for the message.
     """
     if reduce not in RED_OPS:
-        raise UnsupportedError(f"{op}: unknown reduction {reduce!r}, known: {RED_OPS}")
+        raise UnsupportedError(
+            f"{op}: unknown reduction {reduce!r}; use one of {', '.join(RED_OPS)}"
+        )
     if dtype not in REDUCIBLE:
         raise UnsupportedError(f"{op}({reduce}): reductions of {dtype} are not supported")
     if dtype in COMPLEX:
@@ -717,7 +744,9 @@ def check_reduction(op: str, reduce: RedOp, dtype: torch.dtype) -> None:
             )
         return
     if reduce == "AVG" and dtype not in FLOATING:
-        raise DtypeError(f"{op}(avg): {dtype} has no average; use a floating-point dtype")
+        raise DtypeError(
+            f"{op}(AVG): the average of {dtype} is not defined; use a floating-point dtype"
+        )
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

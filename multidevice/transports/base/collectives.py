@@ -242,5 +242,5 @@ class TransportTable(dict[Collective, _How]):
         known = ", ".join(sorted(one.method for one in self))
         raise UnsupportedError(
             f"{row.method}: {self._transport} cannot carry out this collective: compose it of "
-            f"those that it can carry out ({known}), or use another transport"
+            f"collectives that this transport supports ({known}), or use another transport"
         )

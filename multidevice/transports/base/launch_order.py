@@ -159,7 +159,9 @@ class CudaDriver:
             ):
                 getattr(library, name).argtypes = types
         except (OSError, AttributeError) as error:
-            raise UnsupportedError(f"the CUDA driver cannot be loaded: {error}") from error
+            raise UnsupportedError(
+                f"the CUDA driver's library cannot be loaded: {error}"
+            ) from error
         self._status = ctypes.c_int()
         self._status_at = ctypes.addressof(self._status)
         self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
@@ -245,7 +247,7 @@ class CudaDriver:
             call: Callable[..., int] = getattr(self._library, name)
             status = call(*args)
         if status:
-            raise CommunicationError(f"{name} failed with status {status}")
+            raise CommunicationError(f"the CUDA driver call {name} failed with status {status}")
 
 
 def _handles(values: Sequence[int]) -> Any:

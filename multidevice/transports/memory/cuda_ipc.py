@@ -156,8 +156,8 @@ class IpcPieces:
                 stop = stop or time.monotonic() + _NO_MEMORY_S
                 if time.monotonic() > stop:
                     raise torch.OutOfMemoryError(
-                        f"cannot allocate {size} bytes that peers can map on {self.device} "
-                        f"({error})"
+                        f"there is not enough memory on {self.device} for a tensor of {size} bytes "
+                        f"that other ranks can map ({error})"
                     ) from None
                 self._is_untidy = True
                 self.tidy()
@@ -171,8 +171,9 @@ class IpcPieces:
             handle = self._cuda.call("cuIpcGetMemHandle", begin)
         except CommunicationError as error:
             raise UnsupportedError(
-                f"backend CUDA: memory on {self.device} cannot be mapped by other processes "
-                f"({error}); torch's expandable segments (PYTORCH_CUDA_ALLOC_CONF) cannot"
+                f"peer copies: memory on {self.device} cannot be mapped by other processes "
+                f"({error}): if PYTORCH_CUDA_ALLOC_CONF enables torch's expandable segments, "
+                "disable them"
             ) from None
         fd = os.memfd_create("fuser-gpu")
         os.write(fd, bytes(handle.reserved))
@@ -216,8 +217,8 @@ class IpcPieces:
             return self._mapped.find(name, peer)
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"backend CUDA: {self.device} cannot map the memory of rank {peer}'s GPU "
-                f"({error}): use NCCL"
+                f"peer copies: {self.device} cannot map the memory of rank {peer}'s GPU ({error}): "
+                "use NCCL instead"
             ) from None
 
     def _open(self, fd: int, nbytes: int) -> Seen:
@@ -369,7 +370,7 @@ class IpcMemory:
 
     def __init__(self, device: torch.device, hooks: Hooks | None = None) -> None:
         if device.type != "cuda":
-            raise UnsupportedError(f"backend CUDA: {device} is not a GPU")
+            raise UnsupportedError(f"peer copies by CUDA IPC need a CUDA device, found {device}")
         self.device = device
         calls = CudaCalls()
         self._cuda, self._call, self._check = calls.api, calls.call, calls.check
@@ -635,7 +636,7 @@ class CudaCalls:
     def check(self, name: str, status: Any) -> None:
         """Raises `CommunicationError` if `status`, the result of a driver call, is not success."""
         if status != self._success:
-            raise CommunicationError(f"{name}: {status.name}")
+            raise CommunicationError(f"the CUDA driver call {name} failed with {status.name}")
 
 
 @contextmanager
@@ -670,5 +671,6 @@ def driver() -> Any:
         return import_module("cuda.bindings.driver")
     except ImportError as error:
         raise UnsupportedError(
-            f"backend CUDA needs cuda-bindings ({error}): install fuser-hostir[cu12] or [cu13]"
+            f"peer copies between GPUs need the package cuda-bindings ({error}): install "
+            "fuser-hostir[cu12] or fuser-hostir[cu13]"
         ) from error

@@ -83,7 +83,10 @@ class GpuShards:
         for name in _NEEDED:
             attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}")
             if not int(self._cuda.call("cuDeviceGetAttribute", attribute, number)):
-                return f"its GPU cannot share it ({name} is 0): gather the shards by an Allgather"
+                return (
+                    f"its GPU cannot share memory with other processes ({name} is 0): gather the "
+                    "shards by an Allgather instead"
+                )
         let_files_be_taken()
         return ""
 
@@ -134,7 +137,8 @@ class GpuShards:
                 handle = self._create(size)
             except CommunicationError as error:
                 raise torch.OutOfMemoryError(
-                    f"cannot allocate {size} bytes for a shard on {self.device} ({error})"
+                    f"cannot allocate {size} bytes for a shard on {self.device}, because there is "
+                    f"not enough memory ({error})"
                 ) from None
             fd = int(self._cuda.call("cuMemExportToShareableHandle", handle, self._file_type(), 0))
             self._cuda.call("cuMemRelease", handle)
@@ -193,8 +197,8 @@ class GpuShards:
                     raise
                 ranks = ", ".join(str(place.rank) for place in places)
                 raise UnsupportedError(
-                    f"{self.device} cannot map the shards of ranks {ranks} ({error}): gather them "
-                    "by an Allgather"
+                    f"{self.device} cannot map the shards of ranks {ranks} ({error}): gather the "
+                    "shards by an Allgather instead"
                 ) from None
             finally:
                 for fd in files:

@@ -48,7 +48,9 @@ def not_mapped(rank: int, error: OSError) -> CommunicationError:
     """Returns the exception for memory of the rank `rank` that cannot be mapped; `error` is the
     cause.
     """
-    return CommunicationError(f"rank {rank}'s memory cannot be mapped: {error}")
+    return CommunicationError(
+        f"rank {rank}'s memory cannot be mapped, for example because its process has ended: {error}"
+    )
 
 
 class Mapped(Generic[T]):
@@ -213,24 +215,24 @@ def side_by_side(
     _agree(team, what, [f"{row[2]} bytes" for row in rows], "has a shard of")
     if len({row[1] for row in rows}) > 1 or not rows[0][1]:
         raise UnsupportedError(
-            f"{what}: ranks {team_text(team)} cannot map each other's memory: they run on several "
-            "hosts, or in containers of their own; gather the shards by an Allgather"
+            f"{what}: ranks {team_text(team)} cannot map each other's memory, because they run on "
+            "several hosts or in separate containers: gather the shards by an Allgather instead"
         )
     if not nbytes:
         return tensor.new_empty(0, dtype=torch.uint8)
     size = memory.unit_nbytes
     for rank, (*_, why_not, name, at) in zip(team, rows, strict=True):
         if not name:
-            why_not = why_not or "let the program allocate it, in symmetric memory"
+            why_not = why_not or "let the program allocate the shard in symmetric memory"
             raise UnsupportedError(
                 f"{what}: other ranks cannot map the memory of rank {rank}'s shard: {why_not}"
             )
         if nbytes % size or at % size:
-            begins = f" and begins {at % size} bytes after the start of one" * bool(at % size)
+            begins = f" and begins {at % size} bytes after a multiple of {size}" * bool(at % size)
             raise UnsupportedError(
                 f"{what}: shards are mapped one after another in {memory.unit} of {size} bytes, "
-                f"but that of rank {rank} has {nbytes} bytes{begins}: pad it, or gather the "
-                "shards by an Allgather"
+                f"but the shard of rank {rank} has {nbytes} bytes{begins}: pad the shard, or "
+                "gather the shards by an Allgather"
             )
     places = [
         MemoryLocation(r, tuple(name), at) for r, (*_, name, at) in zip(team, rows, strict=True)
@@ -263,4 +265,4 @@ def _exchange(control: Control, text: str, team: Team, what: str) -> list[str]:
 def _agree(team: Team, what: str, said: Sequence[str], verb: str) -> None:
     if len(set(said)) > 1:
         found = "; ".join(f"rank {r} {verb} {one}" for r, one in zip(team, said, strict=True))
-        raise CommunicationError(f"{what}: the ranks differ: {found}")
+        raise CommunicationError(f"{what}: the ranks of the team must agree, but {found}")

@@ -177,7 +177,7 @@ def refused(program: HostIrContainer, of: type[Exception]) -> str:
 def test_shards_that_are_no_pages_are_refused() -> None:
     text = refused(program_of(2, rows=3), UnsupportedError)
     assert "SymmetricContiguousView of T1_sym_float" in text and "symmetric_views.py" in text
-    assert f"pages of {mmap.PAGESIZE} bytes, but that of rank 0 has 3072 bytes: pad it" in text
+    assert f"pages of {mmap.PAGESIZE} bytes, but the shard of rank 0 has 3072 bytes: pad" in text
 
 
 def test_shards_of_unequal_sizes_are_refused() -> None:
@@ -190,7 +190,7 @@ def test_shards_of_unequal_sizes_are_refused() -> None:
     with multidevice.simulate(2) as world:
         texts = set(world.run(body))
     (text,) = texts
-    assert "the ranks differ: rank 0 has a shard of 4096 bytes; rank 1 has a shard of 8192" in text
+    assert "must agree, but rank 0 has a shard of 4096 bytes; rank 1 has a shard of 8192" in text
 
 
 @alone

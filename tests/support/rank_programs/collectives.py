@@ -260,24 +260,40 @@ def check_errors(comm: Communicator, backend: Backend, team: Team, device: torch
     me, n = comm.rank(), comm.size()
     x = torch.zeros(n, n, device=device)
     expect(InputError, "not contiguous", backend.allreduce, x, x.t(), op="SUM", team=team)
-    expect(InputError, "do not fit", backend.allgather, x, x, team=team)
+    expect(InputError, "do not match", backend.allgather, x, x, team=team)
     reduce, gather, send = (
         partial(backend.collective, row) for row in (REDUCE, ALLGATHER, BROADCAST)
     )
-    expect(InputError, "a root is needed, got None", reduce, x, x, team=team, reduce="SUM")
-    expect(InputError, "a reduction is needed, got None", reduce, x, x, team=team, root=team[0])
-    expect(InputError, "there is no root, got 0", gather, x, x, team=team, root=0)
-    expect(InputError, "nothing is reduced, got SUM", gather, x, x[0], team=team, reduce="SUM")
-    expect(InputError, "nothing is reduced", send, x, x, team=team, reduce="SUM", root=team[0])
-    expect(InputError, "a root is needed, got None", send, x, x, team=team)
+    expect(InputError, "the root; found None", reduce, x, x, team=team, reduce="SUM")
+    expect(InputError, "pass a reduction, one of SUM", reduce, x, x, team=team, root=team[0])
+    expect(InputError, "has no root, but found root 0", gather, x, x, team=team, root=0)
+    expect(
+        InputError,
+        "reduces nothing, but found reduction SUM",
+        gather,
+        x,
+        x[0],
+        team=team,
+        reduce="SUM",
+    )
+    expect(InputError, "reduces nothing", send, x, x, team=team, reduce="SUM", root=team[0])
+    expect(InputError, "the root; found None", send, x, x, team=team)
     if me != team[0]:
         expect(InputError, "buf is missing", send, None, x, team=team, root=team[0])
     expect(ShardingError, "root 77", backend.broadcast, x, root=77, team=team)
     i = torch.zeros(4, dtype=torch.int32, device=device)
-    expect(DtypeError, "no average", backend.allreduce, i, i, op="AVG", team=team)
+    expect(
+        DtypeError,
+        "the average of torch.int32 is not defined",
+        backend.allreduce,
+        i,
+        i,
+        op="AVG",
+        team=team,
+    )
     expect(ShardingError, "peer", backend.send, x, peer=me, team=team)
     others = tuple(r for r in team if r != me)
-    expect(ShardingError, "not in team", backend.barrier, team=others)
+    expect(ShardingError, "not in the team", backend.barrier, team=others)
 
     bad = n - 1
     mine = ValueError("planted") if me == bad else None

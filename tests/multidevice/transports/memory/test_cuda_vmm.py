@@ -117,7 +117,7 @@ def test_shards_that_are_no_units_are_refused(driver: Driver) -> None:
     x = shards.empty(3 * 4096, 0)
     with pytest.raises(UnsupportedError) as error:
         meeting(shards, x, [["", *shards.name_of(x)]])  # type: ignore[misc]
-    text = f"units of {UNIT} bytes, but that of rank 0 has 12288 bytes: pad it, or gather"
+    text = f"units of {UNIT} bytes, but the shard of rank 0 has 12288 bytes: pad the shard"
     assert text in str(error.value) and "the view" in str(error.value)
 
 
