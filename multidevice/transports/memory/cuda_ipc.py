@@ -156,8 +156,8 @@ class IpcPieces:
                 stop = stop or time.monotonic() + _NO_MEMORY_S
                 if time.monotonic() > stop:
                     raise torch.OutOfMemoryError(
-                        f"there is not enough memory on {self.device} for a tensor of {size} bytes "
-                        f"that other ranks can map ({error})"
+                        f"cannot allocate {size} bytes that other ranks can map on {self.device}, "
+                        f"because there is not enough memory ({error})"
                     ) from None
                 self._is_untidy = True
                 self.tidy()
