@@ -1,9 +1,10 @@
 """Placements: which parallel types cut which logical axes of a tensor into blocks.
 
-A loop domain records a sharding as outer splits whose outer axis has a device or stream type. This
-module represents a sharding as *cuts*, for each logical axis in nesting order. The cuts `[(mesh_y,
-2), (mesh_x, 4)]` describe an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x.
-Propagation and decomposition work on cuts and write them back as splits.
+A parallel type is a mesh dimension (device type) or the loop of a stream (stream type). In the
+fusion IR, a sharding is an outer split whose outer axis has such a type. This module represents a
+sharding as *cuts*, for each logical axis in nesting order. The cuts `[(mesh_y, 2), (mesh_x, 4)]`
+describe an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and
+decomposition work on cuts and write the cuts back as splits.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ SPREAD_TYPES = (*DEVICE_TYPES, *STREAM_TYPES)
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of an axis into `count` blocks along the parallel type `ptype`.
+    """A cut of an axis into `count` blocks, which the parallel type `ptype` distributes.
 
     - `count`: the number of blocks, which is symbolic only for streams.
     - `whole`: True if the axis itself has the type and the extent `count`, without a split.
     - `swizzle`: a device type, or None. If set, the block numbers are rotated by the device's
-      coordinate along this type, so that every device starts with its own block.
+      coordinate along this type, so that each device starts with its own block.
     """
 
     ptype: ParallelType
@@ -54,7 +55,7 @@ class Cut:
     def devices(self) -> int:
         """The number of devices that share the axis.
 
-        This is 1 for a stream, because all its steps run on each device.
+        The number is 1 for a stream, because each device runs all steps of a stream.
         """
         assert isinstance(self.count, int) or self.ptype.is_stream
         return self.count if isinstance(self.count, int) and self.ptype.is_device else 1
@@ -66,33 +67,40 @@ Placement = tuple[Cuts, ...]
 
 
 def is_plain_broadcast(axis: IterDomain) -> bool:
-    """Whether an axis has a single element that all devices share, so that it is never cut."""
+    """Returns whether an axis has one element that all devices share, so that the axis is never
+    cut.
+    """
     return axis.is_broadcast and axis.expanded is None
 
 
 def cut_line(tv: TensorView, ptype: ParallelType) -> str:
-    """Returns `file.py:12`, the user's line that cut a tensor along the type `ptype`.
+    """Returns the user's source line, such as `file.py:12`, that cut a tensor along the type
+    `ptype`.
 
-    If the user did not cut the tensor, returns the line that defines the tensor, "" if unknown.
+    If the user did not cut the tensor, returns the line that defines the tensor; "" if unknown.
     """
     return tv.cut_lines.get(ptype) or tv.user_line()
 
 
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Returns the loop axes that have a device or stream type, including reductions."""
+    """Returns the loop axes of a tensor that have a device or stream type, including reduction
+    axes.
+    """
     return tv.domain.spread
 
 
 def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
-    """Returns the non-reduction loop axis with the type `ptype`, None if there is none."""
+    """Returns the loop axis of a tensor with the type `ptype`, other than a reduction; None if
+    none.
+    """
     return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
 
 
 def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
     """Returns the number of blocks of a loop axis with a device or stream type.
 
-    This is the size of the mesh dimension, or the extent of the stream axis.
+    The number is the size of the mesh dimension, or the extent of the stream axis.
     """
     if axis.ptype.is_device:
         if tv.mesh is None:
@@ -107,10 +115,11 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
 
 
 def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
-    """Returns (number of the logical axis that a loop axis cuts, nesting depth of the cut).
+    """Returns the logical axis that a loop axis cuts, and how deep the cut is nested.
 
-    Depth 0 means that the loop axis is the logical axis itself. Raises `UnsupportedError` if `axis`
-    does not count blocks of consecutive elements: the inner output of a split, or part of a merge.
+    The result is (number of the logical axis, depth). Depth 0 means that the loop axis is the
+    logical axis itself. Raises `UnsupportedError` if `axis` does not count blocks of consecutive
+    elements. Such an axis is the inner output of a split, or part of a merge.
     """
     domain = tv.domain
     steps = path(domain, (axis,), domain.logical)
@@ -119,7 +128,11 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """Transform rules that count the splits around a block of consecutive elements."""
+    """Rules that count, along the transforms of a tensor, how many splits surround a block of
+    elements.
+
+    `axis` is the loop axis that counts the blocks; its error messages name the axis.
+    """
 
     needs_all = False
 
@@ -159,9 +172,10 @@ class _BlockDepth(Rules[int]):
 
 
 def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
-    """Returns logical axis number -> cuts, outermost first, for every axis that is cut.
+    """Returns the cuts of every axis that is cut, by number of the logical axis, outermost cut
+    first.
 
-    Only cuts along `ptypes` count. Reductions are included.
+    Only cuts along `ptypes` count. Reduction axes are included.
     """
     spread, known = spread_axes(tv), tv.domain.known
     if not spread:
@@ -186,7 +200,8 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
-    """Returns the cuts of each logical axis, without reductions; () for an axis that is not cut.
+    """Returns the cuts of each logical axis of a tensor, without reduction axes; () for an uncut
+    axis.
 
     Only cuts along `ptypes` count.
     """
@@ -195,7 +210,7 @@ def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
 
 
 def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
-    """Returns logical axis number -> cuts, for the reduction axes that are cut."""
+    """Returns the cuts of the reduction axes that are cut, by number of the logical axis."""
     reductions = {a.number for a in tv.domain.logical if a.is_reduction()}
     return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
 
@@ -205,10 +220,10 @@ Block = Literal["first", "last", "empty"]
 
 
 def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
-    """Returns the part of `extent` that one device has after `cuts`.
+    """Returns the extent that one device has of an axis with the extent `extent` and `cuts`.
 
-    If `block` is given, returns the part that one device has in one step of a stream. `block`
-    selects the step. If `block` is None, stream cuts are ignored.
+    If `block` is given, returns the extent of one block of a stream on the device; `block` selects
+    the kind of step. If `block` is None, stream cuts are ignored.
     """
     for cut in cuts:
         if cut.ptype.is_device or block is not None:
@@ -224,31 +239,32 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
 def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
     """Returns (number of the logical axis, cut) for each stream cut of a tensor.
 
-    A merged stream axis has several stream cuts. The outermost part of the step number is first.
+    A stream axis that merges several logical axes has several stream cuts. The outermost part of
+    the step number is first.
     """
     cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
     return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
 
 
 def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
-    """Returns (number of the logical axis, cut) of a tensor's first stream cut, None if there is
+    """Returns (number of the logical axis, cut) of the first stream cut of a tensor; None if
     none.
     """
     return next(iter(stream_cuts(tv)), None)
 
 
 def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
-    """Returns the types of a tensor's stream axes; () if the tensor is not computed in steps.
+    """Returns the stream types of a tensor's axes; () if no stream loop computes the tensor.
 
-    A merged stream axis has several types. Reduction axes are not counted.
+    A stream axis that merges several logical axes has several types. Reduction axes are not
+    counted.
     """
     summed = {a.number for a in tv.domain.logical if a.is_reduction()}
     return tuple(cut.ptype for number, cut in stream_cuts(tv) if number not in summed)
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts that are outside the first stream cut, or all cuts if there is no stream
-    cut.
+    """Returns the cuts that are outside the first stream cut; all cuts if there is no stream cut.
 
     The cuts inside a stream are left out, because without the stream they would make other blocks.
     """
@@ -257,7 +273,7 @@ def outside_streams(cuts: Cuts) -> Cuts:
 
 
 def without_streams(cuts: Cuts) -> Cuts:
-    """Removes the innermost cut if it is a stream cut.
+    """Removes the innermost cut from `cuts` if that cut is a stream cut.
 
     A stream cut around device cuts is not removed, because it determines which elements a device
     has.
@@ -267,15 +283,15 @@ def without_streams(cuts: Cuts) -> Cuts:
 
 
 def only_devices(cuts: Iterable[Cut]) -> Cuts:
-    """Returns the cuts that have a device type."""
+    """Returns those of `cuts` that have a device type."""
     return tuple(c for c in cuts if c.ptype.is_device)
 
 
 def is_allocated_per_step(tv: TensorView) -> bool:
-    """Whether each step of a stream allocates memory for its own block of the tensor.
+    """Returns whether each step of a stream loop allocates memory for its own block of the tensor.
 
     Otherwise the whole tensor is allocated before the loop. The pass `finalize_domains` decides
-    which.
+    between the two.
     """
     logical = set(tv.domain.logical_numbers)
     return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
@@ -295,7 +311,7 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
     """Returns the serial loop axis with the elements of one block of a logical axis, inside all its
     cuts.
 
-    Returns None if there is no such axis.
+    `number` is the number of the logical axis. Returns None if there is no such loop axis.
     """
     while True:
         if number in tv.domain.loop_numbers:
@@ -311,7 +327,7 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
     """Cuts a logical axis once more, inside its present cuts; returns False if that is not
     possible.
 
-    A `whole` cut gives the axis itself the parallel type. Any other cut makes an outer split.
+    A cut with `whole` gives the axis itself the parallel type. Any other cut makes an outer split.
     """
     rest = _remainder(tv, number)
     if rest is None:
@@ -333,7 +349,7 @@ def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
 
 
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Makes serial the device and stream axes that `drop` accepts, and removes splits without a
+    """Removes the device and stream types of the axes that `drop` accepts, and splits without a
     use.
 
     A split has no use if its two outputs are serial axes of the loop domain and are not in the
@@ -362,9 +378,11 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 
 
 def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Makes serial the device and stream axes that `drop` accepts, and all cuts inside these axes.
+    """Removes the types of the axes that `drop` accepts, and of all axes that cut the same axis
+    further.
 
-    The inner cuts are removed because without the outer cut they would make other blocks.
+    The types are device and stream types. The inner cuts are removed because without the outer cut
+    they would make other blocks.
     """
     places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
     dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
@@ -379,9 +397,9 @@ def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> 
 def copy_like(
     source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, dtype: DataType | None = None
 ) -> TensorView:
-    """Creates a tensor with copies of the logical axes of `source`, with the given mesh and cuts.
+    """Creates a tensor with the same logical axes as `source`, but with the given mesh and cuts.
 
-    Reductions are left out. If `dtype` is None, the new tensor has the dtype of `source`.
+    Reduction axes are left out. If `dtype` is None, the new tensor has the dtype of `source`.
     """
     fusion = source.fusion
     axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)
@@ -392,7 +410,10 @@ def copy_like(
 
 
 def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
-    """Copies a domain with new axis numbers; returns the copy and the map old -> new number."""
+    """Copies the axes of a tensor (its domain) with new axis numbers.
+
+    Returns the copy and a map from old to new axis number.
+    """
     made = {n: fusion.next_axis() for n in sorted(domain.axes)}
     return domain.map_axes(lambda a: replace(a, number=made[a.number])), made
 
@@ -404,10 +425,10 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Transform rules that select the axes that start with the same blocks as a given axis.
+    """Rules that follow an axis through a reshape to the axes that begin with the same blocks.
 
     An axis is selected if it is the outermost part of a selected axis, or the other way round. Axes
-    of extent 1 and device axes do not count.
+    of extent 1 and device axes do not count as outermost parts.
     """
 
     needs_all = False
@@ -436,7 +457,7 @@ class _Outermost(Rules[bool]):
 
 
 class _TowardsRoot(_Outermost):
-    """Transform rules that select the axes from which a given axis derives.
+    """Rules that follow an axis through a reshape back to all axes from which it derives.
 
     Of a merge, only the outer input is selected.
     """
@@ -449,10 +470,11 @@ class _TowardsRoot(_Outermost):
 
 
 def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
-    """Returns the logical axis that has the same outermost blocks as a root axis.
+    """Returns the logical axis that has the same outermost blocks as `root`, an axis before a
+    reshape.
 
-    One of the two axes is the outermost part of the other. Returns None after a resize, and if a
-    merge has the root axis as its inner input.
+    One of the two axes is the outermost part of the other. Returns None after a resize. Also
+    returns None if a merge has the root axis as its inner input.
     """
     domain = tv.domain
     steps = path(domain, domain.maybe_root, domain.logical)
@@ -461,8 +483,9 @@ def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
 
 
 def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
-    """Returns the root axis that has the same outermost blocks as a logical axis, None if there is
-    none.
+    """Returns the root axis (before a reshape) with the same outermost blocks as a logical axis.
+
+    Returns None if there is no such axis.
     """
     domain = tv.domain
     steps = path(domain, (logical,), domain.maybe_root)
@@ -471,6 +494,9 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
-    """Returns the numbers of the axes from a logical axis to its root axis, including both."""
+    """Returns the numbers of the axes on the way from a logical axis back to its root axis.
+
+    A root axis is one before a reshape. The numbers of both axes are included.
+    """
     steps = path(tv.domain, (logical,), tv.domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

@@ -52,9 +52,10 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Fact:
-    """The reason why a tensor has a mesh or a cut: it was propagated from the tensor `source`.
+    """The reason why a tensor has its mesh or one of its cuts: propagation from the tensor
+    `source`.
 
-    `cut` is None if the fact is about the mesh. Otherwise `axis` is the number of the logical axis
+    `cut` is None if the mesh was propagated. Otherwise `axis` is the number of the logical axis
     that `cut` cuts. `direction` says whether `source` is an operand (forward) or a result
     (backward).
     """
@@ -84,7 +85,7 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
     - cuts that a reshape does not preserve: cuts of the inner input of a merge, and cuts into more
       blocks than the outermost part of a split has.
 
-    If an axis has several cuts, only the outer ones may be translated.
+    If an axis has several cuts, only the outer cuts may be translated.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(source)
@@ -150,10 +151,10 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
 
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
-    """Whether the cuts of a logical axis are also cuts of a root axis, so that operands can have
-    them.
+    """Returns whether the cuts of a result's logical axis can also be cuts of the op's operands.
 
-    `cuts` maps axis numbers to cuts.
+    This is true if they cut the root axis (before the reshape of `tv`) into the same blocks. `cuts`
+    maps axis numbers to cuts.
     """
     root = origin_root(tv, logical)
     if root is None:
@@ -165,7 +166,7 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the numbers of the logical axes of a result that are cut as no operand can be cut.
+    """Returns the numbers of the cut axes of a result that no operand of the op can be cut like.
 
     Only cuts along `ptypes` count. If `out` is None, the first result of the op is used.
     """
@@ -178,10 +179,11 @@ def uncuttable_axes(
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts of the logical axis cut the root axis into the same blocks, for any extent.
+    """Returns whether the cuts of the logical axis cut its root axis into the same blocks, for any
+    extent.
 
-    This is the case if both are the same axis. It is also the case if the logical axis counts the
-    blocks into which a stream cuts a reduction axis.
+    This is true if both are the same axis. It is also true if the logical axis counts the blocks
+    into which a stream cuts a reduction axis.
     """
     is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
@@ -193,9 +195,9 @@ def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
 
 
 def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
-    """Returns the cuts of `source` as cuts of `target`, which may have another extent.
+    """Returns the cuts of the axis `source` as cuts of `target`, which may have another extent.
 
-    If the extents differ, a cut that is a whole axis of `source` becomes a split of `target`.
+    If the extents differ, a cut of `source` without a split becomes a split of `target`.
     """
     if fusion.canonical(source.size) == fusion.canonical(target.size):
         return cuts
@@ -203,11 +205,10 @@ def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDom
 
 
 def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts may divide the axis into blocks of equal size.
+    """Returns whether `cuts` divide the axis into blocks of equal size, as far as is known.
 
     For device cuts, a symbolic extent is accepted, because it is checked when its value is known.
-    For stream cuts, divisibility must be proved, because the blocks of a stream may have unequal
-    sizes.
+    For stream cuts, divisibility must be proved, because blocks of a stream may have unequal sizes.
     """
     extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
     if any(c.ptype.is_stream for c in cuts):
@@ -218,7 +219,8 @@ def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
 
 
 def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Whether the cuts divide both a logical axis and its root axis into blocks of equal size.
+    """Returns whether `cuts` divide both a logical axis and its root axis into blocks of equal
+    size.
 
     One of the two axes is the outermost part of the other. Blocks of unequal size would end at
     different elements of the two axes.
@@ -227,7 +229,11 @@ def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -
 
 
 def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Returns the longest list of outer cuts of a root axis that make the same blocks of `axis`."""
+    """Returns the outermost of `cuts` that make the same blocks of `axis` as of its root axis
+    `root`.
+
+    As many cuts as possible are returned.
+    """
     prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
     return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
 
@@ -236,10 +242,10 @@ def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) ->
 def apply_transfers(
     target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
 ) -> tuple[Cut, ...]:
-    """Adds cuts along `ptypes` to a tensor; returns the cuts that were added.
+    """Adds the cuts `transfers` to a tensor as far as possible; returns the cuts that were added.
 
-    A cut is added under two conditions: the mesh has this dimension in the same size, and the axis
-    already has exactly the cuts that belong outside the new cut.
+    Only cuts along `ptypes` are added, under two conditions. The tensor's mesh has this dimension
+    in the same size. The axis already has exactly the cuts that must surround the new cut.
     """
     taken: list[Cut] = []
     for axis, cuts in transfers:
@@ -262,9 +268,9 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Adds cuts like `apply_transfers`, but adds either all stream cuts of `source` or none.
+    """Adds cuts as `apply_transfers` does, but adds either all stream cuts of `source` or none.
 
-    If only some parts of a merged stream axis were added, the steps would be those of another loop.
+    With only some parts of a merged stream axis, the steps would belong to another loop.
     """
     parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
     taken = apply_transfers(target, transfers, ptypes)
@@ -301,9 +307,11 @@ def fitting_placement(
     mesh: DeviceMesh | None,
     parts: Collection[ParallelType],
 ) -> Placement:
-    """Returns the placement that `transfers` give to a copy of `source` on `mesh`.
+    """Returns the placement that the cuts `transfers` give to a copy of the tensor `source` on
+    `mesh`.
 
-    `parts` are the stream types of the steps of the op that reads the copy.
+    `parts` are the stream types of the op that reads the copy. Stream cuts in which the copy cannot
+    be computed are left out.
     """
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
@@ -332,8 +340,8 @@ def fitting_placement(
 def _is_copied_in_steps(
     source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None
 ) -> bool:
-    """Whether a copy of `source` with these cuts can be made in the steps of the innermost stream
-    cut.
+    """Returns whether the steps of a stream loop can copy `source` to a tensor with the cuts
+    `cuts`.
 
     `cuts` are the cuts of the axis at `position` of the copy. There are three cases in which this
     is possible:
@@ -350,10 +358,11 @@ def _is_copied_in_steps(
 
 
 def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
-    """Whether a copy on `mesh` turns one block per device into one block per step of a stream.
+    """Returns whether a copy of `source` turns one block per device into one block per step of a
+    stream.
 
-    `cuts` are the cuts of the axis at `position` of the copy. If the steps are rotated, each device
-    starts with its own block.
+    The copy is on `mesh`; `cuts` are the cuts of its axis at `position`. If the steps are rotated,
+    each device starts with its own block.
     """
     have = placement(source, DEVICE_TYPES)[position]
     if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
@@ -393,7 +402,7 @@ def _is_bare(tv: TensorView) -> bool:
 
 
 def _rank_of(tv: TensorView) -> tuple[int, int]:
-    """Returns a sort key for tensors.
+    """Returns a sort key for tensors, because the sharding of the first tensor takes precedence.
 
     Tensors with more cut axes are first, then tensors with more mesh dimensions.
     """
@@ -402,8 +411,8 @@ def _rank_of(tv: TensorView) -> tuple[int, int]:
 
 
 def reference_operands(op: TensorOp) -> list[int]:
-    """Returns the indices of the tensor operands, in the order in which their shardings take
-    precedence.
+    """Returns the indices of an op's tensor operands, in the order of precedence of their
+    shardings.
     """
     indices = [i for i, _ in tensor_operands(op)]
     if op.REFERENCES:
@@ -412,10 +421,11 @@ def reference_operands(op: TensorOp) -> list[int]:
 
 
 def spread_reductions(fusion: Fusion) -> None:
-    """Gives every reduction axis the device types of the operand's axis, and changes nothing else.
+    """Cuts the reduction axes of results as the operands are cut, and changes nothing else.
 
-    The user decides how results are stored, but not how they are summed: each device sums its own
-    part. Raises `ShardingError` if the user cut a summed axis of a result and no operand is cut.
+    Used for fusions in which the user has cut every tensor. The user decides how results are
+    stored, but not how sums are computed: each device sums its own part. Raises `ShardingError` if
+    the user cut a summed axis of a result and no operand is cut.
     """
     summed = _summed_cuts(fusion)
     for op in fusion.exprs:
@@ -430,7 +440,7 @@ _Summed = tuple[TensorOp, TensorView, IterDomain, Cut]
 
 
 def _summed_cuts(fusion: Fusion) -> list[_Summed]:
-    """Returns the user's cuts of summed axes over more than one device."""
+    """Returns the user's cuts, over more than one device, of axes over which an op sums."""
     return [
         (op, out, axis, cut)
         for op in fusion.exprs
@@ -447,7 +457,7 @@ def _check_summed(summed: Sequence[_Summed]) -> None:
 
     Such a cut would have no use: each device would slice its operands, and the result would be
     replicated. If an operand is cut, the cut says how devices share the sum. Even then the user may
-    have meant an axis of the result. Therefore there is a warning, unless the user writes the
+    have meant an axis of the result. Therefore the function warns, unless the user writes the
     partial sums (`rfactor`).
     """
     for op, out, axis, cut in summed:
@@ -470,14 +480,17 @@ def _check_summed(summed: Sequence[_Summed]) -> None:
 
 
 def _is_partial_sum(tv: TensorView) -> bool:
-    """Whether `rfactor` made a tensor, which then sums over some of the axes that its transforms
-    made.
+    """Returns whether the method `rfactor` made a tensor, by splitting a reduction in two.
+
+    Such a tensor sums over only some of the axes that its transforms made.
     """
     return bool(tv.domain.root) and any(a.is_reduction() for a in tv.domain.logical)
 
 
 def _how_to_cut(tv: TensorView, cut: Cut) -> str:
-    """Returns the calls that cut an axis of a result that is not summed, for error messages."""
+    """Returns the calls that cut another axis of the result, one that is not summed, for error
+    messages.
+    """
     places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
     if not places:
         return f"{tv.label} has no other axis"
@@ -559,7 +572,7 @@ class _Propagation:
 
 
 def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
-    """Translates the cuts of the result `out` of an op to cuts of another result `sibling`."""
+    """Translates the cuts of the result `out` of an op to cuts of another result, `sibling`."""
     cuts = axis_cuts(out)
     for position in op.whole_axes(out):
         cuts.pop(out.domain.logical[position].number, None)
@@ -571,7 +584,7 @@ def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfer
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
     """Returns the operand's device cuts that apply to reduction axes of the result `out`.
 
-    The user has placed `out`, so that its other axes stay as they are.
+    Used if the user has placed `out`, because then the other axes of `out` must not change.
     """
     if not any(a.is_reduction() for a in out.domain.logical):
         return ()

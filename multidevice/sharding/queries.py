@@ -1,4 +1,10 @@
-"""Queries on shardings: cut axes of a tensor, global and local sizes, ops that reshard."""
+"""Questions about shardings: how a tensor is cut, its global and local sizes, and which ops
+reshard.
+
+A cut divides an axis into blocks, one per device of a mesh dimension or one per step of a stream
+loop. An op reshards if its operand and result are cut differently, so that devices must
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +47,11 @@ from multidevice.sharding.placement import (
 
 # ------------------------------------------------------------------ one tensor
 def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
-    """Returns the position of the logical axis that `ptype` cuts, -1 if there is none.
+    """Returns the position of the logical axis of `tv` that the parallel type `ptype` cuts; -1 if
+    none.
 
-    Reductions are not counted. Raises `UnsupportedError` if the cut is not the outer output of a
-    split.
+    Reduction axes are not counted. Raises `UnsupportedError` if the axis with this type was not
+    made as the outer part of a split.
     """
     for position, cuts in enumerate(placement(tv)):
         if any(c.ptype is ptype for c in cuts):
@@ -54,10 +61,10 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The placement of a tensor on its mesh.
+    """The sharding of a tensor: which device or stream type cuts which of its axes.
 
-    `axes` maps each device or stream type to the logical axis that the type cuts. `cuts` has the
-    cuts of each axis, outermost first.
+    `axes` maps each device or stream type to the position of the logical axis that the type cuts.
+    `cuts` has the cuts of each axis, outermost first.
     """
 
     mesh: DeviceMesh
@@ -65,14 +72,15 @@ class Sharding:
     cuts: Placement = field(default=(), repr=False, compare=False)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """Returns the logical axis that a device type cuts, -1 if the tensor is replicated along
-        that type.
+        """Returns the position of the logical axis that `parallel_type` cuts.
+
+        Returns -1 if no axis is cut: the tensor is then replicated along that mesh dimension.
         """
         return self.axes.get(parallel_type, -1)
 
 
 def sharding_of(tv: TensorView) -> Sharding | None:
-    """Returns the sharding of a tensor, None if the tensor has no mesh."""
+    """Returns the sharding of a tensor; None if the tensor has no mesh."""
     if tv.mesh is None:
         return None
     found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
@@ -80,11 +88,10 @@ def sharding_of(tv: TensorView) -> Sharding | None:
 
 
 def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
-    """Returns the positions of the axes of a partial sum that have one index per part of the
-    reduction.
+    """Returns the positions of the axes along which a partial sum has one element per device.
 
-    For example, the partial sum `[M, N, iDIDx{d}rf, r{K/d}]` has such an axis at position 2. Its
-    local shape is [M, N, 1].
+    A partial sum is a reduction over a cut axis before the devices' results are added. For example,
+    `[M, N, iDIDx{d}rf, r{K/d}]` has such an axis at position 2. Its local shape is [M, N, 1].
     """
     return tuple(
         position
@@ -100,9 +107,10 @@ def _is_part_of_reduction(tv: TensorView, axis: IterDomain) -> bool:
 
 # ------------------------------------------------------------------ sizes
 def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Returns the symbolic shape of a device's shard, without reductions.
+    """Returns the symbolic shape of the shard that one device stores, without reduction axes.
 
-    An axis i0 on two devices, for example, has the local extent `ceilDiv(i0, 2)`.
+    For example, an axis of extent i0 that is cut over two devices has the local extent `ceilDiv(i0,
+    2)`.
     """
     fusion = tv.fusion
     return tuple(
@@ -112,9 +120,10 @@ def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
-    """Returns extent -> number of devices, for the axes with a device type and no split.
+    """Returns the required sizes of axes that have a device type themselves, without a split.
 
-    Such an axis must have exactly one index per device.
+    Such an axis must have exactly one index per device. The result maps the extent of the axis to
+    the number of devices.
     """
     return {
         tv.fusion.canonical(tv.domain.axes[number].size): cut.devices
@@ -126,10 +135,10 @@ def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
 
 
 def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the global shape of a tensor whose shards have the shape `sizes`.
+    """Returns the global shape of a tensor whose shard on each device has the shape `sizes`.
 
-    For a tensor that is allocated per step, `sizes` is the shape of one step's block. Raises
-    `ShardingError` if `sizes` has the wrong length.
+    A tensor in a stream loop may be allocated for one step only. Then `sizes` is the shape of one
+    step's block. Raises `ShardingError` if `sizes` has the wrong length.
     """
     _check_rank(tv, sizes)
     out: list[int] = []
@@ -143,10 +152,12 @@ def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of a device's shard of a tensor with the global shape `sizes`.
+    """Returns the shape of the shard that each device stores of a tensor with the global shape
+    `sizes`.
 
-    Stream cuts do not change the shape, because the shard has the blocks of all steps. Raises
-    `ShardingError`, with tensor, extent and mesh, if the mesh does not divide an extent.
+    Stream cuts do not change the shape, because the shard contains the blocks of all steps. Raises
+    `ShardingError`, with tensor, extent and mesh, if the number of devices does not divide an
+    extent.
     """
     _check_rank(tv, sizes)
     if not tv.domain.has_devices:
@@ -156,10 +167,11 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
-    """Returns the part of the extent `extent` that a device has after `cuts`.
+    """Returns the extent that one device stores of an axis with the global extent `extent` and
+    `cuts`.
 
-    Raises `ShardingError` if the devices do not divide the extent. The last block of a stream may
-    be shorter than other blocks, unless devices share each block.
+    Raises `ShardingError` if the number of devices does not divide the extent. The last block of a
+    stream may be shorter than the other blocks, unless devices share each block.
     """
     last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
     rest, streams = extent, 1
@@ -184,10 +196,11 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
-    """Finds the attention op for which an axis of `tv` is the heads of its keys or values.
+    """Finds the attention op for which `axis` of the tensor `tv` is the heads of its keys or
+    values.
 
     Returns (attention op, name of its operand), or None if there is no such op. The search follows
-    the readers of the tensor as long as the readers keep the axis.
+    the ops that read the tensor, as long as their results keep the axis.
     """
     position = tv.domain.no_reductions.index(axis)
     seen, left = {tv}, [(tv, position)]
@@ -213,10 +226,11 @@ def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] 
 def _heads_are_not_shared(
     op: AttentionOp, name: str, tv: TensorView, heads: int, cut: Cut
 ) -> ShardingError:
-    """Returns the error for key or value heads that the devices of the queries cannot divide.
+    """Returns the error for an attention op whose key or value heads cannot be divided over the
+    devices.
 
-    `name` is the operand of `op` that has the `heads` heads; `tv` is the tensor whose axis `cut`
-    cuts.
+    `name` is the operand of `op` that has `heads` heads. `tv` is the tensor of which `cut` cuts the
+    heads over the devices of the queries.
     """
     queries = next(tensor for field, tensor in op.tensors() if field == "query")
     made_by = tv.definition()
@@ -250,22 +264,29 @@ def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
 
 # ------------------------------------------------------------------ whole fusions
 def has_mesh(fusion: Fusion) -> bool:
-    """Whether any tensor of the fusion has a mesh."""
+    """Returns whether any tensor of the fusion has a mesh."""
     return any(tv.mesh is not None for tv in fusion.tensors())
 
 
 def requested_devices(fusion: Fusion) -> tuple[int, ...]:
-    """Returns the ranks in all meshes of the fusion, in order; () if no tensor has a mesh."""
+    """Returns the sorted ranks that appear in any mesh of the fusion; () if no tensor has a
+    mesh.
+    """
     return ranks_of(tv.mesh for tv in fusion.tensors() if tv.mesh is not None)
 
 
 def requested_number_of_devices(fusion: Fusion) -> int:
-    """Returns one more than the largest rank in any mesh; 1 if no tensor has a mesh."""
+    """Returns the number of ranks that a job needs to run the fusion.
+
+    This is one more than the largest rank in any mesh; 1 if no tensor has a mesh.
+    """
     return 1 + max(requested_devices(fusion), default=0)
 
 
 def check_world(fusion: Fusion, size: int) -> None:
-    """Raises `ShardingError` if a mesh contains a rank that a job of `size` ranks lacks."""
+    """Raises `ShardingError` if a mesh of the fusion contains a rank that a job of `size` ranks
+    lacks.
+    """
     for tv in fusion.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
             raise ShardingError(
@@ -276,16 +297,19 @@ def check_world(fusion: Fusion, size: int) -> None:
 
 
 def has_streams(fusion: Fusion) -> bool:
-    """Whether any tensor of the fusion has a stream axis."""
+    """Returns whether any tensor of the fusion has a stream axis, so that a loop computes its
+    blocks.
+    """
     return any(a.is_stream for tv in fusion.tensors() for a in spread_axes(tv))
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Checks the device and stream axes that the user has annotated.
+    """Checks that the device and stream types which the user gave to axes are legal.
 
     Raises:
-        ShardingError: a device axis does not fit its tensor's mesh, or two axes have one type.
-        UnsupportedError: a stream axis is not made by an outer split.
+        ShardingError: a device axis does not match its tensor's mesh, or two axes of one tensor
+            have the same type.
+        UnsupportedError: a stream axis was not made as the outer part of a split.
     """
     check_types(fusion)
     for tv in fusion.tensors():
@@ -316,7 +340,7 @@ def check_annotations(fusion: Fusion) -> None:
 def check_dropout(ops: Iterable[Op]) -> None:
     """Raises `UnsupportedError` if an attention op with dropout has a tensor on several ranks.
 
-    The dropped elements would be wrong: torch draws random numbers for each shard as if the shard
+    The dropped elements would be wrong. Torch draws random numbers for each shard as if the shard
     were the whole tensor, and each rank draws from its own generator.
     """
     for op in ops:
@@ -332,9 +356,11 @@ def check_dropout(ops: Iterable[Op]) -> None:
 
 
 def check_shared_keys(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for a gradient of one key head that queries on several ranks share.
+    """Raises `UnsupportedError` for an attention gradient in which several ranks share one key
+    head.
 
-    Each rank would compute only a part of the sum over the query heads.
+    Each rank has some of the query heads. It would compute only its part of the sum over the query
+    heads, which is the gradient of the key head.
     """
     for op in ops:
         if not isinstance(op, SdpaBwdOp) or not op.enable_gqa:
@@ -370,11 +396,11 @@ def check_types(fusion: Fusion) -> None:
 
 
 def check_swizzles(fusion: Fusion) -> None:
-    """Raises `ShardingError` if blocks are rotated along a mesh dimension that the tensor's mesh
-    lacks.
+    """Raises `ShardingError` if `swizzle1d` names a mesh dimension that the tensor's mesh lacks.
 
-    Must be called after every tensor has its final mesh. Tensors that the user cut are checked
-    first.
+    `swizzle1d` rotates the block numbers of an axis by the device's coordinate along that
+    dimension. Must be called after every tensor has its final mesh. Tensors that the user cut are
+    checked first.
     """
     for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
         for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):
@@ -402,18 +428,19 @@ def _check_stream(tv: TensorView) -> None:
 
 
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
-    """Raises `ShardingError`, with tensor, extent and mesh, if a mesh does not divide an extent.
+    """Raises `ShardingError`, with tensor, extent and mesh, if devices do not divide an extent
+    evenly.
 
-    `sizes` maps the symbols of global extents to values. Tensors that the user cut are checked
-    first.
+    `sizes` maps the symbols of global extents to their values. Tensors that the user cut are
+    checked first.
     """
     check_cuts(cut_axes(fusion), sizes)
 
 
 def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
-    """Returns every axis that a mesh or a stream cuts, with tensor, extent and cuts.
+    """Returns every axis of the fusion that devices or a stream cut, with tensor, extent and cuts.
 
-    Axes of tensors that the user cut come first, so that errors name the user's tensors.
+    Axes of tensors that the user cut are first, so that error messages name the user's tensors.
     """
     return tuple(
         (tv, axis, fusion.canonical(axis.size), cuts)
@@ -425,7 +452,10 @@ def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
 
 
 def check_cuts(axes: Iterable[CutAxis], sizes: Mapping[Symbol, int]) -> None:
-    """Checks the axes that `cut_axes` has returned; raises the same errors as `check_divisible`."""
+    """Raises `ShardingError` if devices do not divide one of the extents in `axes` evenly.
+
+    `axes` is the result of `cut_axes`. `sizes` maps the symbols of global extents to their values.
+    """
     for tv, axis, extent, cuts in axes:
         _local_size(tv, axis, int(sc.evaluate(extent, sizes)), cuts)
 
@@ -442,16 +472,16 @@ def have_different_shardings(
     *,
     out: TensorView | None = None,
 ) -> bool:
-    """Whether an operand and a result of `op` are cut differently along some of `ptypes`.
+    """Returns whether an operand and a result of `op` are cut differently along some of `ptypes`.
 
     - `operand_index`: the index of the operand.
     - `out`: the result; if None, the first result of the op.
 
-    The loop axes of a type are written as index expressions over the logical axes that both tensors
-    have. The shardings are equal if these expressions simplify to the same expression. An axis that
-    depends on no shared axis is ignored, unless the op needs all of that axis. Shardings that
-    cannot be proved equal count as different. Extents are assumed to be divisible by the meshes
-    that cut them. This is checked when sizes are known.
+    The proof writes the loop axes of each type as index expressions over the logical axes that both
+    tensors have. The shardings are equal if these expressions simplify to the same expression. An
+    axis that depends on no shared axis is ignored, unless the op needs all of that axis. Shardings
+    that cannot be proved equal count as different. Extents are assumed to be divisible by the
+    meshes that cut them. Divisibility is checked when sizes are known.
     """
     producer = op.inputs[operand_index]
     consumer = out if out is not None else op.out_tensor
@@ -490,9 +520,9 @@ def have_different_shardings(
 
 
 def is_resharding(op: TensorOp) -> bool:
-    """Whether an operand and a result of the op have different shardings.
+    """Returns whether an operand and a result of the op are cut differently over devices.
 
-    Devices must then exchange or drop data.
+    Devices must then exchange data, or drop data that they do not need.
     """
     return any(
         have_different_shardings(op, index, out=out)
@@ -506,12 +536,14 @@ def is_resharding(op: TensorOp) -> bool:
 
 
 class Comparison:
-    """The loop axes of an operand (producer) and a result (consumer), as indices over shared
-    logical axes.
+    """Compares how an operand (producer) and a result (consumer) of an op are cut.
 
-    - `names_quotients`: if True, an extent that is a quotient (such as the size of a head) is
-      replaced by a new symbol. The proof then knows that devices divide the extent, but no longer
-      its value.
+    The loop axes of both tensors are written as index expressions over the logical axes that both
+    have.
+
+    - `names_quotients`: if True, an extent that is a quotient (such as the size of an attention
+      head) is replaced by a new symbol. The proof then knows that devices divide the extent, but no
+      longer knows its value.
 
         x [DIDx{2}(i1 / 4), 4] -> y [DIDx{2}(i1)]     q = i1 / 4 = 2 q':  x0 / q' on both sides
     """
@@ -553,7 +585,9 @@ class Comparison:
         self.producer = _View(producer, producer.domain.no_reductions, shared, domain, self)
 
     def differs(self, ptypes: Collection[ParallelType]) -> bool:
-        """Whether the producer and the consumer are cut differently along some of `ptypes`."""
+        """Returns whether the producer and the consumer are cut differently along some of
+        `ptypes`.
+        """
         for ptype in ptypes:
             p, c = self.producer.index_of(ptype), self.consumer.index_of(ptype)
             if p == c:
@@ -563,10 +597,10 @@ class Comparison:
         return False
 
     def rewrite(self, x: Scalar) -> Scalar:
-        """Rewrites an extent in terms of canonical symbols and the known factors of these symbols.
+        """Rewrites an extent in canonical symbols, and replaces symbols by their known factors.
 
-        A sum (from a pad or a cat) is replaced by one new symbol. Otherwise its multiples would be
-        written as sums, too, which hide the factor.
+        A sum (the extent after a pad or a cat) is replaced by one new symbol. Otherwise multiples
+        of the sum would be written as sums, too, which hides the factor.
         """
         x = self._fusion.canonical(x)
         if isinstance(x, sc.Poly) and len(x.terms) > 1:
@@ -581,9 +615,9 @@ class Comparison:
             x = sc.substitute(x, found)
 
     def _named_quotients(self, x: Scalar) -> dict[Scalar, Scalar]:
-        """Maps the first quotient in an extent to a new symbol; {} if there is no quotient.
+        """Maps the first quotient in an extent to a new symbol.
 
-        Returns {} unless `names_quotients` was set.
+        Returns {} if there is no quotient, or if `names_quotients` was not set.
         """
         if self._quotients is None:
             return {}
@@ -594,8 +628,8 @@ class Comparison:
         return {quotient: self._quotients.setdefault(quotient, sc.name_for(name, quotient))}
 
     def index(self, name: str, extent: Scalar) -> Scalar:
-        """Creates the index symbol of an axis with the extent `extent`; returns 0 if the extent is
-        1.
+        """Creates the symbol for the index of an axis with the extent `extent`; returns 0 for
+        extent 1.
         """
         extent = self.rewrite(extent)
         if sc.int_value(extent) == 1:
@@ -603,9 +637,10 @@ class Comparison:
         return sc.index(name, extent)
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
-        """Returns the domain of `tv` with rewritten extents.
+        """Returns the axes of the tensor `tv` (its domain) with rewritten extents.
 
-        `sizes` has the extents of the axes from which all other axes are derived, by axis number.
+        `sizes` has the rewritten extents of the axes from which all other axes derive, by axis
+        number.
         """
         sizes = replay(forward(tv.domain.transforms), sizes, SizeRules(self.rewrite))
 
@@ -622,10 +657,10 @@ class Comparison:
         """Records which extents of a tensor are products, because a split divides them without a
         remainder.
 
-        - The splits of devices and of views: records `s = part * s'` with a new symbol s'.
-        - A view whose two parts both have their own symbols: records `s = outer * inner`.
+        - Splits over devices and splits of reshapes: records `s = part * s'` with a new symbol s'.
+        - Reshapes whose two parts both have their own symbols: records `s = outer * inner`.
 
-        Splits of streams are left out, because they may have a remainder.
+        Splits of streams are left out, because such splits may have a remainder.
         """
         for t in tv.domain.splits.values():
             outer = tv.domain.rotated(t.outer)
@@ -661,8 +696,9 @@ class Comparison:
 
 
 def _first_quotient(x: Scalar) -> Scalar | None:
-    """Returns the first rounded-down quotient in an extent, in order of evaluation (innermost
-    first).
+    """Returns the first rounded-down quotient in an extent; None if there is none.
+
+    The innermost quotient is first, because it is evaluated first.
     """
     seen: set[Scalar] = set()
     for y in postorder(x, seen.__contains__):
@@ -677,7 +713,8 @@ def _as_digits(x: Scalar) -> Scalar:
 
         (i % 4) / 2  ->  (i / 2) % 2
 
-    Nested cuts have the first form before a reshape, and the second form after a reshape.
+    Two equal shardings may have different expressions: nested cuts have the first form before a
+    reshape, and the second form after a reshape.
     """
     done: dict[Scalar, Scalar] = {}
     for y in postorder(x, done.__contains__):
@@ -702,11 +739,11 @@ def _digit(x: Scalar) -> Scalar:
 
 
 class _View:
-    """The index expressions of the loop axes of one tensor, derived from the indices of its source
-    axes.
+    """The index expressions of all loop axes of one tensor, for a `Comparison`.
 
-    `shared` has the index of each source axis that both tensors have. Other source axes get new
-    index symbols.
+    The expressions are derived from the indices of the tensor's source axes (root or logical axes).
+    `shared` has the index of each source axis that both compared tensors have. Other source axes
+    get new index symbols.
     """
 
     def __init__(
@@ -732,10 +769,10 @@ class _View:
         self._indices = indices_forward(domain, indices, coordinate=coordinate)
 
     def index_of(self, ptype: ParallelType) -> Scalar | None:
-        """Returns the index expression of the loop axis with this type.
+        """Returns the index expression of the loop axis with the parallel type `ptype`.
 
-        Returns None if there is no such axis, if the axis depends on no shared axis, or if its mesh
-        dimension has one device.
+        Returns None if no axis has this type, if the axis depends on no shared axis, or if its mesh
+        dimension has only one device.
         """
         axis = sharded_axis(self._tv, ptype)
         if axis is None:
