@@ -1,8 +1,8 @@
-"""The communication of a `Reshard`: its type, its team, and the axes that are gathered or
-scattered.
+"""The communication of each `Reshard` op: its type, its team, and the axes it gathers or scatters.
 
-Decomposition makes every change of placement a `Reshard`. `as_reshard` proves once which change an
-op is, and all later stages read the node. All answers are the same on all ranks, except those of
+A `Reshard` op changes how a tensor is cut over devices. The pass `decompose` turns every such
+change into a `Reshard`. `as_reshard` proves once which change an op makes, and all later stages
+read the `Reshard` node. All functions of this module return the same on all ranks, except
 `TeamOf.ranks`.
 """
 
@@ -58,7 +58,11 @@ RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "ma
 
 @dataclass(frozen=True)
 class TeamOf:
-    """The team of each rank: the ranks of `mesh` that differ from that rank only along `ptypes`."""
+    """The teams of a collective on a mesh: one team for each rank.
+
+    The team of a rank consists of the ranks of `mesh` whose coordinates differ only along the mesh
+    dimensions `ptypes`.
+    """
 
     mesh: DeviceMesh
     ptypes: tuple[ParallelType, ...]
@@ -70,7 +74,9 @@ class TeamOf:
         )
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the team of `rank` in mesh order; () if the mesh does not contain the rank."""
+        """Returns the ranks of the team of `rank`, in mesh order; () if the mesh does not contain
+        the rank.
+        """
         return self.mesh.team(rank, self.ptypes) if self.mesh.has(rank) else ()
 
     @property
@@ -86,10 +92,12 @@ class TeamOf:
 
 # ------------------------------------------------------------------ what a Reshard does
 def communication_type(op: Reshard) -> CommunicationType:
-    """Returns the type of a `Reshard`, which follows from its axes, its reduction and its meshes.
+    """Returns the type of communication that a `Reshard` op needs, such as "Allgather" or
+    "LocalSlice".
 
-    If every device exchanges blocks with every other device in steps, the type is AllToAll. If
-    blocks of devices become steps of a stream, the type is that of one step. One step is a
+    The type follows from the axes of the op, its reduction and its meshes. In a stream loop, there
+    are two cases. If every device exchanges blocks with every other device, the type is AllToAll.
+    If blocks of devices become steps of the loop, the type is that of one step. One step is a
     Broadcast from the step's device, or a CollectivePermute if every device starts with its own
     block. The lowering may choose any other communication that brings each device the block of the
     step.
@@ -118,9 +126,9 @@ def communication_type(op: Reshard) -> CommunicationType:
 
 
 def _stored(tv: TensorView, position: int | None) -> int | None:
-    """Returns `position`, or None if the axis at this position is a broadcast.
+    """Returns `position`, or None if the axis of `tv` at this position is a broadcast.
 
-    Every device stores the only element of an expanded axis, so that nothing is cut.
+    Every device stores the only element of an expanded axis, so nothing is cut.
     """
     if position is None or tv.domain.no_reductions[position].is_broadcast:
         return None
@@ -128,22 +136,24 @@ def _stored(tv: TensorView, position: int | None) -> int | None:
 
 
 def communicates(op: TensorOp) -> bool:
-    """Whether devices exchange data: the op is a `Reshard` and more than a local slice."""
+    """Returns whether devices exchange data in `op`: it is a `Reshard`, but not a local slice."""
     return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
 
 
 def is_step_slice(op: TensorOp) -> bool:
-    """Whether the op only selects the blocks of a tensor that the steps of a loop read."""
+    """Returns whether `op` only selects the blocks of a tensor that the steps of a stream loop
+    read.
+    """
     return isinstance(op, Reshard) and communication_type(op) == "StepSlice"
 
 
 def is_device_to_stream(op: TensorOp) -> bool:
-    """Whether each step of a stream loop sends the block of one device to every device."""
+    """Returns whether each step of a stream loop sends the block of one device to every device."""
     return _has_steps(op) and op.source == op.target
 
 
 def is_exchange(op: TensorOp) -> bool:
-    """Whether in each step of a stream loop every device sends a block to another and receives a
+    """Returns whether in each step of a stream loop every device sends a block and receives another
     block.
 
     An axis in steps becomes an axis over devices, and an axis over devices becomes an axis in
@@ -157,10 +167,12 @@ def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
 
 
 def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
-    """Returns the positions (source, target) of the two axes that an exchange in steps swaps.
+    """Returns the positions (source, target) of the two axes that an exchange of blocks in steps
+    swaps.
 
     The source axis is cut over devices in the operand and in steps in the result. The target axis
-    is cut in steps in the operand and over devices in the result. Returns None for any other op.
+    is cut in steps in the operand and over devices in the result. Returns None if `op` is no such
+    exchange.
 
         u [stream, DIDx, ...] = set(t [DIDx, stream, ...])   ->   (0, 1)
     """
@@ -190,7 +202,9 @@ def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
 
 
 def is_same_cut(a: Cuts, b: Cuts) -> bool:
-    """Whether `a` and `b` make the same blocks, one along a stream, the other over devices."""
+    """Returns whether `a` and `b` make the same blocks of an axis, one over devices and one over
+    steps.
+    """
     if len(a) != 1 or len(b) != 1:
         return False
     (one,), (other,) = a, b
@@ -202,10 +216,11 @@ def is_same_cut(a: Cuts, b: Cuts) -> bool:
 
 
 def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
-    """Returns the logical positions, in `inp` and `out`, of the axis that is gathered or scattered.
+    """Returns the positions, in `inp` and `out`, of the axis that a `Reshard` op gathers or
+    scatters.
 
-    An entry is None if that tensor has no such axis. Both entries are None for an allreduce, and if
-    every step moves a block unchanged.
+    Reduction axes are not counted. An entry is None if that tensor has no such axis. Both entries
+    are None for an allreduce, and if every step of a stream loop moves a block unchanged.
     """
     if _has_steps(op):
         return None, None
@@ -220,7 +235,9 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
 
 
 def sliced_axis(op: Reshard) -> int:
-    """Returns the position of the logical axis, in `inp` and `out`, that a local slice changes."""
+    """Returns the position of the logical axis of `inp` and `out` that a local slice makes
+    shorter.
+    """
     if op.target is not None:
         return op.target
     assert op.source is not None, f"{op} changes no axis"
@@ -228,9 +245,9 @@ def sliced_axis(op: Reshard) -> int:
 
 
 def position_map(op: TensorOp) -> dict[int, int]:
-    """Returns position in the first operand -> position in the result, for mapped axes.
+    """Returns which axis of the first operand of `op` corresponds to which axis of the result.
 
-    Reductions are not counted.
+    Maps positions in the operand to positions in the result. Reduction axes are not counted.
     """
     positions = _numbered(op.out_tensor.domain.no_reductions)
     sources = _numbered(op.inputs[0].domain.no_reductions)
@@ -246,9 +263,10 @@ def _numbered(axes: tuple[IterDomain, ...]) -> dict[int, int]:
 
 
 def team_of(op: Reshard) -> TeamOf:
-    """Returns the teams of a communication: the ranks along the mesh dimensions that change.
+    """Returns the teams of the communication of a `Reshard` op.
 
-    Raises `UnsupportedError` for types that are not collectives of one mesh.
+    A team has the ranks along the mesh dimensions that change. Raises `UnsupportedError` for types
+    of communication that are not collectives of one mesh.
     """
     found = communication_type(op)
     row = COLLECTIVES.get(found)
@@ -261,7 +279,9 @@ def team_of(op: Reshard) -> TeamOf:
 
 # ------------------------------------------------------------------ finding it out, once
 def as_reshard(op: TensorOp) -> Reshard | None:
-    """Returns the `Reshard` that is equal to an op, None if the op needs no communication.
+    """Returns the `Reshard` op that is equal to the copy or reduction `op`.
+
+    Returns None if the op needs no communication.
 
     Raises:
         ShardingError: the op is neither a copy nor a reduction over devices, or more than one
@@ -307,7 +327,7 @@ def as_reshard(op: TensorOp) -> Reshard | None:
 
 
 def check_lowerable(op: Reshard) -> None:
-    """Raises `UnsupportedError` for a communication that is not implemented."""
+    """Raises `UnsupportedError` if no transport implements the communication of a `Reshard` op."""
     found = communication_type(op)
     if op.inp.dtype() in STORED:
         raise UnsupportedError(
@@ -329,7 +349,8 @@ def check_lowerable(op: Reshard) -> None:
 
 
 def _changing_type(op: TensorOp) -> ParallelType:
-    """Returns the one device type along which the shardings of operand and result differ.
+    """Returns the one device type along which the operand and the result of `op` are cut
+    differently.
 
     Between two meshes, all types count as different. Then the result is the type that cuts the
     operand or the result, or else mesh_x.
@@ -363,7 +384,11 @@ def _position(tv: TensorView, ptype: ParallelType) -> int | None:
 
 
 class Copies:
-    """The resharding copies of a fusion, found by source tensor, mesh and placement."""
+    """Creates copies of tensors with other placements, and returns an existing copy if possible.
+
+    The placement of a tensor says how devices cut it. A copy is found by source tensor, mesh and
+    placement.
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -372,9 +397,10 @@ class Copies:
     def get(
         self, source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, before: TensorOp
     ) -> TensorView:
-        """Returns a copy of `source` with the mesh `mesh` and the cuts `cuts`.
+        """Returns a copy of the tensor `source` with the given mesh and cuts, for the op `before`
+        to read.
 
-        Creates the copy if there is none that is defined before the op `before`.
+        Creates the copy if none is defined before that op.
         """
         known = self._known.get((source, mesh, cuts))
         if known is not None and self._is_before(known, before):
@@ -396,7 +422,7 @@ class Copies:
         return fed
 
     def drop_unused(self) -> None:
-        """Removes copies that nothing reads any more."""
+        """Removes copies that no op reads any more."""
         for made in reversed(self._known.values()):
             definition = self._fusion.definition(made)
             if definition is not None and not self._fusion.uses(made):
@@ -409,7 +435,9 @@ class Copies:
 
 
 def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
-    """Returns the op with operand number `index` (as in `op.inputs`) replaced by `new`."""
+    """Returns a copy of `op` in which operand number `index` (as in `op.inputs`) is the tensor
+    `new`.
+    """
     position = -1
     changes: dict[str, object] = {}
     for f in dataclasses.fields(op):  # pyright: ignore[reportArgumentType]
@@ -429,10 +457,11 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 
 
 def split_copies(fusion: Fusion, copies: Copies) -> None:
-    """Rewrites every copy as a chain of copies in each of which one device type changes.
+    """Rewrites every copy as a chain of copies, in each of which one device type changes.
 
-    `copies` supplies copies that exist already. Device blocks inside the blocks of a stream are
-    gathered step by step, because the data of a device consists of several blocks.
+    `copies` supplies copies that exist already. If devices share the blocks of a stream, the chain
+    gathers each block in its step of the stream loop. The reason is that the data of a device
+    consists of parts of several blocks.
 
         y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
     """
@@ -450,16 +479,16 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
 
 
 def plan_steps(source: Placement, target: Placement) -> list[Placement]:
-    """Returns the placements between `source` and `target`, excluding both.
+    """Returns the placements through which a copy passes from `source` to `target`, excluding both.
 
     From one placement to the next, one device type is removed or added:
 
     - First, types are added to axes without changing types, so that less data is gathered later.
-    - Then types are removed, inner cuts before outer ones, mesh_x first.
+    - Then types are removed, inner cuts before outer cuts, mesh_x first.
     - Then the remaining types are added, outer cuts first.
 
-    If a type is removed inside a stream, the stream stays, and its steps have the same blocks on
-    all these devices.
+    If a device type is removed inside a stream, the stream remains, and its steps have the same
+    blocks on all these devices.
     """
     changing = _changing_types(source, target)
     now = [without_streams(cuts) for cuts in source]
@@ -506,10 +535,10 @@ def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
 
 
 def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Returns the cuts outside the cut along `ptype`; all cuts but an innermost stream if there is
-    none.
+    """Returns the cuts of an axis that are outside its cut along `ptype`.
 
-    The order of a stream's blocks no longer depends on `ptype` in the result.
+    If there is no such cut, removes only an innermost stream cut. The order of a stream's blocks no
+    longer depends on `ptype` in the result.
     """
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]

@@ -1,8 +1,8 @@
-"""Stream axes in fusions: the axis along which a tensor is computed in steps, its memory, its loop.
+"""Stream axes: tensors that a loop computes block by block, their memory, and the ops of each loop.
 
-A tensor with a stream axis is computed in steps of a loop, one step per block of the axis. An op
-that is computed in steps reads, of each operand, either the block of the same step or the whole
-operand. `shard_fusion` makes sure of that.
+A stream axis divides a tensor into blocks. Each iteration of a loop on the host, called a step,
+computes one block. An op that is computed in steps reads of each operand either the block of the
+same step or the whole operand. The function `slice_operands` inserts the slices that this needs.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from multidevice.sharding.reshard import (
 
 @dataclass(frozen=True)
 class StreamAxis:
-    """The axis along which a tensor is computed in steps.
+    """One axis along which a tensor is computed in steps (iterations of a loop on the host).
 
-    - `position`: the position of the logical axis; reductions are not counted.
+    - `position`: the position of the logical axis; reduction axes are not counted.
     - `count`: the number of steps.
     - `is_logical`: True if the logical axis itself has a stream type; a step is then one index.
       Otherwise a step is a block of ceilDiv(n, count) of the n indices on a device. The last block
@@ -83,9 +83,10 @@ class StreamAxis:
 
 
 def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
-    """Returns the stream axes of a tensor; () if the tensor is not computed in steps.
+    """Returns the stream axes of a tensor; () if no stream loop computes the tensor.
 
-    A merged stream axis has several entries, the outermost part of the step number first.
+    A stream axis that merges several logical axes has several entries. The entry for the outermost
+    part of the step number is first.
     """
     positions = {a.number: p for p, a in enumerate(tv.domain.no_reductions)}
     return tuple(
@@ -96,21 +97,22 @@ def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
 
 
 def stream_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the first stream axis of a tensor; None if the tensor is not computed in steps."""
+    """Returns the first stream axis of a tensor; None if no stream loop computes the tensor."""
     return next(iter(stream_axes(tv)), None)
 
 
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Returns the axes of the tensor `tv` that a kernel's argument with `rank` dimensions lacks.
+    """Returns the axes of `tv` that a kernel's argument lacks; `rank` is its number of dimensions.
 
-    A kernel may receive one step's slice of `tv`, without the stream axes. The result is sorted.
+    A kernel in a stream loop may receive one step's slice of `tv`, without the stream axes. The
+    result is sorted.
     """
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
 
 
 def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
-    """Returns the symbolic shape of one step's block of a device's shard, without reductions.
+    """Returns the symbolic shape of one step's block on a device, without reduction axes.
 
     `block` selects the step:
 
@@ -125,16 +127,18 @@ def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
 
 
 def held_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Returns the symbolic shape of one allocation of the tensor.
+    """Returns the symbolic shape of the memory that one allocation of the tensor needs on a device.
 
-    This is one step's block if the tensor is allocated per step, otherwise the device's shard.
+    If each step of a stream loop allocates the tensor, this is one step's block. Otherwise it is
+    the device's shard.
     """
     return block_extents(tv) if is_allocated_per_step(tv) else local_extents(tv)
 
 
 def scatters_steps(op: TensorOp) -> bool:
-    """Whether `op` is a reduction over devices in which each step computes one device's part of the
-    result.
+    """Returns whether `op` is a reduction over devices whose every step computes one device's part.
+
+    The op then belongs to the stream loop of its operand.
 
         t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
     """
@@ -154,10 +158,12 @@ def scatters_steps(op: TensorOp) -> bool:
 class StreamLoop:
     """A loop over the steps of a stream, which several ops may share.
 
-    `axes` are numbers that identify the stream axes of the ops in the loop. `order` is the position
-    of the loop among the loops of the fusion: no op of a loop needs a result of a later loop. No op
-    of a loop needs the whole of a result that the loop itself computes. An op that scatters the
-    steps of a loop belongs to that loop.
+    - `axes`: numbers that identify the stream axes of the ops in the loop.
+    - `order`: the position of the loop among the loops of the fusion. No op of a loop needs a
+      result of a later loop.
+
+    No op of a loop needs the whole of a result that the loop itself computes. An op that scatters
+    the steps of a loop (`scatters_steps`) belongs to that loop.
     """
 
     axes: tuple[int, ...]
@@ -165,12 +171,11 @@ class StreamLoop:
 
 
 class StreamLoops:
-    """The ops of a sharded fusion that are computed in steps, and the loops that these ops may
-    share.
+    """Assigns the ops of a sharded fusion that are computed in steps to loops.
 
     Two ops may share a loop if their stream axes correspond. In addition, no op on a path between
-    the two may need a whole tensor that the loop computes. Then no cycle arises if each loop is
-    replaced by one node, even if unrelated ops are between the two ops.
+    the two may need a whole tensor that the loop computes. Then the loops can run one after
+    another, even if unrelated ops are between the two ops.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -204,19 +209,22 @@ class StreamLoops:
                 self._loop[op] = StreamLoop(self._axes(stepping), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
-        """Returns the loop in which an op runs; None if the op is not computed in steps."""
+        """Returns the stream loop in which an op runs; None if the op is not computed in steps."""
         return self._loop.get(op)
 
     def may_share_kernel(self, a: TensorOp, b: TensorOp) -> bool:
-        """Whether two ops run in the same loop, or both outside all loops with no loop between
-        them.
+        """Returns whether two ops may be in one kernel.
+
+        Both must run in the same stream loop, or both outside all loops with no loop between them.
         """
         is_loop = self._loop.get(a) == self._loop.get(b)
         return is_loop and self._order.get(a) == self._order.get(b)
 
     def fits_in_loop(self, tv: TensorView) -> bool:
-        """Whether every reader of a tensor is in the tensor's own loop and reads the block of its
-        own step.
+        """Returns whether all ops that read a tensor run in the loop that computes it, block by
+        block.
+
+        Each of these ops must read only the block of its own step.
         """
         definition = self._fusion.definition(tv)
         loop = None if definition is None else self._loop.get(definition)
@@ -245,9 +253,9 @@ class StreamLoops:
                 self._same[max(a, b)] = min(a, b)
 
     def _parts(self, tv: TensorView) -> dict[ParallelType, int]:
-        """Returns, by stream type, the number that identifies each stream axis of a tensor.
+        """Returns the number that identifies each stream axis of a tensor, by stream type.
 
-        Mapped axes have the same number.
+        Axes of two tensors have the same number if the steps of the two tensors correspond.
         """
         found: dict[ParallelType, int] = {}
         for axis in tv.domain.loop:
@@ -267,8 +275,7 @@ class StreamLoops:
         return tuple(self._parts(tv)[ptype] for ptype in step_parts(tv))
 
     def _sources(self, op: TensorOp) -> Iterator[tuple[TensorOp, int]]:
-        """Yields, for each operand of `op`, the op that defines the operand, and the operand's
-        index.
+        """Yields the op that defines each operand of `op`, and the index of the operand.
 
         Operands that are inputs of the fusion are left out.
         """
@@ -278,8 +285,10 @@ class StreamLoops:
                 yield made_by, index
 
     def _leaves(self, op: TensorOp, reader: TensorOp) -> bool:
-        """Whether `reader` needs a result of `op` after the loop, not only the block of its own
-        step.
+        """Returns whether `reader` needs a result of `op` after the stream loop that computes the
+        result.
+
+        Otherwise `reader` needs only the block of its own step.
         """
         if scatters_steps(op):
             return True
@@ -293,12 +302,17 @@ class StreamLoops:
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:
-    """Returns the intermediates whose readers are all in the same loop and read the block of their
-    step.
+    """Returns the tensors for which each step of a stream loop can allocate memory for its block
+    alone.
 
-    Three kinds of tensors are left out: inputs and outputs, because callers are outside the loop;
-    tensors whose steps are single indices; and slices of other tensors. A view is allocated per
-    step if and only if the tensor that it is a view of is allocated per step.
+    All readers of such a tensor are in the loop and read the block of their step. Three kinds of
+    tensors are left out:
+
+    - inputs and outputs, because callers are outside the loop;
+    - tensors whose steps are single indices;
+    - slices of other tensors.
+
+    A view is in the result if and only if the tensor that it is a view of is in the result.
     """
     loops = StreamLoops(fusion)
     outside = {*fusion.inputs, *fusion.outputs}
@@ -328,7 +342,7 @@ def _may_be_view(op: TensorOp) -> bool:
 
 
 def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
-    """Whether a tensor has at most one element along an axis in a device's shard.
+    """Returns whether a device's shard of a tensor has at most one element along an axis.
 
     If `in_steps` is True, one step's block of the shard is considered instead of the whole shard.
     An axis with one element may be at any position in the memory order.
@@ -340,13 +354,13 @@ def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
 
 
 class StepMemory:
-    """Decides whether one step's block of a tensor is dense in memory.
+    """Decides whether one step's block of a tensor is dense (without gaps) in memory.
 
         y [istream{3}(i0), i1]     memory order (0, 1): dense     (1, 0): a block has gaps in y,
                                    unless each step allocates its own memory
 
-    The set of tensors that are allocated per step is computed again if the ops of the fusion have
-    changed.
+    The set of tensors that are allocated per step is computed again after a change of the fusion's
+    ops.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -355,7 +369,9 @@ class StepMemory:
         self._own: set[TensorView] = set()
 
     def is_dense(self, tv: TensorView, order: Sequence[int]) -> bool:
-        """Whether one step's block of a tensor with this memory order has no gaps."""
+        """Returns whether one step's block of `tv` has no gaps, if the tensor has the memory order
+        `order`.
+        """
         return _is_dense_in_whole(tv, order) or tv in self._with_own_memory()
 
     def _with_own_memory(self) -> set[TensorView]:
@@ -365,10 +381,10 @@ class StepMemory:
 
 
 def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
-    """Returns a memory order in which stream axes with single-index steps are outermost.
+    """Returns a memory order of `tv` in which stream axes with single-index steps are outermost.
 
-    The block of such a step is a part of the whole tensor's memory, and must be dense there. If the
-    block is dense already, `order` is returned unchanged.
+    The block of such a step is a part of the whole tensor's memory, and must be dense. If the block
+    is dense already, `order` is returned unchanged.
     """
     streams = [s.position for s in stream_axes(tv) if s.is_logical]
     if not streams or _is_dense_in_whole(tv, order):
@@ -377,8 +393,9 @@ def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
 
 
 def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
-    """Whether one step's block has no gaps in the memory of the whole tensor, with this memory
-    order.
+    """Returns whether one step's block has no gaps in the memory of the whole tensor.
+
+    `order` is the memory order of the tensor.
     """
     streams = stream_axes(tv)
     assert streams, f"{tv} is not computed in steps"
@@ -395,7 +412,9 @@ def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
 
 # ------------------------------------------------------------------ one op
 def _stream_positions(tv: TensorView) -> list[tuple[int, Cut]]:
-    """Returns (position, cut) for each stream axis; the position counts all logical axes."""
+    """Returns (position, cut) for each stream axis of a tensor; the position counts all logical
+    axes.
+    """
     return [(tv.domain.logical_numbers.index(n), cut) for n, cut in stream_cuts(tv)]
 
 
@@ -404,10 +423,11 @@ def _is_one_step(op: TensorOp) -> bool:
 
 
 def is_computable_in_steps(op: TensorOp) -> bool:
-    """Whether blocks along the stream axis of an op's results depend only on blocks of its
-    operands.
+    """Returns whether each block of an op's results depends only on blocks of its operands, or on
+    wholes.
 
-    True if the results have no stream axis.
+    The blocks are those of the results' stream axis. Returns True if the results have no stream
+    axis.
     """
     if _is_one_step(op):
         return not any(map(_stream_positions, op.outputs))
@@ -423,8 +443,8 @@ def is_computable_in_steps(op: TensorOp) -> bool:
 def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
     """Returns the axes of operand `index` of which one step of the op needs only one block.
 
-    The keys are positions of axes, without reductions. The values are the cuts of these axes,
-    including the stream's cut. Returns {} if a step needs the whole operand.
+    The keys are positions of axes; reduction axes are not counted. The values are the cuts of these
+    axes, including the cut of the stream. Returns {} if a step needs the whole operand.
     """
     exchanged = exchanged_axes(op)
     if exchanged is not None:
@@ -439,7 +459,7 @@ def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
 
 
 def is_in_step(op: TensorOp, index: int) -> bool:
-    """Whether each step of an op needs exactly the block of operand `index` that has the same step
+    """Returns whether each step of an op needs exactly that block of operand `index` with its own
     number.
     """
     operand = op.inputs[index]
@@ -471,8 +491,9 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
         c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
 
-    A device has one index of such an axis, so there are no steps. Users write the stream type to
-    say that the steps of `c` are reduced one by one, which the stream axis of `c` says already.
+    A device has one index of such an axis, so there are no steps along it. Users write this stream
+    type to say that the steps of `c` are reduced one by one. The stream axis of `c` already says
+    so.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):
@@ -487,8 +508,9 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
     """Removes the stream axis from every result that cannot be computed in steps along that axis.
 
-    Device cuts inside the stream axis are removed, too. `asked` are the tensors on which the user
-    has put the stream axis. Raises `UnsupportedError`, with op and axis, for a tensor in `asked`.
+    Device cuts inside the stream axis are removed, too. `asked` are the tensors to which the user
+    has given the stream axis. For a tensor in `asked`, raises `UnsupportedError` with op and axis
+    instead.
     """
     for op in fusion.exprs:
         if is_computable_in_steps(op):
@@ -500,14 +522,13 @@ def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = (
 
 
 def slice_operands(fusion: Fusion) -> None:
-    """Inserts slices, so that every op in steps reads of its operands the blocks that the steps
-    need.
+    """Inserts slices, so that each op in a stream loop reads only the blocks that its steps need.
 
         y [stream(M), N] = add(x [M, N], b)  ->  s [stream(M), N] = Reshard(x, along stream)
                                                  y = add(s, b)
 
-    Afterwards each operand of such an op is in step with the op, or is used whole. Three kinds of
-    ops are first computed as a whole, and then their results are sliced:
+    Afterwards each operand of such an op has the same steps as the op, or is used whole. Three
+    kinds of ops are first computed as a whole, and then their results are sliced:
 
     - a communication whose steps need other blocks than the devices have;
     - a communication between devices that compute different blocks in the same step, because each
@@ -520,8 +541,9 @@ def slice_operands(fusion: Fusion) -> None:
 
 
 def slice_per_loop(fusion: Fusion) -> None:
-    """Copies slices, so that every loop has its own, because a slice has no meaning outside its
-    loop.
+    """Copies slices so that each stream loop has its own slices.
+
+    A slice selects the block of the current step, so it has no meaning outside its loop.
     """
     slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
     if not slices:
@@ -572,15 +594,15 @@ def _slice_key(
 ) -> tuple[TensorView, Placement, TensorOp | None]:
     """Returns the key under which slices of `operand` with these cuts are cached.
 
-    If the operand has only some parts of a merged axis, the key includes the op. The reason is that
-    these parts do not determine which block belongs to which step.
+    If the operand has only some parts of a merged stream axis, the key includes the op. The reason
+    is that these parts do not determine which block belongs to which step.
     """
     parts = {c.ptype for mine in cuts for c in mine if c.ptype.is_stream}
     return operand, cuts, None if parts == {*step_parts(op.out_tensor)} else op
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
-    """Whether the op would communicate between devices that compute different blocks in the same
+    """Returns whether `op` would communicate between devices that compute different blocks in one
     step.
     """
     found = stream_axis_of(op.out_tensor)
@@ -596,21 +618,23 @@ def _mixes_rotated_steps(op: TensorOp) -> bool:
 
 
 def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
-    """Whether the op would communicate blocks that have gaps in memory, because two axes are
+    """Returns whether `op` would communicate blocks that have gaps in memory, because two axes are
     merged.
 
     In such an op a step is single elements of one axis and a block of another axis. The blocks have
-    gaps in the memory of the whole tensor, and the steps have no memory of their own.
+    gaps in the memory of the whole tensor, and the steps do not allocate memory for their blocks.
     """
     cuts = [cut for _, cut in stream_cuts(op.out_tensor)]
     return len(cuts) > 1 and not all(cut.whole for cut in cuts) and is_resharding(op)
 
 
 def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int]] | None:
-    """Returns operand index -> (block that a step needs, position of the axis to slice).
+    """Returns, for each operand of `op` that must be sliced, the slice and the axis along which it
+    is cut.
 
-    The result contains only the operands that are not in step with the op. Returns None if an
-    operand cannot be sliced.
+    The keys are operand indices. The values are (tensor of one step's block, position of the axis).
+    Operands whose steps are those of the op are left out. Returns None if an operand cannot be
+    sliced.
     """
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
@@ -636,7 +660,10 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
 
 
 def _is_ring(op: TensorOp, index: int) -> bool:
-    """Whether each step of the op would send the block of one device to all devices."""
+    """Returns whether each step of the op would send the block of one device to all devices.
+
+    `index` is the operand whose blocks are sent.
+    """
     needed = needed_blocks(op, index)
     if len(needed) != 1 or len(step_parts(op.out_tensor)) != 1:
         return False
@@ -645,11 +672,10 @@ def _is_ring(op: TensorOp, index: int) -> bool:
 
 
 def _is_read_both_ways(tv: TensorView) -> bool:
-    """Whether some ops in steps read blocks of a tensor and other ops in steps read the whole
-    tensor.
+    """Returns whether some ops in steps read blocks of a tensor and others read the whole tensor.
 
-    One kernel may contain both kinds of ops, and needs the tensor and a slice. Communications do
-    not count, because they are not in kernels.
+    One kernel may contain both kinds of ops, and then needs the tensor and a slice. Communications
+    do not count, because they are not in kernels.
     """
     ways = {
         is_in_step(op, index)
@@ -664,8 +690,8 @@ def _is_read_both_ways(tv: TensorView) -> bool:
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
     """Replaces an op in steps by an op that computes the whole result and copies that run in steps.
 
-    Returns the new ops. If devices share each step, the whole result is instead computed in steps
-    that are the same on all devices.
+    Returns the new ops. If devices share the blocks of the stream, the whole result is instead
+    computed in steps that are the same on all devices.
     """
     first, copies = op, list[TensorOp]()
     for out in op.outputs:

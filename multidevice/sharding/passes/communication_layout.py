@@ -1,9 +1,9 @@
 """Communication layout: gives operands and results of collectives the memory order that they need.
 
-A collective works on flat buffers: part i of the gathered (or scattered) buffer belongs to team
-member i. Therefore every buffer must be contiguous. In an allgather or reduce-scatter, the gathered
-or scattered axis must also be outermost in the memory of operand and result. If a tensor has
-another order, a local copy with a permuted allocation domain is inserted.
+A collective works on flat buffers: part i of the gathered (or scattered) buffer belongs to the i-th
+rank of the team. Therefore every buffer must be contiguous. In an allgather or reduce-scatter, the
+gathered or scattered axis must also be outermost in the memory of operand and result. If a tensor
+has another order, the pass inserts a local copy with a permuted allocation domain.
 
     y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
                                           y [M, N] = set(t)          memory order (N, M)
@@ -42,7 +42,8 @@ from multidevice.transports.base.collectives import COLLECTIVES
 
 
 def lay_out_communication(fusion: Fusion) -> None:
-    """Gives operand and result of every collective a contiguous memory order in which it can work.
+    """Gives operand and result of every collective a contiguous memory order that the collective
+    supports.
 
     Before: the fusion is decomposed. After, for every collective:
 
@@ -50,11 +51,12 @@ def lay_out_communication(fusion: Fusion) -> None:
     - the gathered or scattered axis is outermost, if the type of collective needs that.
 
     The host program relies on this. A result without a declared allocation domain takes the order
-    of the collective. A declared allocation domain is kept: a copy after the collective produces
-    it.
+    of the collective. A declared allocation domain does not change: a copy after the collective
+    produces it.
 
-    A collective in steps works on one block at a time. A block is dense if each step has its own
-    memory, or if the stream axis is outermost. Otherwise a copy is inserted in the same step.
+    A collective in a stream loop works on one block at a time. A block is dense if each step has
+    its own memory, or if the stream axis is outermost. Otherwise the pass inserts a copy in the
+    same step.
     """
     memory = StepMemory(fusion)
     for op in fusion.exprs:
@@ -63,10 +65,11 @@ def lay_out_communication(fusion: Fusion) -> None:
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
-    """Returns the operands and results of collectives, and the tensors that the operands are slices
-    of.
+    """Returns the operands and results of collectives, and the tensors of which the operands are
+    slices.
 
-    All ranks must store these tensors in the same order, whatever the order of a rank's inputs.
+    All ranks must store these tensors in the same order, whatever the memory order of a rank's
+    inputs.
     """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
@@ -76,10 +79,10 @@ def communicated(fusion: Fusion) -> set[TensorView]:
 
 
 def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list[int]:
-    """Returns the memory order of `tv` with `axis` moved outermost, if that changes the memory.
+    """Returns the memory order that a collective needs for `tv`: the axis `axis` outermost.
 
-    If `axis` is None, or if only axes with one element are outside it, the present order is
-    returned.
+    Returns the present order if `axis` is None, or if only axes with one element are outside it. In
+    these cases a move would not change the memory.
     """
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
@@ -91,9 +94,9 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
 
 
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
-    """Returns the axes, of operand and result, that the type of collective needs outermost.
+    """Returns the axes, of operand and result, that must be outermost in memory for a collective.
 
-    An entry is None if that tensor has no such axis.
+    An entry is None if no axis of that tensor must be outermost.
     """
     row = COLLECTIVES.get(communication_type(op))
     return moved_axes(op) if row is not None and row.growth else (None, None)
@@ -123,9 +126,9 @@ def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
 
 
 def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
-    """Whether this pass may choose the memory order of a tensor.
+    """Returns whether this pass may choose the memory order of a tensor.
 
-    This is so if a kernel writes the tensor for one reader, and no order is declared.
+    The pass may do so if a kernel writes the tensor for one reader, and no order is declared.
     """
     definition = tv.definition()
     if definition is None or tv.domain.allocation or tv in fusion.outputs:
@@ -180,7 +183,7 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
 
 
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
-    """Translates axis positions of the operand to axis positions of the result.
+    """Translates axis positions of the op's first operand to axis positions of its result.
 
     Axes that the result does not have are left out.
     """

@@ -1,8 +1,8 @@
 """Decomposition: every op becomes local, or exactly one collective or local slice.
 
-Before: shardings are propagated; operands and results of an op may be placed differently. After: an
-op whose operand and result differ in sharding is a `set` or a reduction over one device axis. In
-such an op, exactly one device type changes.
+Before: shardings are propagated; operands and results of an op may be cut differently over devices.
+After: an op whose operand and result are cut differently is a `set` (a copy) or a reduction over
+one device axis. In such an op, exactly one device type changes.
 
     out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)           (allgather)
                                                       out = linear(c, w)
@@ -65,11 +65,10 @@ from multidevice.sharding.streams import keep_computable_streams, slice_operands
 def decompose_reshardings(
     fusion: Fusion, *, overlap: Callable[[Fusion], None] | None = None
 ) -> None:
-    """Rewrites the fusion until every op is local or a `Reshard`: one collective or one local
-    slice.
+    """Rewrites a fusion until every op is local or a `Reshard`: one collective or one local slice.
 
-    `overlap` is called when all communications are known. This callback may give tensors stream
-    axes, so that the tensors are computed in steps.
+    `overlap` is called when all communications have been determined. This callback may give tensors
+    stream axes, so that a loop computes the tensors in steps.
 
     Raises:
         ShardingError: an op cannot be computed with the requested placements.
@@ -87,8 +86,9 @@ def decompose_reshardings(
 
 
 def complete_steps(fusion: Fusion, copies: Copies) -> None:
-    """Makes each copy and sum one communication, makes streams computable, and creates `Reshard`
-    nodes.
+    """Finishes the decomposition: each copy and sum becomes one communication, a `Reshard` op.
+
+    Also removes stream axes along which an op cannot be computed in steps.
     """
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
@@ -99,7 +99,7 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
 
 
 def name_reshardings(fusion: Fusion) -> None:
-    """Replaces every copy and reduction that changes a placement by its `Reshard` node.
+    """Replaces every copy and reduction that changes how devices cut a tensor by a `Reshard` op.
 
     Raises `UnsupportedError` for a communication that is not implemented.
     """
@@ -114,10 +114,10 @@ def name_reshardings(fusion: Fusion) -> None:
 
 # ------------------------------------------------------------------ copies around ops
 def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
-    """Inserts resharding copies before or after the ops whose operands and results differ in
-    placement.
+    """Inserts copies before or after the ops whose operands and results are cut differently over
+    devices.
 
-    Ops that need the same tensor in the same placement share a copy.
+    Ops that need the same tensor with the same cuts share a copy.
     """
     for op in fusion.exprs:
         op = _align_siblings(fusion, _free_whole_axes(fusion, op))
@@ -152,9 +152,7 @@ def _needs(op: TensorOp, index: int) -> Transfers:
 
 
 def _differing(op: TensorOp) -> list[int]:
-    """Returns the indices of the operands whose placement differs from the placement the result
-    needs.
-    """
+    """Returns the indices of the operands of `op` that are not cut as its result needs."""
     if reduces_one_device_axis(op):
         # The op is the collective itself: its operand is cut on the reduced axis, and otherwise
         # placed like the result.
@@ -173,9 +171,9 @@ def _differing(op: TensorOp) -> list[int]:
 
 
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Gives all results of an op the placement of the first result.
+    """Cuts all results of an op over devices as the first result is cut.
 
-    Results that need another placement become copies. Returns the new op.
+    Results that need other cuts become copies. Returns the new op.
     """
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
@@ -196,24 +194,26 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
-    """Returns the device cuts of the result `out` that match those of `first`, per axis."""
+    """Returns the device cuts of the result `out` that match those of the result `first`, for each
+    axis.
+    """
     cuts = _device_cuts(first)
     beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
     return [beside.get(k, ()) for k in range(len(out.domain.logical))]
 
 
 def _device_cuts(tv: TensorView) -> list[Cuts]:
-    """Returns the device cuts of each logical axis, including reduction axes."""
+    """Returns the device cuts of each logical axis of a tensor, including reduction axes."""
     cuts = axis_cuts(tv, DEVICE_TYPES)
     return [cuts.get(a.number, ()) for a in tv.domain.logical]
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Removes the device cuts of a result along axes that the op cannot split, and cuts a copy
-    instead.
+    """Computes results without the device cuts that the op cannot make, and cuts copies of the
+    results.
 
-    These axes are: the joined axis of a cat, the axis of an iota, resized axes of a slice or pad,
-    and the inner axes of a reshape. Returns the new op.
+    An op cannot be computed in parts along these axes: the joined axis of a cat, the axis of an
+    iota, resized axes of a slice or pad, and the inner axes of a reshape. Returns the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)
@@ -236,10 +236,10 @@ def _changing_types(op: TensorOp) -> set[ParallelType]:
 def _compute_whole(
     fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
 ) -> TensorOp:
-    """Computes result number `position` of an op without cuts along `types`, and cuts a copy of the
+    """Computes a result of an op without cuts along the types `types`, and cuts a copy of the
     result.
 
-    Returns the new op.
+    `position` is the index of the result. Returns the new op.
     """
     out: TensorView = op.outputs[position]
     local = _result_like(out, out.mesh)
@@ -251,7 +251,9 @@ def _compute_whole(
 
 
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
-    """Creates a tensor on `mesh` with a copy of `out`'s domain, without a declared memory order."""
+    """Creates a tensor on `mesh` with a copy of the axes of `out`, without a declared memory
+    order.
+    """
     domain, _ = clone_domain(out.fusion, out.domain)
     plain = domain.in_logical_order()
     return out.fusion.new_tensor(plain, out.dtype(), mesh=mesh)
@@ -259,9 +261,10 @@ def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
 
 # -- after
 def _goes_after(op: TensorOp) -> bool:
-    """Whether the op should run with the placement of its operand, so that the result is resharded.
+    """Returns whether the op should run on the operand as it is cut, so that the result is
+    resharded.
 
-    This is so for an op with one operand and one result, unless that costs more. Slicing the
+    This is right for an op with one operand and one result, unless it costs more. Slicing the
     operand of an op costs less than slicing its result. Gathering before a cast to a wider type
     costs less than gathering after the cast.
     """
@@ -277,7 +280,7 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Runs the op with the placement of its operand, and reshards the result by a copy.
+    """Runs the op on its operand as it is cut, and reshards the result by a copy.
 
     Returns False, and leaves the op unchanged, if that is not possible.
     """
@@ -302,8 +305,7 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
 
 # -- before
 def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
-    """Replaces operand `index` by a copy with the placement that the result needs; returns the new
-    op.
+    """Replaces operand `index` by a copy that is cut as the result needs; returns the new op.
 
     `copies` has the copies that exist already.
     """

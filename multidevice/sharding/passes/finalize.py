@@ -27,11 +27,11 @@ _RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
 
 
 def finalize_domains(fusion: Fusion) -> None:
-    """Writes cuts into allocation domains and sorts loop domains.
+    """Writes the cuts of each tensor into its allocation domain, and sorts its loop domain.
 
     Raises:
-        ShardingError: a tensor has no mesh and the fusion has several, or an operand or result of
-            a collective is not contiguous.
+        ShardingError: a tensor has no mesh and the fusion has several, or an operand or result of a
+            collective is not contiguous.
     """
     complete_meshes(fusion)
     per_step: set[TensorView] = set()
@@ -53,7 +53,7 @@ def finalize_domains(fusion: Fusion) -> None:
 
 
 def complete_meshes(fusion: Fusion) -> None:
-    """Gives every tensor without a mesh the only mesh of the fusion; the tensor is replicated.
+    """Gives every tensor without a mesh the only mesh of the fusion; such a tensor is replicated.
 
     Raises `ShardingError` if the fusion has several meshes.
     """
@@ -76,11 +76,10 @@ def complete_meshes(fusion: Fusion) -> None:
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
-    """Splits the allocation axes of a tensor in the same way as its loop axes, with their
-    contiguity.
+    """Splits the allocation axes of a tensor as its loop axes are split, with their contiguity.
 
-    If `per_step` is True, stream splits are included. The parts of a cut axis take the position of
-    the axis, so that the memory of a shard keeps the order of axes.
+    If `per_step` is True, splits of stream axes are included. The parts of a cut axis take the
+    position of the axis, so that the memory of a shard keeps the order of axes.
     """
     if not spread_axes(tv):
         return
@@ -108,7 +107,7 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
 def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
     """Returns the axes into which device cuts divide a logical axis, outermost first.
 
-    If `with_stream` is True, stream cuts are included. The last entry is the remainder.
+    If `with_stream` is True, stream cuts are included. The last entry is the axis inside all cuts.
     """
     parts: list[IterDomain] = []
     axes = tv.domain.axes
@@ -123,7 +122,7 @@ def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterD
 
 
 def parallel_axes_to_front(tv: TensorView) -> None:
-    """Sorts the loop axes: stream, mesh_z, mesh_y, mesh_x, then the other axes in their present
+    """Sorts the loop axes of a tensor: stream, mesh_z, mesh_y, mesh_x, then all others in present
     order.
     """
     loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))

@@ -39,19 +39,22 @@ Known = dict[tuple[object, ...], tuple[TensorDomain, TensorDomain]]
 def localize(
     fusion: Fusion, block: Block = "first", *, known: Known | None = None
 ) -> tuple[Fusion, dict[TensorView, TensorView]]:
-    """Returns the fusion of one device's shards, and the map from tensors of `fusion` to its
-    tensors.
+    """Returns the fusion that one device computes on its shards, and a map to the tensors of that
+    fusion.
 
-    The result has no meshes and no device axes. A logical axis that itself is a device axis has
-    extent 1. Loop domains are the logical axes, all serial, as a start for schedules. The user's
-    own splits, merges and parallel types count only for `manual_execute`. Inputs lose the reduction
-    axes of the ops that made them. If the fusion is local already, the fusion itself is returned.
+    The map has the tensor of the local fusion for each tensor of `fusion`. The local fusion has no
+    meshes and no device axes:
 
-    A tensor that is computed in steps is reduced to one step's block, because kernels in loops run
-    on slices. The same holds for a tensor of which ops in steps read one block. `block` selects the
-    size of the block (see `streams.block_extents`).
+    - A logical axis that itself is a device axis has extent 1.
+    - Loop domains are the logical axes, all serial, as a start for schedules. The user's own
+      splits, merges and parallel types count only for `manual_execute`.
+    - Inputs lose the reduction axes of the ops that made them.
 
-    `known` is a cache that the parts of one fusion share, so that each tensor is localized once.
+    If the fusion is local already, the fusion itself is returned. A tensor that a stream loop
+    computes is reduced to one step's block, because kernels in loops run on slices. The same is
+    true for a tensor of which ops in steps read one block. `block` selects the size of the block
+    (see `streams.block_extents`). `known` is a cache that the parts of one fusion share, so that
+    each tensor is localized once.
 
     Raises:
         ShardingError: an op of the fusion is a resharding.
@@ -97,7 +100,7 @@ def _has_loops(tv: TensorView) -> bool:
 
 
 def is_block(tv: TensorView) -> bool:
-    """Whether one step of a loop uses only a block of the tensor."""
+    """Returns whether one step of a stream loop uses only a block of the tensor."""
     if tv.definition() is not None:
         return stream_axis_of(tv) is not None
     return any(
@@ -110,7 +113,7 @@ def is_block(tv: TensorView) -> bool:
 
 # ------------------------------------------------------------------ domains
 def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
-    """Returns the domain of a device's shard of `tv`: local extents, no device axes, same memory
+    """Returns the domain of a device's shard of `tv`, without device axes and with the same memory
     order.
 
     If `block` is given, returns the domain of one step's block of the shard.
@@ -144,7 +147,10 @@ def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
 
 
 def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
-    """Returns axis number -> local size, for every root and logical axis that is cut."""
+    """Returns the extent on one device of every root and logical axis that is cut, by axis number.
+
+    If `block` is given, returns the extents of one step's block.
+    """
     fusion = tv.fusion
     axes = tv.domain.axes
     sizes: dict[int, Scalar] = {}
@@ -164,9 +170,9 @@ def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
 def _local_allocation(
     tv: TensorView, logical: tuple[IterDomain, ...]
 ) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns the allocation axes and the contiguity of a shard.
+    """Returns the allocation axes and the contiguity of a device's shard of `tv`.
 
-    The allocation is () if it is in the order of the logical axes.
+    `logical` are the logical axes of the shard. The allocation is () if it has the same order.
     """
     axes = [a for a in logical if not a.is_reduction()]
     order = memory_order(tv)
@@ -184,8 +190,9 @@ def _shape(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
-    """Returns the ranges of a slice op on a shard; axes that are not resized keep their local
-    range.
+    """Returns the ranges of a slice op for one device's shard.
+
+    Axes that the op does not resize end at the local extent.
     """
     root, logical = op.out.domain.maybe_root, op.out.domain.logical
     stops = tuple(
@@ -196,7 +203,9 @@ def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
 
 
 def _with_local_scalars(op: TensorOp) -> TensorOp:
-    """Replaces the scalar operands that are sizes of the result by local sizes."""
+    """Replaces the scalar operands of an op that are sizes of its result by the sizes on one
+    device.
+    """
     match op:
         case FullOp() | ExpandOp():
             return op.replace(shape=_shape(op.out))
@@ -207,11 +216,11 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 
 
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
-    """Rewrites an op with the result `[M, N, iDIDx{d}rf, r{K/d}rf]` for one device.
+    """Rewrites an op that computes partial sums, `[M, N, iDIDx{d}rf, r{K/d}rf]`, for one device.
 
-    A broadcast axis replaces the axis that counts the parts. A reduction gets the broadcast in its
-    operand, so that the reduction remains the last op. A contraction gets the broadcast in its
-    result.
+    A broadcast axis replaces the axis that counts the devices' parts. A reduction gets the
+    broadcast in its operand, so that the reduction remains the last op. A contraction gets the
+    broadcast in its result.
     """
     tv, out = op.out_tensor, twin.out_tensor
     parts = partial_sum_axes(tv)

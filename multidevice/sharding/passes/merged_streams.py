@@ -1,10 +1,10 @@
-"""Merged stream axes: a step is one element, or one block, of each of several axes.
+"""Merged stream axes: each step computes one element, or one block, of each of several axes.
 
     y [stream(A * B), C]          ->  y [stream(A), stream.y(B), C]         A * B steps
     y [stream{n}, A * B / n, C]   ->  y [stream(A), stream.y{m}, B/m, C]    n = A * m blocks
 
-Step i has index i / B of A and index i % B of B. Therefore each merged axis gets a stream type of
-its own (`STREAM_TYPES`, outermost first), and all analyses treat these axes as separate. The memory
+Step i has index i / B of A and index i % B of B. Therefore each merged axis gets a separate stream
+type (`STREAM_TYPES`, outermost first), and all analyses treat these axes as separate. The memory
 layout does not matter, because a slice of a slice is a slice, too.
 """
 
@@ -33,14 +33,15 @@ def unmerge_streams(fusion: Fusion) -> None:
     """Replaces merged stream axes by the axes that they merge, each with its own stream type.
 
     Broadcast axes get no stream type, because they have one element. A merged axis may be cut into
-    n blocks by an outer split. Each block must then be a box of the merged axes, as in two cases:
+    n blocks by an outer split. Each block must then be a box of the merged axes: a range of indices
+    of each axis. Blocks are boxes in two cases:
 
     - n divides the outermost axis;
     - n is the product of all outer axes and a divisor of the next axis.
 
     Raises:
         UnsupportedError: a block is not a box, or the merged axes cannot form the steps of one
-            loop; the message names axis, tensor and numbers.
+            loop. The message names axis, tensor and numbers.
     """
     for tv in fusion.tensors():
         axis = next((a for a in tv.domain.loop if a.is_stream), None)
@@ -97,7 +98,7 @@ class _Merged:
         return True
 
     def _leaves(self, number: int) -> tuple[list[IterDomain], list[Transform]]:
-        """Returns the axes merged into the axis `number`, outermost first, and the merge
+        """Returns the axes merged into the axis number `number`, outermost first, and the merge
         transforms.
         """
         made = self._made_by.get(number)
@@ -108,13 +109,13 @@ class _Merged:
         return [*outer, *inner], [*above, *beside, made]
 
     def _boxes(self, parts: Sequence[IterDomain], n: Scalar) -> tuple[int, Scalar | None]:
-        """Divides the merged axes `parts` into `n` blocks; returns (number of whole axes, blocks or
-        None).
+        """Divides the merged axes `parts` into `n` blocks; returns how many axes are divided into
+        elements.
 
-        Each block has one element of that many outermost axes. The next axis is cut into that
-        number of blocks, or is not cut if the entry is None.
-
-        Raises `UnsupportedError` if blocks cannot be proved to be boxes.
+        Returns (count, blocks). Each block has one element of each of the `count` outermost axes.
+        The next axis is cut into `blocks` blocks, or is not cut if `blocks` is None. Raises
+        `UnsupportedError` if the blocks cannot be proved to be boxes: a range of indices of each
+        axis.
         """
         sizes = [self._tv.fusion.canonical(a.size) for a in parts]
         if len(parts) < 2 or any(sc.int_value(size) == 0 for size in sizes):
@@ -148,7 +149,7 @@ class _Merged:
     def _replace(
         self, leaves: Sequence[IterDomain], others: Sequence[int], gone: Sequence[Transform]
     ) -> None:
-        """Replaces the stream axis in the loop domain by `leaves`.
+        """Replaces the stream axis in the tensor's loop domain by the axes `leaves`.
 
         `others` are loop axes to remove, and `gone` the transforms to remove.
         """
@@ -185,7 +186,7 @@ def _refusal(tv: TensorView, axis: IterDomain, why: str) -> UnsupportedError:
 
 
 def _divides(n: Scalar, extent: Scalar) -> bool:
-    """Whether an extent is provably a multiple of `n`."""
+    """Returns whether `extent` is provably a multiple of `n`."""
     return sc.int_value(n) != 0 and sc.int_value(sc.mod(extent, n)) == 0
 
 
@@ -197,7 +198,9 @@ def _serial(domain: TensorDomain, axes: Sequence[IterDomain]) -> TensorDomain:
 
 
 def _check_parts(tv: TensorView, axis: IterDomain) -> None:
-    """Raises `UnsupportedError` if the merged axes cannot form the steps of one loop."""
+    """Raises `UnsupportedError` if the axes merged in a stream axis cannot form the steps of one
+    loop.
+    """
     by_axis = axis_cuts(tv)
     found = {n: [c for c in cuts if c.ptype.is_stream] for n, cuts in by_axis.items()}
     if sum(map(len, found.values())) < 2:

@@ -1,15 +1,16 @@
-"""Pairs of a communication and a matmul that may run at the same time, and the steps for that.
+"""Finds pairs of a communication and a matrix product that may run at the same time.
 
-The search runs when every op is local or a change of placement, before partial sums are exchanged:
+Also computes such pairs in steps, so that they do run at the same time. The search runs when every
+op is local or a change of placement, before partial sums are exchanged:
 
     gather       c [M, K] = set(x [DIDx(M), K]), y = linear(c, w)
                  for weight gradients also z [N, K] = matmul(g [N, M], c), which sums over M
     scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
-An `OverlapForm` puts a stream axis on the tensor between the communication and the matmul, with the
-shard outermost. Users may do the same (`docs/explanation/streams-and-overlap.md`). The passes after
-decomposition do the rest.
+An `OverlapForm` puts a stream axis on the tensor between the communication and the product, with
+the shard outermost. Users may do the same (`docs/explanation/streams-and-overlap.md`). The passes
+after decomposition do the rest.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from multidevice.transports.base.collectives import ALLGATHER, ALLREDUCE, REDUCE
 
 @dataclass(frozen=True)
 class Pair:
-    """A communication and the matmuls that may run at the same time.
+    """A communication and the matrix products that may run at the same time.
 
     - `collective`: the type of the communication.
     - `move`: the op that communicates.
-    - `ops`: in program order, the communication, the matmuls, and the views of `between` that the
-      matmuls read.
-    - `between`: the tensor between the communication and the matmuls. The steps are blocks of its
+    - `ops`: in program order, the communication, the products, and the views of `between` that the
+      products read.
+    - `between`: the tensor between the communication and the products. The steps are blocks of its
       axis at position `axis`.
     - `ptype`, `devices`: the device type of the communication, and the number of devices along it.
       Each device has one block before or after the communication.
     - `is_whole`: whether the axis itself is the device axis, without a split.
-    - `contracting`: the matmuls that sum over the axis.
-    - `why_not`: why the matmuls need the whole tensor, "" if they do not.
+    - `contracting`: the products that sum over the axis.
+    - `why_not`: why the products need the whole tensor, "" if they do not.
     """
 
     collective: Collective
@@ -74,12 +75,15 @@ class Pair:
 
     @property
     def products(self) -> tuple[TensorOp, ...]:
-        """The matmuls of the pair, in program order."""
+        """The matrix products of the pair, in program order."""
         return tuple(op for op in self.ops if isinstance(op, Contraction))
 
 
 def find_pairs(fusion: Fusion) -> list[Pair]:
-    """Returns the pairs of a fusion in program order; none if the fusion has stream axes."""
+    """Returns the pairs of communications and matrix products of a fusion, in program order.
+
+    Returns none if the fusion has stream axes.
+    """
     if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
         return []
     found = (_gather(fusion, op) or _reduction(fusion, op) for op in fusion.exprs)
@@ -87,7 +91,8 @@ def find_pairs(fusion: Fusion) -> list[Pair]:
 
 
 def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Returns the pair of `op` and the matmuls that read its result, if `op` gathers one axis.
+    """Returns the pair of `op` and the matrix products that read its result, if `op` gathers one
+    axis.
 
     Such an op is a copy that removes the only cut of an axis. Returns None for any other op.
     """
@@ -109,12 +114,12 @@ def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
 
 
 class _Readers:
-    """The matmuls that read an axis of a tensor, and the views between the tensor and these
-    matmuls.
+    """Finds the matrix products that read an axis of a tensor, and the views between tensor and
+    products.
 
-    - `ops`: the matmuls and the views, in program order. If every matmul needs the whole axis,
-      `ops` has those matmuls, and `why_not` the reason.
-    - `contracting`: the matmuls that sum over the axis.
+    - `ops`: the products and the views, in program order. If every product needs the whole axis,
+      `ops` has those products, and `why_not` the reason.
+    - `contracting`: the products that sum over the axis.
     """
 
     def __init__(self, fusion: Fusion, tv: TensorView, axis: int) -> None:
@@ -142,8 +147,9 @@ class _Readers:
         )
 
     def _follow(self, op: TensorOp, source: TensorView) -> TensorView | None:
-        """Records a matmul or a view that reads `source`; returns the result of a view, otherwise
-        None.
+        """Records a matrix product or a view that reads the tensor `source`.
+
+        Returns the result of a view, otherwise None.
         """
         position, why, way = self._seen[source]
         index = next(k for k, operand in tensor_operands(op) if operand is source)
@@ -171,7 +177,8 @@ class _Readers:
 
 
 def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Returns the pair of `op` and the matmul that computes its parts, if `op` sums over devices.
+    """Returns the pair of `op` and the matrix product whose parts it adds, if `op` sums over
+    devices.
 
     Returns None for any other op.
     """
@@ -210,7 +217,7 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
 class OverlapForm:
-    """A way to compute a pair in steps, so that communication and matmul overlap.
+    """A way to compute a pair in steps, so that communication and matrix product overlap.
 
     - `of`: the collective of the pairs to which the form applies; `fits` restricts the pairs
       further.
@@ -227,7 +234,7 @@ class OverlapForm:
 
 
 def _in_turn(pair: Pair) -> Cut:
-    """Returns the cut with one step per device; each device begins with its own block."""
+    """Returns the stream cut with one step per device; each device begins with its own block."""
     return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
 
 
@@ -242,14 +249,16 @@ def _cut(tv: TensorView, number: int, cut: Cut) -> None:
 
 
 def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
-    """Gathers in steps; matmuls that sum over the axis read the whole tensor afterwards."""
+    """Gathers in steps; products that sum over the gathered axis read the whole tensor after the
+    steps.
+    """
     del fusion
     _cut_between(pair, _in_turn(pair))
     _read_in_turn(pair, pair.contracting)
 
 
 def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
-    """Gathers in steps; matmuls that sum over the axis compute one part of their sum in each step.
+    """Gathers in steps; products that sum over the axis compute one part of their sum in each step.
 
     The parts are added after the last step, on each device in the order of the blocks.
     """
@@ -260,9 +269,9 @@ def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
 
 
 def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
-    """Gives the ops that read the gathered tensor the same steps as the gathering.
+    """Computes the ops that read the gathered tensor in the same steps as the gathering.
 
-    The matmuls in `whole`, and views that only these matmuls read, are left out.
+    The matrix products in `whole`, and views that only these products read, are left out.
     """
     _, *readers = pair.ops
     made = {pair.between, *(op.out_tensor for op in readers)}
@@ -288,8 +297,8 @@ def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
-    """Replaces an allreduce: each device computes its own rows of the sum in steps, then all gather
-    them.
+    """Replaces an allreduce: each device sums its own rows in steps, then the devices gather all
+    rows.
     """
     op, out = pair.move, pair.move.out_tensor
     assert isinstance(op, ReductionOp)
@@ -304,7 +313,10 @@ def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
 
 
 def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
-    """Returns a `take` function that makes `count` steps, each with its own allreduce."""
+    """Returns a function that computes a pair in `count` steps, each with its own allreduce.
+
+    The function is the `take` of an `OverlapForm`.
+    """
 
     def take(fusion: Fusion, pair: Pair) -> None:
         del fusion
@@ -327,7 +339,10 @@ _FORMS = (
 
 
 def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
-    """Returns the forms that a pair may take; none if the matmuls need the whole tensor."""
+    """Returns the forms in which a pair can be computed in steps.
+
+    Returns none if the products need the whole tensor.
+    """
     return tuple(f for f in _FORMS if f.of is pair.collective and f.fits(pair) and not pair.why_not)
 
 

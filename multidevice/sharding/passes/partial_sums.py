@@ -1,10 +1,12 @@
-"""Reductions over devices or streams: partial sums, then sums over explicit axes.
+"""Reductions over devices or streams: partial sums, then sums over the explicit axis of the parts.
 
-out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
-                                              s [M, N, rDIDx{d}] = sum(t)
-                                              out = s + broadcast(bias)
-out [M, rstream{4}, r] = sum(x)          ->   t [M, istream{4}rf, r] = sum(x)     4 steps
-                                              out [M, r{4}] = sum(t)              afterwards
+A partial sum has an axis with one element per device, or per step of a stream loop.
+
+    out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
+                                                  s [M, N, rDIDx{d}] = sum(t)
+                                                  out = s + broadcast(bias)
+    out [M, rstream{4}, r] = sum(x)          ->   t [M, istream{4}rf, r] = sum(x)     4 steps
+                                                  out [M, r{4}] = sum(t)              afterwards
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ from multidevice.sharding.reshard import exchanged_axes
 
 # ------------------------------------------------------------------ row-parallel bias
 def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Adds the bias of a linear only once, after its sum over devices; otherwise each device would
-    add it.
+    """Adds the bias of a linear layer after its sum over devices; otherwise each device would add
+    it.
 
-    The sum is cast back to the dtype of the linear. The bias add and the cast fuse with later ops.
+    The sum is cast back to the dtype of the linear layer. The bias addition and the cast fuse with
+    later ops.
     """
     for op in fusion.exprs:
         if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):
@@ -85,7 +88,7 @@ def _take_bias_out(fusion: Fusion, op: LinearOp, bias: TensorView) -> None:
 
 
 def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
-    """Appends a cast of `tv` to Float to `ops`; returns the result of the cast."""
+    """Appends a cast of `tv` to Float to the list `ops`; returns the result of the cast."""
     wide = copy_like(tv, tv.mesh, placement(tv), dtype=DataType.Float)
     ops.append(CastOp(wide, tv))
     return wide
@@ -113,13 +116,15 @@ def factor_spread_reductions(fusion: Fusion) -> None:
 
 
 def exchange_partial_sums(fusion: Fusion) -> None:
-    """Inserts an exchange of partial sums between devices whose order of steps is rotated.
+    """Inserts an exchange of partial sums between devices that compute their steps in rotated
+    order.
 
         t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
             ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums
                 out = sum(u)                     after the steps
 
-    In one step every device computes the block of another device, so that no step could be reduced.
+    In one step, every device computes the block of another device, so that no step could be
+    reduced.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
@@ -144,7 +149,7 @@ def exchange_partial_sums(fusion: Fusion) -> None:
 
 
 def reduces_one_device_axis(op: TensorOp) -> bool:
-    """Whether the op reduces exactly one axis, and that axis itself has a device type."""
+    """Returns whether the op reduces exactly one axis, and that axis itself has a device type."""
     reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
     return isinstance(op, ReductionOp) and len(reduced) == 1 and reduced[0].is_device
 
@@ -172,18 +177,18 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
 
 
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Returns the types in the order of summation: a stream first, because its sum is local, then
-    mesh_x.
+    """Returns the types in the order in which their partial sums are added.
 
-    A type that also cuts the result comes after the types that cut the same axis outside it. So
-    each step scatters whole blocks.
+    A stream is first, because its sum is local, then mesh_x. A type that also cuts the result comes
+    after the types that cut the same axis outside it. So each step scatters whole blocks.
     """
     depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
     return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
 
 
 def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
-    """Creates the partial sum: a tensor in which the cuts of reduction axes are iteration axes.
+    """Creates the tensor of the partial sums of `op`: the cuts of reduction axes become iteration
+    axes.
 
     `cuts` maps the numbers of reduction axes to their cuts. The user has not placed this tensor.
     The tensor is computed in the steps of the result, or else in those of an operand.
@@ -219,8 +224,9 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
 
 
 def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Makes `out` the sum of `source` over its partial-sum axis along `ptype`, by changing its
-    domain.
+    """Makes `out` the sum of `source` over the axis of partial sums along `ptype`.
+
+    Changes the domain of `out`.
     """
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
@@ -255,11 +261,10 @@ def _summed_type(ptype: ParallelType) -> ParallelType:
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Creates the sum of `source` over its partial-sum axis along `ptype`, if other such axes
-    remain.
+    """Creates the sum of `source` over the axis of partial sums along `ptype`, if others remain.
 
-    The sum is placed like `out`, except for the types in `pending`, which the other axes still
-    have.
+    The sum is placed like `out`, except for the types in `pending`, which the other axes of partial
+    sums still have.
     """
     fusion = out.fusion
     axes = tuple(

@@ -1,4 +1,4 @@
-"""The multi-device passes, in order; the fusion is verified after each pass."""
+"""The list of passes that shard a fusion, in order; the fusion is verified after each pass."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from multidevice.sharding.streams import drop_steps_of_devices, keep_computable_
 
 @dataclass(frozen=True)
 class ShardingResult:
-    """The result of the sharding passes.
+    """The result of the sharding passes on a fusion.
 
-    - `facts`: tensor -> the reasons for its mesh and cuts. Tensors that the user annotated have
-      none.
+    - `facts`: for each tensor, the reasons for its mesh and cuts. Tensors that the user annotated
+      have none.
     - `outputs`: the sharding of each fusion output, including hidden outputs; empty without meshes.
-    - `communications`: the collectives, in program order.
+    - `communications`: the ops that communicate, in program order.
     """
 
     facts: Mapping[TensorView, tuple[Fact, ...]] = field(
@@ -68,10 +68,9 @@ class ShardingResult:
 
 
 def drop_unit_axes(fusion: Fusion) -> None:
-    """Makes device axes serial if their mesh dimension has one device.
+    """Removes the device type from axes whose mesh dimension has one device.
 
-    Such an axis is not cut and needs no communication, so that no collective has a team of one
-    rank.
+    Such an axis is not cut and needs no communication. So no collective has a team of one rank.
     """
     for tv in fusion.tensors():
         mesh = tv.mesh
@@ -90,8 +89,8 @@ def drop_unit_axes(fusion: Fusion) -> None:
 
 
 def _allocate_whole(tv: TensorView) -> None:
-    """Replaces the parts of cut axes in the allocation domain by the logical axes, in the same
-    order.
+    """Replaces the parts of cut axes in a tensor's allocation domain by the logical axes, in the
+    same order.
 
     The pass `finalize_domains` later adds the parts that remain.
     """
@@ -103,8 +102,7 @@ def _allocate_whole(tv: TensorView) -> None:
 
 
 def drop_unit_streams(fusion: Fusion) -> None:
-    """Makes a stream axis serial if it has only one step, because it is a broadcast or a part of
-    one.
+    """Removes the stream type from axes that have only one step, because they are broadcasts.
 
     Extents of 1 become broadcasts when the fusion is concretized, after the user's annotations.
     """
@@ -117,7 +115,7 @@ def drop_unit_streams(fusion: Fusion) -> None:
 
 
 def split_streamed_remainders(fusion: Fusion) -> None:
-    """Splits a stream axis that is the remainder of a device cut into steps of one index.
+    """Splits stream axes that are the inner part of a device cut into steps of one index.
 
     t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
     """
@@ -132,7 +130,7 @@ def split_streamed_remainders(fusion: Fusion) -> None:
 
 
 def place_updates(fusion: Fusion) -> None:
-    """Gives each tensor that is written into an input the placement of the input, by a copy if
+    """Cuts each tensor that is written into a fusion input as that input is cut, by a copy if
     needed.
 
         T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
@@ -169,7 +167,7 @@ def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
 
 
 def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
-    """Chooses memory orders and finalizes the domains of a fusion whose reshardings are decomposed.
+    """Chooses memory orders and finalizes the domains of a fusion after `decompose_reshardings`.
 
     `repeated` is passed to `infer_layouts`.
     """
@@ -180,8 +178,9 @@ def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def complete_alone(fusion: Fusion) -> None:
-    """Runs on a part of a fusion the passes that follow the `overlap` hook of
-    `decompose_reshardings`.
+    """Completes the sharding of a separate fusion that has only a part of another fusion's ops.
+
+    Runs the passes that follow the `overlap` callback of `decompose_reshardings`.
     """
     complete_steps(fusion, Copies(fusion))
     complete(fusion)
@@ -194,14 +193,14 @@ def shard_fusion(
     overlap: Callable[[Fusion], None] | None = None,
     repeated: Collection[int] = (),
 ) -> ShardingResult:
-    """Propagates, decomposes, lays out and finalizes the shardings of a fusion, in place.
+    """Runs all sharding passes on a fusion, in place.
 
-    - `propagate`: False if every tensor is annotated.
-    - `overlap`: see `decompose_reshardings`.
+    - `propagate`: False if every tensor is annotated, so that cuts need not be propagated.
+    - `overlap`: a callback that may add stream axes; see `decompose_reshardings`.
     - `repeated`: see `infer_layouts`.
 
-    Without meshes and streams, only memory orders are inferred. Afterwards every op is local or a
-    `Reshard`, whose type is `communication_type(op)`.
+    Without meshes and streams, only memory orders are chosen. Afterwards every op is local or a
+    `Reshard`, whose type of communication is `communication_type(op)`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.

@@ -1,7 +1,7 @@
-"""Provenance: records the source of each sharding, and the op that causes each change of placement.
+"""Provenance: records where each sharding comes from, and which op causes each communication.
 
 This module changes no program. It reads the result of the passes from the fusion and writes
-`Origin` records (`Fusion.origins`), for `python -m hostir why`.
+`Origin` records (`Fusion.origins`), which `python -m hostir why` prints.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from multidevice.sharding.propagation import Fact
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
-    """Records the source of each cut after propagation, and the source of the mesh of uncut
-    tensors.
+    """Records the source of each tensor's cuts after propagation; for uncut tensors, that of the
+    mesh.
 
     `facts` has the reasons that propagation has found.
     """
@@ -59,7 +59,7 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Completes the record `row` of a tensor by the tensor and the op from which the fact was
+    """Completes the record `row` of a tensor by the tensor and the op from which `fact` was
     propagated.
     """
     how: How = fact.direction
@@ -72,14 +72,18 @@ def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
 
 
 def _dimension(tv: TensorView, number: int) -> int | None:
-    """Returns the position of a logical axis without reductions; None for a reduction axis."""
+    """Returns the position of the logical axis with the number `number`, not counting reduction
+    axes.
+
+    Returns None for a reduction axis.
+    """
     kept = [a.number for a in tv.domain.no_reductions]
     return kept.index(number) if number in kept else None
 
 
 # ------------------------------------------------------------------ changes of placement
 def record_reshardings(fusion: Fusion) -> None:
-    """Records the reason for every `Reshard`, right after decomposition.
+    """Records the reason for every `Reshard` op, right after decomposition.
 
     Tensors that existed in propagation have records already. All other tensors were made by
     decomposition.
@@ -95,7 +99,7 @@ def record_reshardings(fusion: Fusion) -> None:
 
 
 def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
-    """Yields records for the cuts of the summed axis of the `Reshard` `op`.
+    """Yields records for the cuts of the axis over which the `Reshard` `op` sums.
 
     Yields nothing unless decomposition has split an op of the user into partial sums and `op`.
     """
@@ -135,7 +139,7 @@ def _placement(out: TensorView, how: How, source: int, op: TensorOp | None) -> O
 
 
 def _behind(op: TensorOp) -> TensorOp | None:
-    """Returns the op that computes the operand of `op`, skipping reshards between the two."""
+    """Returns the op that computes the operand of `op`, skipping `Reshard` ops between the two."""
     definition = op.inputs[0].definition()
     while isinstance(definition, Reshard):
         definition = definition.inp.definition()
@@ -143,7 +147,9 @@ def _behind(op: TensorOp) -> TensorOp | None:
 
 
 def _reader(op: TensorOp) -> TensorOp | None:
-    """Returns the first op that reads the result of `op`, skipping reshards between the two."""
+    """Returns the first op that reads the result of `op`, skipping `Reshard` ops between the
+    two.
+    """
     reader = next(iter(op.out_tensor.uses()), None)
     while isinstance(reader, Reshard):
         reader = next(iter(reader.out.uses()), None)
@@ -151,7 +157,9 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Records a reason for every tensor with a mesh that has none: a tensor made for a reshard."""
+    """Records a reason for every tensor with a mesh that has none: tensors made for a
+    communication.
+    """
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
     rows: list[Origin] = []
@@ -167,7 +175,11 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yields the record of a reshard's result that the layout pass copies to the final tensor."""
+    """Yields the record of a communication's result `out` that is then copied to its final memory
+    order.
+
+    The record is that of the final tensor.
+    """
     if out.number in placed:
         return
     for use in out.uses():
