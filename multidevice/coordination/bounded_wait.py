@@ -1,9 +1,9 @@
-"""Waits with a deadline, and the facts that a rank knows about its peers while it waits.
+"""Waits with a deadline, and the facts that a rank knows about other ranks while it waits.
 
-Every wait on another rank uses `poll_until`, which yields the processor, checks the announcements
-of the peers, and ends at a deadline. A `Ledger` counts the calls that this rank has entered. A rank
-that leaves announces its counts. So peers know that it entered a collective before it left, which
-is no error.
+Every wait on another rank uses `poll_until`. That function yields the processor, checks the
+announcements of the other ranks, and ends at a deadline. A `Ledger` counts the calls that this rank
+has entered. A rank that leaves the job announces its counts. So other ranks know that it entered a
+collective before it left, which is no error.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ SEND, RECV = "send", "recv"
 
 
 class Calls(NamedTuple):
-    """The key of a sequence of calls in a ledger: the kind of call and the team that makes the
-    calls.
+    """The key of a sequence of calls: the kind of call, and the team whose ranks make the calls.
 
-    For point-to-point transfers, `ends` is (source rank, target rank), otherwise ().
+    For point-to-point transfers, `ends` is (source rank, target rank), otherwise (). Each rank
+    counts its calls of each sequence in its ledger, so that calls of different ranks can be
+    matched.
     """
 
     kind: str
@@ -54,26 +55,29 @@ class Calls(NamedTuple):
 
     @staticmethod
     def from_row(row: Sequence[Any]) -> Calls:
-        """Creates a `Calls` from the list that JSON makes of a `Calls`."""
+        """Creates a `Calls` from a list [kind, team, ends], which JSON has read."""
         kind, team, ends = row
         return Calls(kind, tuple(team), tuple(ends))
 
 
 def rows_of(counts: Mapping[Calls, int]) -> list[tuple[Calls, int]]:
-    """Converts counts of calls to a list that JSON can write; the inverse is `counts_from`."""
+    """Converts counts of calls to a list that JSON can write; `counts_from` is the inverse
+    function.
+    """
     return [*counts.items()]
 
 
 def counts_from(rows: Iterable[Sequence[Any]]) -> dict[Calls, int]:
-    """Converts the list that `rows_of` returned, after writing and reading it as JSON, back to
-    counts.
-    """
+    """Converts the list that `rows_of` returned back to counts of calls, after JSON has read it."""
     return {Calls.from_row(key): count for key, count in rows}
 
 
 @dataclass(frozen=True)
 class Need:
-    """A condition of a wait: `rank` has entered at least `count` calls of the sequence `key`."""
+    """A condition for the end of a wait: rank `rank` must enter calls of the sequence `key`.
+
+    The condition holds when the rank has entered at least `count` such calls.
+    """
 
     rank: int
     key: Calls
@@ -82,7 +86,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Event:
-    """An announcement of a rank to its peers: the rank failed or left.
+    """An announcement of a rank to all other ranks: the rank has failed, or leaves the job.
 
     `text` is the error or the reason. `entered` has the calls that the rank had entered before.
     """
@@ -93,19 +97,19 @@ class Event:
     entered: dict[Calls, int] = field(default_factory=dict[Calls, int])
 
     def encode(self) -> bytes:
-        """Returns the event as JSON in bytes, with at most 2000 characters of its text."""
+        """Returns the announcement as JSON in bytes, with at most 2000 characters of its text."""
         row = self.rank, self.kind, self.text[:2000], rows_of(self.entered)
         return json.dumps(row).encode()
 
     @staticmethod
     def decode(data: bytes) -> Event:
-        """Creates an event from the bytes that `encode` returned."""
+        """Creates an announcement from the bytes that `encode` returned."""
         rank, kind, text, entered = json.loads(data)
         return Event(rank, kind, text, counts_from(entered))
 
 
 class Ledger:
-    """The number of calls that this rank has entered, for each sequence of calls."""
+    """Counts the calls that this rank has entered, for each sequence of calls (`Calls`)."""
 
     def __init__(self) -> None:
         self.entered: dict[Calls, int] = {}
@@ -113,7 +117,9 @@ class Ledger:
         self.noted: dict[int, Counter[Calls]] = {}
 
     def enter(self, key: Calls) -> int:
-        """Counts one more call as entered; returns its sequence number, which starts at 0."""
+        """Counts one more call of the sequence `key` as entered; returns its number, which starts
+        at 0.
+        """
         number = self.entered.get(key, 0)
         self.entered[key] = number + 1
         if self.noted and (noted := self.noted.get(get_ident())) is not None:
@@ -121,7 +127,8 @@ class Ledger:
         return number
 
     def leave(self, key: Calls, number: int) -> None:
-        """Stops counting call `number` as entered, because it could not be started.
+        """Stops counting call `number` of the sequence `key` as entered, because it could not be
+        started.
 
         Does nothing if this call is not the latest of its sequence.
         """
@@ -133,14 +140,14 @@ class Ledger:
 
 
 class Peers:
-    """The announcements of the other ranks that this rank has received."""
+    """The announcements of other ranks (failures and departures) that this rank has received."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.events: dict[int, Event] = {}
 
     def record(self, event: Event) -> None:
-        """Stores an event of a peer.
+        """Stores an announcement of another rank.
 
         An announcement of a failure is never replaced, because the failed rank also announces that
         it leaves.
@@ -150,12 +157,14 @@ class Peers:
             self.events[event.rank] = event
 
     def check(self, what: str, needs: Iterable[Need]) -> None:
-        """Raises an error if a peer failed, or left before it entered a call in `needs`.
+        """Raises an error if another rank has failed, or has left before it entered a call in
+        `needs`.
 
         `what` describes the call in which this rank waits.
 
         Raises:
-            PeerError: names the peer, its announcement, and the call in which this rank waits.
+            PeerError: names the other rank, its announcement, and the call in which this rank
+                waits.
         """
         if not self.events:
             return
@@ -184,11 +193,12 @@ def poll_until(
     rank: int,
     why: Callable[[], str] = lambda: "",
 ) -> None:
-    """Returns when `done()` is True.
+    """Waits until `done()` is True, with the deadline `FUSER_TIMEOUT_S`.
 
     - `look(waited_s)`: called every few milliseconds of a longer wait; raises an error if the wait
       can no longer end.
-    - `what()`, `why()`: the description of the wait and its cause, for the error at the deadline.
+    - `what()`, `why()`: the description of the wait and the cause of the delay, for the error at
+      the deadline.
 
     Raises:
         CommunicationTimeout: `done()` stayed False for `FUSER_TIMEOUT_S`; the message contains
@@ -219,5 +229,5 @@ def poll_until(
 
 
 def team_text(team: Iterable[int]) -> str:
-    """Returns a team as text: `(0 1 3)`."""
+    """Returns the ranks of a team as text: `(0 1 3)`."""
     return "(" + " ".join(str(rank) for rank in team) + ")"

@@ -1,8 +1,8 @@
-"""The control channel: small messages between ranks, separate from the data.
+"""The control channel: small messages between the ranks of a job, separate from tensor data.
 
 The channel carries errors, digests, program texts, and the announcements of ranks that fail or
-leave. Each operation is collective over a team. If an agreement ends in an error, every member has
-made the same calls, so that the channel and the data communicators stay usable.
+leave. All ranks of a team must take part in each operation. If an operation ends in an error, every
+rank has made the same calls, so that the channel and the data communicators stay usable.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ WITHIN_CALLS, OF_USERS, SIGNATURES = "control", "talk", "signatures"
 
 @dataclass(frozen=True)
 class ControlCall:
-    """One operation of the control channel, as seen from one rank.
+    """One operation of the control channel, as one rank sees it.
 
     - `kind`: the name of the operation, such as "agree".
     - `rank`: this rank.
-    - `key`, `seq`: the sequence of calls that the operation belongs to, and its number there.
+    - `key`, `seq`: the sequence of calls to which the operation belongs, and its number in the
+      sequence.
     """
 
     kind: str
@@ -78,12 +79,12 @@ class ControlCall:
     seq: int
 
     def describe(self) -> str:
-        """Returns the operation as text, for error messages."""
+        """Returns the operation, its team and its number as text, for error messages."""
         inside = f"control {self.kind} over team {team_text(self.team)}"
         return f"{_WORDS[self.kind]} ({inside}, sequence number {self.seq})"
 
     def needs(self) -> list[Need]:
-        """Returns the calls that each peer must enter before this operation can complete."""
+        """Returns the calls that each other rank must enter before this operation can complete."""
         return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != self.rank]
 
 
@@ -98,9 +99,10 @@ class Progressing(Protocol):
 
 
 class Control(ABC):
-    """The control channel of one rank: collective operations on bytes.
+    """The control channel of one rank, over which all ranks of a team exchange bytes.
 
-    A subclass per launcher implements `_gather`, `_gather_varied` and `page`.
+    Each way to start a job (MPI, torchrun, simulation) has a subclass, which implements `_gather`,
+    `_gather_varied` and `page`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -128,27 +130,31 @@ class Control(ABC):
 
     @abstractmethod
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
-        """Returns the records of all members, in team order; all records have the same size."""
+        """Sends this rank's `record` to all ranks of the team; returns all records, in team order.
+
+        All records have the same size.
+        """
 
     @abstractmethod
     def _gather_varied(
         self, payload: bytes, sizes: Sequence[int], step: ControlCall
     ) -> list[bytes]:
-        """Returns the payloads of all members, in team order.
+        """Sends this rank's `payload` to all ranks of the team; returns all payloads, in team
+        order.
 
-        `sizes` are the sizes of the members' payloads in bytes.
+        `sizes` are the sizes of the ranks' payloads in bytes.
         """
 
     @abstractmethod
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Allocates zeroed memory that the team shares, as 8-byte words.
+        """Allocates zeroed memory that the ranks of the team share, as 8-byte words.
 
-        Collective over the team. Returns None if the team cannot share memory, for example across
-        hosts.
+        All ranks of the team must make the call. Returns None if the team cannot share memory, for
+        example because its ranks are on several hosts.
         """
 
     def wake(self, team: Team) -> None:
-        """Notifies the members of a team that shared memory has changed.
+        """Tells the ranks of a team that shared memory has changed.
 
         This base class does nothing, because ranks that are processes read shared memory while they
         wait.
@@ -156,9 +162,10 @@ class Control(ABC):
         return
 
     def listen(self) -> None:
-        """Records the announcements of peers that have arrived so far.
+        """Records the announcements of other ranks (failures and departures) that have arrived so
+        far.
 
-        This base class does nothing: a subclass with peers overrides the method.
+        This base class does nothing. A subclass for several processes overrides the method.
         """
         return
 
@@ -169,15 +176,16 @@ class Control(ABC):
         what: Callable[[], str],
         needs: Callable[[], Iterable[Need]],
     ) -> None:
-        """Waits for `done()` until the deadline, and checks the peers that the wait needs.
+        """Waits until `done()` is True, with a deadline, and meanwhile checks the ranks that the
+        wait needs.
 
-        The communications that this rank has started make progress meanwhile. `what` returns the
-        description of the wait, for error messages. `needs` returns the calls that other ranks must
-        enter.
+        The communications that this rank has started make progress meanwhile. `what()` returns the
+        description of the wait, for error messages. `needs()` returns the calls that other ranks
+        must enter.
 
         Raises:
             DeadlockError: ranks wait for each other; all of these ranks raise it.
-            PeerError: a peer failed, left early, or its process has ended.
+            PeerError: another rank failed, left early, or its process has ended.
             CommunicationTimeout: the deadline passed; the message names the wait, and the ranks
                 that have not entered it.
         """
@@ -219,7 +227,7 @@ class Control(ABC):
         """Raises `DeadlockError` if another rank has found that this rank's wait is part of a
         deadlock.
 
-        `what` returns the description of the wait, and `needs` are the calls that the wait needs.
+        `what()` returns the description of the wait, and `needs` are the calls that the wait needs.
         """
         if self.wait_graph is None:
             return
@@ -230,7 +238,9 @@ class Control(ABC):
             raise _deadlocked(deadlock)
 
     def _count_as_entered(self, deadlock: Deadlock) -> None:
-        """Counts all calls of a deadlock as entered, so that later calls of its ranks match."""
+        """Counts all calls of a deadlock as entered, so that later calls of the ranks in it
+        match.
+        """
         for need in (need for wait in deadlock.waits for need in wait.needs):
             entered = self.ledger.entered
             if need.rank == self.rank:
@@ -240,7 +250,7 @@ class Control(ABC):
                 self.lose(need.key)
 
     def hear_of_deadlocks(self) -> None:
-        """Reads the deadlocks that other ranks have found, and counts their calls as entered.
+        """Reads the deadlocks that other ranks have found, and counts the calls in them as entered.
 
         This rank may not have found these deadlocks itself, because another error ended its wait.
         """
@@ -248,21 +258,22 @@ class Control(ABC):
             self._count_as_entered(deadlock)
 
     def lose(self, key: Calls) -> None:
-        """Drops the transport resources of a sequence of calls; the next call creates new
-        resources.
+        """Drops the transport resources (such as communicators) that a sequence of calls uses.
+
+        `key` names the sequence. The next call creates new resources.
         """
         for forget in self.on_lost:
             forget(key)
 
     def mend(self, team: Team) -> None:
-        """Drops the resources that a failed call has left in a team, and in all subsets of that
-        team.
+        """Drops the transport resources that a failed call has left in a team and in its
+        subsets.
         """
         for give_up in self.on_mended:
             give_up(team)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a program on a team.
+        """Counts a run of a host program on a team.
 
         All ranks of the team begin the same number of runs, so the count identifies the run.
         """
@@ -279,10 +290,10 @@ class Control(ABC):
         stream: str = WITHIN_CALLS,
         kind: str = "exchange",
     ) -> list[bytes]:
-        """Returns the payloads of all members, in team order.
+        """Sends this rank's `payload` to all ranks of a team; returns all payloads, in team order.
 
-        `stream` is the kind under which ledgers count this call, for error messages. `kind` is the
-        name of the operation, which must be equal on all members.
+        If `team` is None, the team has all ranks. `stream` is the kind under which ledgers count
+        this call. `kind` is the name of the operation, which must be equal on all ranks.
         """
         team = self._members(team, kind)
         if len(team) == 1:
@@ -299,14 +310,14 @@ class Control(ABC):
         team: Team | None = None,
         stream: str = WITHIN_CALLS,
     ) -> None:
-        """Returns when no member has an error and all digests are equal.
+        """Returns when no rank of the team has an error and all digests are equal.
 
-        `error` is this rank's error, or None. `stream` is the kind under which ledgers count this
-        call.
+        `error` is this rank's error, or None. If `team` is None, the team has all ranks. `stream`
+        is the kind under which ledgers count this call.
 
         Raises:
             error: this rank's own error, if there is one.
-            PeerError: another member has an error; the message names rank, type and text.
+            PeerError: another rank has an error; the message names rank, type and text.
             ProgramMismatchError: the digests differ; `compare_texts` then shows where.
         """
         team = self._members(team, "agree")
@@ -342,16 +353,17 @@ class Control(ABC):
         part: str = "line",
         stream: str = WITHIN_CALLS,
     ) -> None:
-        """Returns when all members have passed the same text.
+        """Raises an error that shows the first difference if the ranks of a team pass different
+        texts.
 
-        - `where_of`: returns the user's line for a line of the text, "" if there is none.
+        - `where_of`: returns the user's source line for a line of the text, "" if there is none.
         - `head`: the beginning of the error message.
         - `part`: the word that the message uses for a line of the text.
         - `stream`: the kind under which ledgers count this call.
 
         Raises:
-            ProgramMismatchError: on every member; the message shows the first line that differs,
-                which rank has which version, and the user's lines.
+            ProgramMismatchError: on every rank; the message shows the first line that differs,
+                which rank has which version, and the user's source lines.
         """
         team = self._members(team, "exchange")
         told = self.exchange(text.encode(), team=team, stream=stream)
@@ -394,8 +406,9 @@ class Control(ABC):
     def _records(
         self, step: ControlCall, status: int, nbytes: int, digest: bytes
     ) -> list[tuple[int, int, bytes]]:
-        """Gathers (status, size, digest) of all members; checks that all members make the same
-        operation.
+        """Sends (status, size, digest) of this rank to the team; returns those of all ranks.
+
+        Raises `CommunicationError` if the ranks make different operations.
         """
         mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
         rows: list[tuple[int, int, int, bytes]] = [
@@ -423,7 +436,11 @@ class JobControl(Control):
     """The control channel of a job whose ranks are processes, which may fail and leave."""
 
     def connect_wait_graph(self) -> None:
-        """Creates the wait-for graph if all ranks share a host; collective over all ranks."""
+        """Creates the wait-for graph, which shows which rank waits for which, if all ranks share a
+        host.
+
+        All ranks of the job must make the call.
+        """
         files: list[int] = []
         shared = self._shared(
             nbytes_of(self.size), self.world, on_made=lambda fd: files.append(os.dup(fd))
@@ -435,7 +452,11 @@ class JobControl(Control):
             self.wait_graph.connect()
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Implements `Control.page` by a memory-mapped file, if the team is on one host."""
+        """Allocates zeroed memory that the ranks of the team share, as 8-byte words, by a mapped
+        file.
+
+        Returns None if the team is not on one host.
+        """
         shared = self._shared(nbytes, team)
         return None if shared is None else memoryview(shared)[shared_page.LINE_NBYTES :].cast("Q")
 
@@ -451,25 +472,24 @@ class JobControl(Control):
 
     @abstractmethod
     def announce(self, event: Event) -> None:
-        """Announces to all peers that this rank failed or leaves.
+        """Announces to all other ranks that this rank has failed, or that it leaves.
 
         Never raises an error and never waits.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Waits, with a deadline, until every peer has announced that it leaves."""
+        """Waits, with a deadline, until every other rank has announced that it leaves the job."""
 
     def wait_for_leavers(self, progress: Callable[[], None]) -> bool:
-        """Waits until every peer has announced that it leaves; returns False if the deadline passed
-        before.
+        """Waits until every other rank has announced that it leaves; returns False at the deadline.
 
-        `progress` is called repeatedly during the wait. At the deadline, this rank prints which
-        peers are missing and does not wait longer, because a peer may still compute.
+        `progress()` is called repeatedly during the wait. At the deadline, this rank prints which
+        ranks are missing and does not wait longer, because another rank may still compute.
 
         Raises:
-            CommunicationTimeout: the process of a missing peer is stopped.
-            PeerError: the process of a peer has ended.
+            CommunicationTimeout: the process of a missing rank is stopped.
+            PeerError: the process of another rank has ended.
         """
         limit_s, wait_graph = options.timeout_s(), self.wait_graph
         stop = time.monotonic() + limit_s
@@ -495,21 +515,19 @@ class JobControl(Control):
 
     @abstractmethod
     def abort(self, code: int) -> None:
-        """Ends this process with the exit code `code`, and ends the job if the launcher allows
+        """Ends this process with the exit code `code`; also ends the job if the launcher allows
         that.
         """
 
 
 class LocalControl(Control):
-    """The control channel of a job with one rank."""
+    """The control channel of a job with one rank, which exchanges messages only with itself."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
 
     def page(self, nbytes: int, team: Team) -> memoryview | None:
-        """Implements `Control.page`: returns None, because there is no other rank to share memory
-        with.
-        """
+        """Returns None, because there is no other rank to share memory with."""
         return None
 
     def _gather(self, record: bytes, step: ControlCall) -> list[bytes]:
@@ -522,7 +540,10 @@ class LocalControl(Control):
 
 
 def _groups(team: Team, values: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Groups the ranks of a team by value: returns (value, ranks) in order of first appearance."""
+    """Groups the ranks of a team by their values.
+
+    Returns (value, ranks) for each value, in order of first appearance.
+    """
     groups: dict[str, list[int]] = {}
     for rank, value in zip(team, values, strict=True):
         groups.setdefault(value, []).append(rank)
@@ -563,19 +584,22 @@ _SPINS = 50
 
 
 def call_token(kind: int, number: int) -> int:
-    """Returns a call token: one integer that combines the class `kind` of a call and the call's
-    number.
+    """Returns a call token: an integer that contains the class `kind` and the number of a call.
+
+    The class says what a rank is about to run. Ranks compare their tokens before a call.
     """
     return kind << _NUMBER_BITS | (number + 1) & _NUMBERS
 
 
 class CallTokens:
-    """The call tokens of one team, as seen from one of its ranks.
+    """The call tokens of one team in shared memory, as one of its ranks sees them.
 
-    - `page`: the shared memory, with a line of LINE_WORDS 8-byte words per member, in team order.
+    A call token is an integer that says what a rank is about to run, and the number of that call.
+
+    - `page`: the shared memory, with a line of LINE_WORDS 8-byte words per rank, in team order.
     - `key`: the sequence of calls that the tokens count, for the ledgers.
-    - `what`: a function of a call's number and of the `about` of `say`; describes the call in
-      errors.
+    - `what`: describes a call in errors; its arguments are the call's number and the `about` of
+      `say`.
     """
 
     def __init__(
@@ -596,12 +620,12 @@ class CallTokens:
         self._all = tuple(tuple(LINE_WORDS * i + turn for i in range(len(team))) for turn in (0, 1))
 
     def say(self, kind: int, number: int, about: object = None) -> bool:
-        """Publishes this rank's class `kind` in call `number`; returns whether all members have
-        that class.
+        """Publishes this rank's class `kind` for call `number`; returns whether all ranks have that
+        class.
 
-        Waits until all members have published a class in this call. `about` is passed to the
-        function that describes the call. Raises `PeerError` if a member gave the call up, and all
-        errors of `Control.poll_until`.
+        Waits until all ranks have published a class for this call. `about` is passed to the
+        function that describes the call. Raises `PeerError` if another rank gave the call up, and
+        all errors of `Control.poll_until`.
         """
         word = call_token(kind, number)
         words, turn = self.page, number & 1
@@ -617,10 +641,9 @@ class CallTokens:
         return self._wait(number, word, about)
 
     def tell(self, kind: int, number: int) -> tuple[int, ...]:
-        """Publishes this rank's class `kind` in call `number`; returns all members' classes, in
-        team order.
+        """Publishes this rank's class `kind` for call `number`; returns the classes of all ranks.
 
-        Raises the same errors as `say`.
+        The classes are in team order. Waits and raises errors as `say` does.
         """
         word = call_token(kind, number)
         words, turn = self.page, number & 1
@@ -641,14 +664,14 @@ class CallTokens:
         return tuple([words[slot] >> _NUMBER_BITS for slot in slots])
 
     def who_says(self, kind: int, number: int) -> list[int]:
-        """Returns the other members that have published the class `kind` in call `number`; never
-        waits.
+        """Returns the other ranks that have published the class `kind` for call `number`, without
+        waiting.
         """
         word = call_token(kind, number)
         return [rank for rank, slot in self._others[number & 1] if self.page[slot] == word]
 
     def _have_given_up(self, number: int) -> list[int]:
-        """Returns the members that gave up call `number`, or are already in a later call."""
+        """Returns the other ranks that gave up call `number`, or are already in a later call."""
         words, mine = self.page, (number + 1) & _NUMBERS
         # The numbers wrap around. A difference of more than half the range means that the member is
         # ahead: it gave this call up.
@@ -660,9 +683,9 @@ class CallTokens:
         ]
 
     def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
-        """Returns the ranks whose absence made members give up call `number`.
+        """Returns the ranks for which other ranks waited in vain before they gave up call `number`.
 
-        `left` are the members that gave the call up, which are not returned themselves.
+        `left` are the ranks that gave the call up, which are not returned themselves.
         """
         gave_up, words, awaited = call_token(GAVE_UP, number), self.page, 0
         for _, slot in self._others[number & 1]:

@@ -1,6 +1,6 @@
 """Deadlock detector: the ranks of a host publish in which call each waits, and search for cycles.
 
-A rank that has waited for a while posts its position in shared memory:
+A rank that has waited for a while writes its position to shared memory:
 
 - the call in which the rank waits,
 - the calls that other ranks must enter before this wait can end (its *needs*),
@@ -11,8 +11,8 @@ needs a rank that is behind r. If r waits for a rank that is behind r, the wait 
 is a deadlock.
 
 The proof needs no clock. A rank waits in one call at a time. If q needs a call that r has not
-entered, q is still at its posted position, and everything in that position is still true. Only an
-error can end such a wait. Therefore the deadlocks that were found stay posted, and a wait that is
+entered, q is still at its published position, and everything in that position is still true. Only
+an error can end such a wait. Therefore the deadlocks that were found stay published. A wait that is
 part of a known deadlock is not used in a new proof.
 """
 
@@ -54,7 +54,7 @@ def nbytes_of(size: int) -> int:
 class BlockedRank:
     """A rank that waits in the call `what` until other ranks have entered the calls `needs`.
 
-    `is_after_failure`: whether the latest call of the rank may have failed.
+    `is_after_failure` says whether the latest call of the rank may have failed.
     """
 
     rank: int
@@ -63,39 +63,41 @@ class BlockedRank:
     is_after_failure: bool = False
 
     def is_same(self, other: BlockedRank) -> bool:
-        """Whether both ranks wait for the same call, for example in the same collective."""
+        """Returns whether both ranks wait for the same call, for example in the same collective."""
         ours, theirs = ({(n.key, n.count) for n in w.needs} for w in (self, other))
         return bool(ours & theirs)
 
     def text(self) -> str:
-        """Returns the line about this rank in the message of a deadlock."""
+        """Returns the line about this rank in the error message of a deadlock."""
         return f"  rank {self.rank}: waits in {self.what}"
 
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A set of waits that cannot end.
+    """A set of waiting ranks whose waits cannot end, because the ranks wait for each other.
 
-    All ranks of these waits raise an error and count the calls as entered. A rank that enters one
-    of these collectives later does the same, because the collective can no longer complete.
+    All these ranks raise an error and count the calls as entered. A rank that enters one of these
+    collectives later does the same, because the collective can no longer complete.
     """
 
     waits: tuple[BlockedRank, ...]
 
     def text(self) -> str:
-        """Returns the error message: one line per rank."""
+        """Returns the error message of the deadlock, with one line per rank."""
         lines = [w.text() for w in sorted(self.waits, key=lambda w: w.rank)]
         return "\n".join(["deadlock: these ranks wait for each other", *lines])
 
 
 @dataclass(frozen=True)
 class _RankPosition:
-    """The posted position of a rank.
+    """The position that a rank has published: in which call it waits, and which calls it has
+    entered.
 
     - `wait`: the wait of the rank; None if it does not wait.
     - `entered`: the number of calls that the rank has entered, per sequence.
-    - `behind`: the waits of the ranks that are behind this rank.
-    - `ended`: the latest deadlocks that this rank was part of.
+    - `behind`: the waits of the ranks that are behind this rank: they wait, perhaps indirectly, for
+      it.
+    - `ended`: the latest deadlocks of which this rank was a part.
     """
 
     wait: BlockedRank | None
@@ -105,7 +107,7 @@ class _RankPosition:
 
 
 class WaitForGraph:
-    """The wait-for graph of all ranks on one host: their posted positions, in shared memory."""
+    """The wait-for graph of all ranks on one host: which rank waits for which, in shared memory."""
 
     def __init__(self, page: mmap.mmap, rank: int, size: int, file: int = -1) -> None:
         self._page = page
@@ -133,7 +135,8 @@ class WaitForGraph:
         return LINE_NBYTES * (1 + self._size) + rank * AREA_NBYTES
 
     def connect(self) -> None:
-        """Opens a handle (pidfd) of each peer's process.
+        """Opens a handle (pidfd) of the process of each other rank, to detect when the process
+        ends.
 
         All ranks must have written their process numbers to the shared memory before.
         """
@@ -143,7 +146,7 @@ class WaitForGraph:
                     self._pidfds[rank] = os.pidfd_open(self._line(rank)[PID])
 
     def processes(self) -> list[int]:
-        """Returns the process numbers of all ranks."""
+        """Returns the process numbers of all ranks, in rank order."""
         return [self._line(rank)[PID] for rank in range(self._size)]
 
     def say(self, word: int) -> None:
@@ -161,13 +164,13 @@ class WaitForGraph:
         *,
         is_patient: bool = True,
     ) -> Deadlock | None:
-        """Posts this rank's position; returns the deadlock that this rank is part of, None if there
-        is none.
+        """Publishes the wait of this rank; returns the deadlock of which the wait is a part, or
+        None.
 
         - `what`, `needs`: the call in which this rank waits, and the calls that the wait needs.
         - `entered`: the calls that this rank has entered.
-        - `is_patient`: if True, assumes that a peer executes every call that it has entered. If
-          False, a call that failed on the peer counts as not entered.
+        - `is_patient`: if True, assumes that another rank executes every call that it has entered.
+          If False, a call that failed on the other rank counts as not entered.
 
         Raises:
             PeerError: the process of a needed rank has ended.
@@ -197,7 +200,8 @@ class WaitForGraph:
         return None
 
     def stay(self, what: str, ranks: Iterable[int], entered: Mapping[Calls, int]) -> None:
-        """Posts that this rank waits in `what` for announcements of `ranks`, not for their calls.
+        """Publishes that this rank waits in `what` for announcements of `ranks`, not for their
+        calls.
 
         Such a wait blocks only the ranks that need calls of this rank, and those ranks detect it
         themselves. Raises the same errors as `watch`.
@@ -206,9 +210,9 @@ class WaitForGraph:
         self._check_lives(what, ranks)
 
     def news(self) -> list[Deadlock]:
-        """Returns the deadlocks that peers have posted since the last call of this method.
+        """Returns the deadlocks that other ranks have published since the last call of this method.
 
-        Peers keep only their latest deadlocks. A deadlock may be returned twice.
+        Other ranks keep only their latest deadlocks. A deadlock may be returned twice.
         """
         found: list[Deadlock] = []
         for rank in range(self._size):
@@ -229,7 +233,10 @@ class WaitForGraph:
     def _behind(
         self, mine: BlockedRank, entered: Mapping[Calls, int], peers: Mapping[int, _RankPosition]
     ) -> dict[int, BlockedRank]:
-        """Returns, by rank, the waits that cannot end before this rank's wait `mine` has ended."""
+        """Returns, by rank, the waits that cannot end before this rank's wait `mine` has ended.
+
+        `entered` are the calls of this rank, and `peers` the published positions of other ranks.
+        """
         records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
         ended = [w for deadlock in records for w in deadlock.waits]
         behind = {self._rank: mine}
@@ -248,14 +255,15 @@ class WaitForGraph:
         return deadlock
 
     def clear(self) -> None:
-        """Removes this rank's posted position from shared memory, but not its deadlocks."""
+        """Removes the wait of this rank from shared memory, but not its deadlocks."""
         if self._posted:
             self._post(_RankPosition(None, {}, (), self._ended))
             self._posted = b""
 
     def suspects(self, needs: Iterable[Need]) -> str:
-        """Returns a text about the needed ranks that block a wait, with the states of their
-        processes.
+        """Returns a text about the ranks that block a wait, with the states of their processes.
+
+        `needs` are the calls that the wait needs.
         """
         texts: list[str] = []
         for need in needs:
@@ -274,7 +282,7 @@ class WaitForGraph:
         return f"process {pid} is {_STATES.get(self._letter(rank), 'alive')}"
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the process of a rank is stopped by a signal."""
+        """Returns whether a signal has stopped the process of a rank."""
         return self._letter(rank) in ("T", "t")
 
     def _letter(self, rank: int) -> str:
@@ -344,22 +352,23 @@ class WaitForGraph:
 def left_key(team: Team) -> Calls:
     """Returns the ledger key for the number of a team's latest call that failed on this rank.
 
-    Numbers start at 1. The ledger entry is removed when all other members know of the failure.
+    Numbers start at 1. The ledger entry is removed when all other ranks know of the failure.
     """
     return Calls(LEFT, team)
 
 
 def _has_left(theirs: Mapping[Calls, int], mine: Mapping[Calls, int]) -> bool:
-    """Whether an error on a peer ended the call that this rank is in, or a later call.
+    """Returns whether an error on another rank ended the call that this rank is in, or a later
+    call.
 
-    `theirs` and `mine` are the ledgers of the peer and of this rank.
+    `theirs` and `mine` are the call counts of the other rank and of this rank.
     """
     left = [(key.team, n) for key, n in theirs.items() if key.kind == LEFT]
     return any(0 < mine.get(Calls(CALL, team), 0) <= n for team, n in left)
 
 
 def _plain(value: Any) -> list[Any]:
-    """Returns the fields of a dataclass of this module as a list, for JSON."""
+    """Returns the fields of a dataclass of this module as a list, which JSON can write."""
     return [getattr(value, name) for name in value.__dataclass_fields__]
 
 

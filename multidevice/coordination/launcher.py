@@ -1,4 +1,4 @@
-"""Reads from the environment the launcher's name and the rank, size, local rank and local size."""
+"""Reads the rank, the size and the launcher of this process from environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuser.support.errors import CommunicationError, warn
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The position of this process in its job.
+    """The position of this process in its job, as the launcher's environment variables say.
 
     `launcher` is none, mpi, torchrun, slurm or simulated. `local_rank` and `local_size` count the
     ranks of this host; -1 means that the launcher does not define the value.
@@ -46,13 +46,12 @@ _LAUNCHERS = (
 
 
 def read_launch() -> LauncherInfo:
-    """Reads the environment variables that the launcher sets.
+    """Reads the environment variables that the launcher sets; returns rank, size and launcher.
 
     Without such variables, this process is rank 0 of a job of one rank.
 
     Raises:
-        CommunicationError: a variable is missing, is not a number, or contradicts another
-            variable.
+        CommunicationError: a variable is missing, is not a number, or contradicts another variable.
     """
     if options.disabled("multidevice"):
         return ALONE
@@ -93,12 +92,13 @@ def _read(launcher: str, names: tuple[str, str, str, str]) -> LauncherInfo | Non
 
 
 def store_address(launch: LauncherInfo) -> tuple[str, int]:
-    """Returns host and port of the job's own store, over which ranks exchange addresses.
+    """Returns the host and the port of the job's TCP store, over which ranks exchange addresses.
 
     The port differs from the port of torch's default process group.
 
     Raises:
-        CommunicationError: the ranks are on several hosts and no address is given.
+        CommunicationError: the ranks are on several hosts and no address is given, or MASTER_PORT
+            is not a port number.
     """
     host = options.master_addr() or os.environ.get("MASTER_ADDR")
     if not host:
@@ -118,9 +118,9 @@ def store_address(launch: LauncherInfo) -> tuple[str, int]:
 
 
 def uses_agent_store() -> bool:
-    """Whether torchrun's agent serves the store at MASTER_ADDR:MASTER_PORT.
+    """Returns whether torchrun's agent serves the TCP store at MASTER_ADDR:MASTER_PORT.
 
-    False if the user has set an address for the job's own store.
+    Returns False if the user has set an address for the job's own store.
     """
     given = options.master_addr() or options.master_port()
     return given is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -2,13 +2,13 @@
 
 MPICH's launcher kills all other ranks within a millisecond of the death of one, before any of them
 can report it. The launcher itself prints only a process number. Therefore
-`failure_guard.start_monitor` makes one rank start this file as a script, in a session of its own.
-The script imports only the standard library, and nothing of this project.
+`failure_guard.start_monitor` makes one rank start this file as a script, in a separate session. The
+script imports only the standard library, and nothing of this project.
 
     python -I -S rank_monitor.py EVENTS PAGE SIZE RANKS PROXY LAUNCHER
 
 - EVENTS: an epoll descriptor in which the pidfds of the ranks and of the launcher are registered.
-  The system records there which process ended first.
+  The system records in it which process ended first.
 - PAGE: the descriptor of the shared memory of `deadlock_detector.WaitForGraph`.
 - SIZE: the number of ranks.
 - RANKS: the pidfds of the ranks.
@@ -84,7 +84,9 @@ class End(NamedTuple):
 
 
 def main() -> None:
-    """Watches the processes given on the command line, and prints which rank was killed."""
+    """Watches the processes given on the command line, and prints which rank was killed by a
+    signal.
+    """
     events, page, size, *rest = sys.argv[1:]
     ranks, proxy, launcher = rest
     shared = MonitoredPage(mmap.mmap(int(page), 0, access=mmap.ACCESS_READ), int(size))
@@ -101,13 +103,14 @@ def main() -> None:
 def watch(
     events: select.epoll, watched: dict[int, int], proxy: int, launcher: int, page: MonitoredPage
 ) -> list[End]:
-    """Returns the processes that ended, in order, once it is clear whether the first one was
+    """Watches the processes of the ranks; returns those that ended, in order, if the first was
     killed.
 
-    Returns an empty list if the first one was not killed.
+    Returns when it is clear whether the first process was killed. If it was not killed, returns an
+    empty list.
 
     - `events`: the epoll object in which all pidfds are registered.
-    - `watched`: pidfd -> rank.
+    - `watched`: the rank of each pidfd.
     - `proxy`, `launcher`: the pidfds of the ranks' parent, and of the proxy's parent.
     - `page`: the shared memory of the wait-for graph.
     """
@@ -142,10 +145,10 @@ def watch(
 
 
 def killed_first(ends: list[End], count: int) -> list[End]:
-    """Selects the ends to report: all crashes, or else only the first end.
+    """Selects from `ends` the processes to report: all crashes, or else only the first that ended.
 
-    Only the first end is reported because the launcher kills the other ranks. The result is empty
-    if one signal, passed on by the launcher, has ended all `count` ranks.
+    Only the first is reported because the launcher kills the other ranks. The result is empty if
+    one signal, passed on by the launcher, has ended all `count` ranks.
     """
     crashed = [end for end in ends if end.signal in _CRASHES]
     signals = {end.signal for end in ends}
@@ -186,27 +189,28 @@ def sentence(end: End, page: MonitoredPage, oom_count: int = 0) -> str:
 
 
 class MonitoredPage:
-    """Read access to the shared memory of `deadlock_detector.WaitForGraph`, also after ranks have
-    ended.
-    """
+    """Reads the shared memory of `deadlock_detector.WaitForGraph`, also after ranks have ended."""
 
     def __init__(self, page: mmap.mmap, size: int) -> None:
         self._page, self._size = page, size
         self._words = memoryview(page).cast("Q")
 
     def word(self, rank: int, number: int) -> int:
-        """Returns one field of a rank's line; `number` is PID, VERSION, NBYTES, SAID or CALLS."""
+        """Returns one field of a rank's line in shared memory.
+
+        `number` says which field: PID, VERSION, NBYTES, SAID or CALLS.
+        """
         return self._words[_LINE_NBYTES // 8 * (1 + rank) + number]
 
     def has_said_why(self) -> bool:
-        """Whether any rank has printed why it ends."""
+        """Returns whether any rank has printed why it ends."""
         return any(self.word(rank, SAID) == SAID_WHY for rank in range(self._size))
 
     def waits(self, rank: int) -> tuple[str, str]:
         """Returns the call in which a rank waited, and a phrase about another rank that waited for
-        `rank`.
+        it.
 
-        An entry is "" if there was no such wait.
+        Each of the two texts is "" if there was no such wait.
         """
         waits = {r: wait for r in range(self._size) if (wait := self._wait(r))}
         own = waits.pop(rank, None)
@@ -218,7 +222,7 @@ class MonitoredPage:
         return (own[1] if own else ""), "".join(texts[:1])
 
     def _wait(self, rank: int) -> list[Any] | None:
-        """Returns the fields of the `BlockedRank` that a rank has posted; None if it has posted
+        """Returns the fields of the `BlockedRank` that a rank has published; None if there is
         none.
         """
         import json  # costs more than the whole start, and is needed at an end only
@@ -243,9 +247,9 @@ def _name(number: int) -> str:
 def _status(fd: int, pid: int) -> int | None:
     """Returns the wait status of a process that has ended, None if unknown.
 
-    `fd` is its pidfd and `pid` its number, 0 if unknown. While the parent has not waited for the
-    process, the status is in /proc. After that, Linux 6.15 and newer keep the status as long as a
-    pidfd is open.
+    `fd` is the pidfd of the process and `pid` its number, 0 if unknown. While the parent has not
+    waited for the process, the status is in /proc. After that, Linux 6.15 and newer keep the status
+    as long as a pidfd is open.
     """
     if pid:
         with suppress(OSError, ValueError, IndexError):
@@ -265,7 +269,7 @@ def _status(fd: int, pid: int) -> int | None:
 def _open_terminal(launcher: int) -> int:
     """Returns the file descriptor to which the monitor prints.
 
-    This is the stderr of the rank that started the monitor. If that is a file without a name
+    This is the stderr of the rank that started the monitor. If that stderr is a file without a name
     (pytest captures output into such a file), the stderr of the launcher is used instead.
     `launcher` is the launcher's pidfd.
     """
@@ -279,7 +283,9 @@ def _open_terminal(launcher: int) -> int:
 
 
 def oom_kills() -> int:
-    """Returns how many processes the system has killed for lack of memory since it was started."""
+    """Returns how many processes the system has killed for lack of memory since the system was
+    started.
+    """
     with suppress(OSError, ValueError, IndexError), open("/proc/vmstat") as file:
         return int(file.read().partition("\noom_kill ")[2].split()[0])
     return 0

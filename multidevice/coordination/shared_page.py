@@ -1,7 +1,8 @@
-"""Memory that the ranks of one host share, without a file name that an aborted job could leave.
+"""Memory that the ranks of one host share, in a file without a name.
 
-The first member of a team creates an anonymous file in memory. The other members open the file
-through `/proc`. The system frees the memory when the last process that maps it ends, in any way.
+An aborted job therefore leaves no file. The first rank of a team creates an anonymous file in
+memory. The other ranks open the file through `/proc`. The system frees the memory when the last
+process that maps it ends, in any way.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ def open_together(
     is_first: bool,
     on_made: Callable[[int], None] = lambda fd: None,
 ) -> mmap.mmap | None:
-    """Allocates `nbytes` of zeroed memory that all members share; a line with a key precedes them.
+    """Allocates `nbytes` of zeroed memory that all ranks of a team share.
 
-    Returns None on every member if the members do not all share a host and its process numbers.
+    The memory begins with an additional line, which contains a random key. Returns None on every
+    rank if the ranks do not all share a host and its process numbers.
 
-    - `exchange`: sends a payload to all members and returns all payloads; collective over the team.
-    - `is_first`: whether this rank is the first member, which creates the file.
-    - `on_made`: called on the first member with the file's descriptor, before it is closed.
+    - `exchange`: sends a payload to all ranks of the team and returns all payloads. All ranks must
+      call it.
+    - `is_first`: whether this rank is the first of the team, which creates the file.
+    - `on_made`: called on the first rank with the file's descriptor, before it is closed.
     """
     nbytes += LINE_NBYTES
     fd = _create(nbytes) if is_first else -1
@@ -58,10 +61,10 @@ def open_together(
 
 
 def unlink_mpich_segments() -> None:
-    """Removes the names of this job's MPICH shared memory segments.
+    """Removes the file names of the shared memory that MPICH has allocated for this job.
 
-    The ranks keep their mappings. Without this, aborted jobs would leave segments that fill up a
-    small /dev/shm.
+    The ranks keep the memory itself. Otherwise aborted jobs would leave files that fill up a small
+    /dev/shm.
     """
     try:
         maps = Path("/proc/self/maps").read_text()
@@ -72,10 +75,11 @@ def unlink_mpich_segments() -> None:
 
 
 def host() -> str:
-    """Returns a text that identifies the host and its process numbers.
+    """Returns a text that identifies this host and the container whose process numbers this process
+    sees.
 
     Two processes get the same text if and only if both see the same process numbers. Returns "" if
-    the system does not say.
+    the system does not provide this information.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -85,8 +89,9 @@ def host() -> str:
 
 
 def _create(nbytes: int) -> int:
-    """Creates an anonymous file in memory; returns its descriptor, -1 if the system has no such
-    files.
+    """Creates an anonymous file of `nbytes` bytes in memory; returns its descriptor.
+
+    Returns -1 if the system has no such files.
     """
     try:
         fd = os.memfd_create("fuser-page")

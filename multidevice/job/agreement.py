@@ -1,18 +1,18 @@
 """Agreement before each call: the ranks of a team check that all are about to run the same program.
 
-Each call of a team has a sequence number. For each call, a rank publishes one *call token* in
-memory that the team shares. The token consists of the sequence number and the *class* of the call,
-which is a digest of its `RunSignature`. Then the rank waits for the tokens of the other ranks. If
-all tokens are equal, all ranks run.
+Each call of a program with a mesh has a sequence number in its team. For each call, a rank
+publishes one *call token* in memory that the team shares. The token consists of the sequence number
+and the *class* of the call, which is a digest of its `RunSignature`. Then the rank waits for the
+tokens of the other ranks. If all tokens are equal, all ranks run.
 
 In three cases the ranks exchange messages over the control channel instead:
 
-- the class is new: the members have not agreed on it before;
+- the class is new: the ranks have not agreed on it before;
 - a rank has an error;
 - the tokens differ.
 
-After such an exchange either all members run or all raise an error. The members of a team on
-several hosts share no memory; they send each token in a message.
+After such an exchange, either all ranks run or all raise an error. The ranks of a team on several
+hosts share no memory; they send each token in a message.
 """
 
 from __future__ import annotations
@@ -76,13 +76,14 @@ _NUMBERS = re.compile(r"\d+(?=\{)|(?<=\d)_(?:g|l|s|sym)(?=_)")
 
 @dataclass(frozen=True)
 class RunSignature:
-    """A description of the run that a rank is about to make, equal on all ranks that run the same.
+    """A description of the run that a rank is about to make; ranks that run the same have equal
+    ones.
 
     - `parts`: texts; first the program as the user wrote it, then options, communications and
       sizes. The first `fixed` parts do not depend on the inputs.
     - `inputs`: the name and the local extents of each tensor input.
     - `numbers`: the names of inputs whose values may change from call to call.
-    - `where`: the user's line of the tensor that is communicated.
+    - `where`: the user's source line of the tensor that is communicated.
     - `ops`: the ops of the program.
     - `traits`: for each input, other properties (such as strides) that the parts may depend on.
       Ranks may differ in these properties as long as their parts are equal.
@@ -100,8 +101,8 @@ class RunSignature:
 
     @cached_property
     def digest(self) -> bytes:
-        """A digest of 16 bytes of the parts and the inputs; different signatures have different
-        digests.
+        """A hash of 16 bytes over the parts and the inputs; different signatures have different
+        hashes.
         """
         found = hashlib.blake2b(digest_size=16)
         for part in (*self.parts, repr([sizes for _, sizes in self.inputs])):
@@ -111,18 +112,24 @@ class RunSignature:
 
     @cached_property
     def definition(self) -> str:
-        """A digest of the program's definition, which does not depend on sizes of inputs."""
+        """A hash of the program's definition, which does not depend on the sizes of inputs."""
         return hashlib.blake2b(self.parts[0].encode(), digest_size=16).hexdigest()
 
     def definition_text(self) -> str:
-        """Describes the definition for error messages: `3 ops, a.py:7 to a.py:9`."""
+        """Returns the number of ops of the program and its source lines: `3 ops, a.py:7 to a.py:9`.
+
+        Error messages use this text.
+        """
         lines = [*dict.fromkeys(op.where for op in self.ops if op.where)]
         span = " to ".join(lines[:1] + lines[1:][-1:])
         return f"{len(self.ops)} ops" + (f", {span}" if span else "")
 
     @cached_property
     def kind(self) -> int:
-        """The class of this signature in a call token; never GAVE_UP or _EXCHANGE."""
+        """The integer (class) by which a call token represents this signature.
+
+        It is never GAVE_UP or _EXCHANGE, which have other meanings in a token.
+        """
         return int.from_bytes(self.digest[:6], "little") | 2
 
 
@@ -132,7 +139,9 @@ Prepared = tuple[RunSignature, tuple[object, ...], Callable[[], T]]
 
 
 class Turns:
-    """A lock around the calls of a rank, which detects calls of several threads at one time."""
+    """A lock around the calls of a rank, which detects that several threads call at the same
+    time.
+    """
 
     def __init__(self) -> None:
         self.lock = make_reentrant_lock()
@@ -162,9 +171,10 @@ def _threads_error(who: str, where: str = "") -> UnsupportedError:
 
 
 class Channel:
-    """The calls of one team, as seen from one of its ranks.
+    """The calls that one team makes together, as one of its ranks sees them.
 
-    `turns` is the lock that all channels of this rank share.
+    Before each call, the ranks agree on the program to run. `turns` is the lock that all channels
+    of this rank share.
     """
 
     def __init__(self, control: Control, team: Team, turns: Turns) -> None:
@@ -196,7 +206,10 @@ class Channel:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all members run on this host; the first use is collective over the team."""
+        """Whether all ranks of the team run on this host.
+
+        The first use exchanges messages, so all ranks of the team must use the property.
+        """
         with self._turns.lock:
             self._connect()
         return self._tokens is not None
@@ -204,7 +217,7 @@ class Channel:
     def _connect(self) -> None:
         """Allocates shared memory for the call tokens of the team, if its ranks share a host.
 
-        Does nothing after the first use.
+        Does nothing after the first call.
         """
         if self._is_connected:
             return
@@ -214,7 +227,10 @@ class Channel:
         self._is_connected = True
 
     def run(self, prepare: Callable[[], Prepared[T]]) -> T:
-        """Prepares a call, and runs the call once the members agree; see `run_agreed`."""
+        """Prepares a call of a program, and runs it once all ranks of the team agree on it.
+
+        `prepare` and the errors are those of `run_agreed`.
+        """
         turns = self._turns
         is_late = turns.take()
         try:
@@ -253,7 +269,7 @@ class Channel:
             self._threads = ""
 
     def enter(self, signature: RunSignature, numbers: tuple[object, ...]) -> None:
-        """Returns when all members are about to run `signature` with equal `numbers`.
+        """Returns when all ranks of the team are about to run `signature` with equal `numbers`.
 
         Raises the errors of `run_agreed`.
         """
@@ -278,7 +294,7 @@ class Channel:
         self._ran.setdefault(signature.definition, self._number)
 
     def doubt(self, error: BaseException) -> None:
-        """Records that a call failed on this rank with `error`.
+        """Records that a call failed on this rank with the exception `error`.
 
         The other ranks may not know of the failure, and may have communicated more than this rank.
         """
@@ -291,7 +307,7 @@ class Channel:
             self._control.trouble = f", after {_error_text(error)}"
 
     def refuse(self, error: BaseException) -> NoReturn:
-        """Sends an error of this rank to the other ranks, and raises the error."""
+        """Sends an error of this rank to the other ranks of the team, and raises the error."""
         try:
             self._say_exchange(None)
             while not self._exchange(None, (), error):
@@ -304,7 +320,7 @@ class Channel:
         raise error
 
     def _say_exchange(self, signature: RunSignature | None) -> None:
-        """Returns when all members are in this call and know that they must exchange signatures.
+        """Waits until all ranks are in this call and know that they must exchange their signatures.
 
         Some ranks may still be in an earlier call that failed on this rank. Such ranks find a
         deadlock with this wait, which ends their earlier call. Then this rank waits again.
@@ -319,11 +335,11 @@ class Channel:
         self._all_say(_EXCHANGE, signature)
 
     def _stay(self, error: DeadlockError) -> None:
-        """Raises the error of a deadlock again, unless the deadlock ends an earlier call of another
-        rank.
+        """Raises the deadlock `error` again, unless the deadlock only ends an earlier call of
+        another rank.
 
-        Two conditions show that a deadlock ends an earlier call. It comes after a failure, and all
-        its ranks wait inside runs or in calls of this team.
+        Two conditions show that a deadlock ends an earlier call. The deadlock comes after a
+        failure, and all its ranks wait inside runs or in calls of this team.
         """
         keys = {key for found in error.keys.values() for key in found} - self._keys
         if not error.is_after_failure or any(kind in _AMONG_RANKS for kind, _, _ in keys):
@@ -331,9 +347,9 @@ class Channel:
         self._calls += 1
 
     def _all_say(self, kind: int, signature: RunSignature | None) -> bool:
-        """Publishes this rank's token with the class `kind`, for the next call.
+        """Publishes this rank's call token with the class `kind`, for the next call.
 
-        Returns whether the tokens of all members are equal.
+        Returns whether the tokens of all ranks of the team are equal.
         """
         self._number = self._control.ledger.enter(self._key)
         self._posted[0] = self._number + 1
@@ -364,10 +380,12 @@ class Channel:
         numbers: tuple[object, ...],
         error: BaseException | None,
     ) -> bool:
-        """Exchanges with the other ranks descriptions of the runs; raises an error if they differ.
+        """Exchanges descriptions of the runs with the other ranks; raises an error if the ranks do
+        not agree.
 
-        `error` is the error of this rank, if there is one. Returns False if other ranks were still
-        in an earlier call. This exchange has then told those ranks that their call has failed here.
+        `error` is the error of this rank, or None. Returns False if other ranks were still in an
+        earlier call. In that case, the exchange has told those ranks that their call has failed on
+        this rank.
         """
         # All members are in this call, so the deadlocks of their last calls are posted. If they
         # were counted after the comparison, the ranks' counts would differ again.
@@ -429,10 +447,10 @@ class Channel:
         error: BaseException | None,
         out_of_step: str,
     ) -> bool:
-        """Returns whether all ranks are in this call; raises an error if the ranks do not agree.
+        """Compares the descriptions of all ranks; raises an error if the ranks do not agree.
 
-        `statements` are the descriptions of all members. `out_of_step` says which call counts
-        differed.
+        `statements` are the descriptions. `out_of_step` says which call counts differed. Returns
+        whether all ranks are in this call.
         """
         calls = [s["calls"] for s in statements]
         if self._calls < max(calls):
@@ -480,7 +498,7 @@ class Channel:
         return True
 
     def _differing_traits(self, traits: Sequence[list[Any]]) -> list[str]:
-        """Returns texts about the properties of inputs in which the ranks differ, with each rank's
+        """Returns texts about properties of inputs (such as strides) that differ, with each rank's
         value.
         """
         found: list[str] = []
@@ -493,9 +511,9 @@ class Channel:
         return found
 
     def _check_threads(self, threads: Sequence[str], mine: BaseException | None) -> None:
-        """Raises an error on all ranks if any rank has refused calls of several threads.
+        """Raises an error on all ranks if several threads of any rank have called at the same time.
 
-        `threads` has the names of these threads for each rank, `mine` the error of this rank.
+        `threads` has the names of these threads for each rank. `mine` is the error of this rank.
         """
         found = [(r, who) for r, who in zip(self._team, threads, strict=True) if who]
         if not found:
@@ -526,7 +544,7 @@ class Channel:
             raise error
 
     def _check_definitions(self, found: Sequence[tuple[str, str]], signature: RunSignature) -> None:
-        """Raises `ProgramMismatchError` with the first op in which the definitions differ."""
+        """Raises `ProgramMismatchError` with the first op in which the ranks' programs differ."""
         if len({definition for definition, _ in found}) == 1:
             return
         from fuser.ir.op import op_text
@@ -588,7 +606,9 @@ class Channel:
 
 
 def _is_equal_on_all(error: BaseException) -> bool:
-    """Whether all members raise this error of an exchange, and not only this rank."""
+    """Returns whether all ranks of the team raise this error of an exchange, and not only this
+    rank.
+    """
     return isinstance(error, FuserError) and not isinstance(
         error, (CommunicationTimeout, DeadlockError)
     )
@@ -608,7 +628,7 @@ def _with_numbers(kind: int, numbers: tuple[object, ...]) -> int:
 
 
 def _by_rank(team: Team, values: Sequence[object]) -> str:
-    """Describes the value of each rank as text: `8 on ranks (0 1) and 9 on ranks (2)`."""
+    """Returns the value of each rank as text: `8 on ranks (0 1) and 9 on ranks (2)`."""
     return " and ".join(f"{value} on ranks {ranks}" for value, ranks in _grouped(team, values))
 
 
@@ -636,8 +656,8 @@ _RUN = "run"
 def counts_of(control: Control) -> dict[Calls, int]:
     """Returns how many calls this rank has entered, for each sequence that other ranks count, too.
 
-    The result includes the number of runs of each team. Runs are counted elsewhere, so that normal
-    calls need not create their keys.
+    The result includes the number of runs of each team. Runs are counted separately, because normal
+    calls then need not create their keys.
     """
     entered = control.ledger.entered
     counts = {key: n for key, n in entered.items() if key.kind not in _NOT_SHARED}
@@ -647,9 +667,9 @@ def counts_of(control: Control) -> dict[Calls, int]:
 def realign(
     control: Control, team: Team, counts: Sequence[dict[Calls, int]], *, has_failed: bool
 ) -> str:
-    """Sets the call counts of all team members to the largest count of any member.
+    """Sets the call counts of all ranks of a team to the largest count of any rank.
 
-    `counts` has each member's result of `counts_of`. Returns a text about a sequence of calls whose
+    `counts` has each rank's result of `counts_of`. Returns a text about a sequence of calls whose
     counts differed, "" if there was none. In programs written by hand, a send may come long before
     its receive. Therefore different counts of transfers are an error only if a call `has_failed`.
     """
@@ -678,12 +698,16 @@ def realign(
 
 
 def _whole(key: Calls) -> Calls:
-    """Returns the key under which both ends of a transfer are compared: the sender's key."""
+    """Returns the key under which the counts of sender and receiver are compared: the
+    sender's key.
+    """
     return key._replace(kind=SEND) if key.ends else key
 
 
 def _members(stream: Calls, team: Team) -> list[tuple[int, Calls]]:
-    """Returns the ranks of a team that count calls of a sequence, each with its key."""
+    """Returns the ranks of a team that count calls of the sequence `stream`, each with its
+    own key.
+    """
     if not stream.ends:
         return [(rank, stream) for rank in stream.team if rank in team]
     source, target = stream.ends

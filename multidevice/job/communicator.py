@@ -1,4 +1,4 @@
-"""`Communicator`: this process's rank, its peers, and the backend for each kind of device."""
+"""`Communicator`: this process's rank in the job, and the communication backend for each device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ _singleton: list[Communicator] = []
 
 
 class Communicator:
-    """The ranks of a job; `instance()` creates it from the launcher's environment at first use.
+    """The connection of this process to the other ranks of its job.
+
+    `Communicator.instance()` creates the object from the launcher's environment at first use.
 
     Raises:
         CommunicationError: the environment is inconsistent, or the ranks cannot be connected.
@@ -67,8 +69,9 @@ class Communicator:
 
     @staticmethod
     def instance() -> Communicator:
-        """Returns the communicator of this process, or of the simulated rank that runs in this
-        context.
+        """Returns the communicator of this process.
+
+        On a simulated rank, returns the communicator of that rank.
         """
         simulated = current_communicator.get()
         if simulated is not None:
@@ -84,7 +87,7 @@ class Communicator:
         return self._launch.size
 
     def rank(self) -> int:
-        """Returns the global rank of this process, which is its device id in meshes."""
+        """Returns the rank of this process in the job, which is its device number in meshes."""
         return self._launch.rank
 
     def local_size(self) -> int:
@@ -96,15 +99,15 @@ class Communicator:
         return self._launch.local_rank
 
     def is_available(self) -> bool:
-        """Whether a launcher started this process as a rank of a job."""
+        """Returns whether a launcher started this process as a rank of a job."""
         return self._launch.launcher != "none"
 
     def is_real(self) -> bool:
-        """Whether the ranks are processes; simulated ranks are threads of one process."""
+        """Returns whether the ranks are processes; simulated ranks are threads of one process."""
         return self._launch.launcher not in ("simulated", "none")
 
     def barrier(self) -> None:
-        """Returns when every rank has entered the barrier.
+        """Waits until every rank of the job has called the method.
 
         Raises:
             CommunicationError: there is no launcher.
@@ -122,26 +125,32 @@ class Communicator:
         return _found(self._backends, self._make_backend, torch.device(device))
 
     def peers_for(self, device: torch.device | str) -> PeerMemory:
-        """Returns the backend that copies tensors on `device` directly from the memory of peers.
+        """Returns the backend that copies tensors on `device` directly out of other ranks' memory.
 
-        This is the backend that users choose by `CommunicatorBackend.cuda`.
+        Users choose this backend by `CommunicatorBackend.cuda`.
         """
         return _found(self._peers, self._make_peers, torch.device(device))
 
     def release_peers(self) -> None:
-        """Records that a program with peer copies was deleted; see `PeerMemory.release`."""
+        """Records that a program with peer copies was deleted, so that its memory can be freed.
+
+        See `PeerMemory.release`.
+        """
         for made in list(self._peers.values()):
             made.release()
 
     def are_on_one_host(self, devices: Team) -> bool:
-        """Whether all ranks in `devices` run on this host; the first call is collective over these
-        ranks.
+        """Returns whether all ranks in `devices` run on this host.
+
+        The first call exchanges messages, so all these ranks must make the call.
         """
         channel = self.channel(devices)
         return channel is None or channel.shares_memory
 
     def have_access(self, device: torch.device) -> bool:
-        """Whether ranks of this host can access each other's memory on devices like `device`."""
+        """Returns whether the ranks of this host can map each other's memory on devices like
+        `device`.
+        """
         if device.type != "cuda" or not self.is_real():
             return True
         count = self.local_size()
@@ -154,41 +163,48 @@ class Communicator:
         return is_mappable and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
     def begin_run(self, team: Team) -> None:
-        """Counts a run of a program on a team; all ranks of the team begin the same number of runs.
+        """Counts a run of a host program on a team, and frees memory that is no longer used.
 
-        The count prevents that a later run receives messages of a failed run.
+        All ranks of the team begin the same number of runs. The count prevents that a later run
+        receives messages of a failed run.
         """
         self._control.begin_run(team)
         for made in tuple(self._peers.values()):
             made.tidy()
 
     def exchange(self, payload: bytes, *, team: Team | None = None) -> list[bytes]:
-        """Returns the payloads of all members, in team order; if `team` is None, of all ranks."""
+        """Sends `payload` to all ranks of a team; returns the payloads of all ranks, in team order.
+
+        If `team` is None, the team has all ranks.
+        """
         return self._control.exchange(payload, team=team, stream=OF_USERS)
 
     def agree(
         self, error: BaseException | None, digest: bytes = b"", *, team: Team | None = None
     ) -> None:
-        """Returns when no member has an error and all digests (at most 16 bytes) are equal.
+        """Returns when no rank of the team has an error and all digests (at most 16 bytes) are
+        equal.
 
-        If `team` is None, all ranks are members.
+        If `team` is None, the team has all ranks.
 
         Raises:
             error: this rank's own error, if there is one.
-            PeerError: another member has an error; the message names rank, type and text.
+            PeerError: another rank has an error; the message names rank, type and text.
             ProgramMismatchError: the digests differ; `compare_texts` then shows where.
         """
         self._control.agree(error, digest=digest, team=team, stream=OF_USERS)
 
     def compare_texts(self, text: str, *, team: Team | None = None) -> None:
-        """Returns when all members have passed the same text.
+        """Raises an error on all ranks of the team if they do not pass the same text.
 
-        Otherwise raises `ProgramMismatchError` on every member, with the first line that differs.
+        The `ProgramMismatchError` shows the first line that differs. If `team` is None, the team
+        has all ranks.
         """
         self._control.compare_texts(text, team=team, stream=OF_USERS)
 
     def channel(self, devices: Team) -> Channel | None:
-        """Returns the channel on which the ranks in `devices` agree before each call.
+        """Returns the channel on which the ranks in `devices` agree on the program before each
+        call.
 
         Ranks that the job does not have are left out. Returns None if this rank needs to agree with
         no other rank.
@@ -206,12 +222,15 @@ class Communicator:
         return self._channels[devices]
 
     def drain(self) -> None:
-        """Waits, within the deadline, for communications that devices still execute."""
+        """Waits, within the deadline, for communications that devices still execute.
+
+        Called before this process leaves the job.
+        """
         for backend in self._all_backends():
             backend.drain()
 
     def close(self) -> None:
-        """Closes all backends, in an order that is the same on all ranks."""
+        """Closes all communication backends, in an order that is the same on all ranks."""
         for backend in self._all_backends():
             backend.close()
 
@@ -223,7 +242,9 @@ class Communicator:
 def _found(
     made: dict[tuple[str, int], B], make: Callable[[torch.device], B], device: torch.device
 ) -> B:
-    """Returns the object in `made` for a device; the first call creates the object by `make`."""
+    """Returns the object for a device from the cache `made`; the first call creates it by
+    `make`.
+    """
     index: int | None = device.index
     if device.type == "cuda" and index is None:  # pyright: ignore[reportUnnecessaryComparison]
         index = torch.cuda.current_device()
@@ -234,7 +255,7 @@ def _found(
 
 
 def _create() -> Communicator:
-    """Creates the communicator of this process from the launcher's environment."""
+    """Creates the communicator of this process from the launcher's environment variables."""
     options.check_environment()
     launch = read_launch()
     if launch.rank == 0:
@@ -247,7 +268,7 @@ def _create() -> Communicator:
 
 
 def _local_backend(device: torch.device) -> Backend:
-    """Returns a backend for a job of one rank, which needs no transport."""
+    """Returns a communication backend for a job of one rank, which needs no transport."""
     from multidevice.transports.simulated import Baton, SimulatedBackend, SimulatedControl
 
     del device
@@ -255,7 +276,7 @@ def _local_backend(device: torch.device) -> Backend:
 
 
 def _local_peers(device: torch.device) -> PeerMemory:
-    """Returns a backend for peer copies in a job of one rank, which has no peers."""
+    """Returns a backend for peer copies in a job of one rank, where no other rank exists."""
     from multidevice.transports.simulated import Baton, SimulatedControl, SimulatedPeers
 
     return SimulatedPeers(SimulatedControl(0, 1, Baton(1)), device)
@@ -324,11 +345,11 @@ def _connect(launch: LauncherInfo) -> Communicator:
 
 
 def run_agreed(communicator: Communicator, devices: Team, prepare: Callable[[], Prepared[T]]) -> T:
-    """Prepares a call on every rank in `devices`, then runs it once the ranks agree on it.
+    """Prepares a call on every rank in `devices`, and runs it once the ranks agree on the program.
 
-    `prepare` returns the run signature, the numbers that may change between calls, and a function
-    that runs the call. If `prepare` raises an error on one rank, every rank raises an error before
-    anything is communicated.
+    `prepare` returns the run signature (a description of the program), the numbers that may change
+    between calls, and a function that runs the call. If `prepare` raises an error on one rank,
+    every rank raises an error before anything is communicated.
 
     The calls of a rank have an order, and the other ranks must make their calls in the same order.
     Calls from two threads of one rank have no order. If a thread calls while another thread is in a

@@ -2,8 +2,8 @@
 
 The other ranks then wait in MPI_Init, where only the launcher can end them. Open MPI, torchrun and
 Slurm end a job when one of its processes fails. MPICH's launcher does not do so before MPI_Init.
-However, the process manager of MPICH accepts an abort command from any rank over the descriptor
-`PMI_FD`.
+However, the process manager of MPICH accepts an abort command from any rank, through the open file
+whose number is in the variable `PMI_FD`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _hooks: list[Callable[..., object]] = []
 
 
 def install() -> None:
-    """Replaces the hook for uncaught exceptions, if MPICH's launcher has started this process as a
-    rank.
+    """Replaces Python's hook for uncaught exceptions, if MPICH's launcher has started this process.
 
     The new hook ends the job; the previous hook is still called.
     """
@@ -64,15 +63,14 @@ def install() -> None:
 
 
 def hook_before() -> Callable[..., object]:
-    """Returns the current hook for uncaught exceptions.
-
-    If the current hook is the one of this module, returns the previous hook.
-    """
+    """Returns Python's hook for uncaught exceptions without the one that `install` has set."""
     return _hooks[1] if _hooks and sys.excepthook is _hooks[0] else sys.excepthook
 
 
 def disarm() -> None:
-    """Deactivates the hook, because `failure_guard` handles the failures of a connected rank."""
+    """Deactivates the hook of this module: `failure_guard` handles the failures of a connected
+    rank.
+    """
     _armed.clear()
 
 
@@ -86,9 +84,9 @@ _PASS_ON_S = 0.2
 
 
 def user_frames(error: BaseException, trace: TracebackType | None) -> str | None:
-    """Returns the frames of the traceback that are the user's code, as text.
+    """Returns the part of a traceback that is the user's code, as text, if that part is enough.
 
-    This part is enough for an error whose message explains the problem. Returns None for all other
+    The part is enough for an error whose message explains the problem. Returns None for all other
     errors, whose whole traceback is needed:
 
     - errors that this project does not define, and errors caused by these;
@@ -105,8 +103,9 @@ def user_frames(error: BaseException, trace: TracebackType | None) -> str | None
 
 
 def wait_for_reader(*streams: TextIO) -> None:
-    """Waits until the launcher has read and printed the data in the pipes `streams`, up to a time
-    limit.
+    """Waits until the launcher has read and printed the output in the pipes `streams`.
+
+    There is a time limit. Otherwise a launcher that ends the job would drop the output.
     """
     stop = time.monotonic() + _READ_LIMIT_S
     while any(map(_is_unread, streams)) and time.monotonic() < stop:
@@ -115,7 +114,7 @@ def wait_for_reader(*streams: TextIO) -> None:
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether a stream is a pipe that still contains data."""
+    """Returns whether a stream is a pipe that still contains data."""
     waiting = bytearray(4)
     try:
         if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):

@@ -1,12 +1,11 @@
-"""Ends the whole job if one rank fails or leaves early, so that its peers do not wait for that
-rank.
+"""Ends the whole job if one rank fails or leaves early, so that the other ranks do not wait for it.
 
 `Guard.install` sets hooks for three cases:
 
 - An uncaught exception in any thread prints rank and error, and aborts the job.
-- A rank that exits announces how many calls it has entered. A peer that waits for further calls of
-  that rank raises `PeerError` at once.
-- An exit with a non-zero code ends the job, even if the peers never wait.
+- A rank that exits announces how many calls it has entered. Another rank that waits for further
+  calls of that rank raises `PeerError` at once.
+- An exit with a non-zero code ends the job, even if the other ranks never wait.
 
 `start_monitor` starts the process that reports which rank was killed by a signal.
 """
@@ -69,10 +68,12 @@ class _ExitRequest(SystemExit):
 
 
 def _terminal() -> TextIO:
-    """Returns the stream for the last message, which is the real stderr if sys.stderr is a buffer.
+    """Returns the stream for the last message of this process: the real stderr, if sys.stderr is a
+    buffer.
 
     Another hook, such as that of torch.distributed, may collect the text written to sys.stderr
-    until this hook returns. This hook ends the process, so that such text would be lost.
+    until this module's hook returns. This module's hook ends the process, so that such text would
+    be lost.
     """
     collects = isinstance(sys.stderr, io.StringIO)
     return sys.__stderr__ if collects and sys.__stderr__ is not None else sys.stderr
@@ -82,7 +83,7 @@ class Guard:
     """The hooks of one process that handle exits and uncaught exceptions.
 
     - `on_exit`: functions that are called before the rank announces that it leaves.
-    - `after_exit`: functions that are called after all peers have left.
+    - `after_exit`: functions that are called after all other ranks have left.
     - `reports`: functions that return a failure that a device has reported, "" if there is none.
     """
 
@@ -114,10 +115,11 @@ class Guard:
         atexit.register(self._leave)
 
     def watch(self) -> None:
-        """Starts a thread that ends the job if a device would wait forever for a peer.
+        """Starts a thread that ends the job if a device would wait forever for another rank.
 
-        This is so if the peer failed, or left before it entered a call of devices that this rank
-        has entered. A rank that waits in the driver for a collective cannot check its peers itself.
+        The wait is endless if the other rank failed, or left before it entered a call that this
+        rank's device has entered. A rank that waits in the CUDA driver for a collective cannot
+        check other ranks itself.
         """
         if not self._watching:
             self._watching = True
@@ -165,9 +167,10 @@ class Guard:
             self._end(text, 130 if kind is KeyboardInterrupt else 1, frames or "", ranks)
 
     def _is_told_by_another(self, error: BaseException) -> bool:
-        """Whether another rank has already reported the error that it shares with this rank.
+        """Returns whether another rank has already reported the error that it shares with this
+        rank.
 
-        Of the ranks that have the error, only the first reports it. Waits up to a second for the
+        Only the first of the ranks that have the error reports it. Waits up to a second for the
         report.
         """
         control = self._control
@@ -227,7 +230,8 @@ class Guard:
         raise _ExitRequest(status, record)
 
     def _leave(self) -> None:
-        """Runs at exit: announces how many calls this rank has entered, and waits for the peers.
+        """Runs at the exit of Python: announces how many calls this rank has entered, and waits for
+        the others.
 
         If the exit code is not 0, ends the job.
         """
@@ -255,13 +259,16 @@ class Guard:
         self._say(rank_monitor.LEFT)
 
     def _say(self, word: int) -> None:
-        """Records in the wait-for graph why this rank ends, for `rank_monitor`."""
+        """Records in shared memory why this rank ends, for the process `rank_monitor`.
+
+        `word` is LEFT or SAID_WHY.
+        """
         if self._control.wait_graph is not None:
             self._control.wait_graph.say(word)
 
 
 def start_monitor(wait_graph: WaitForGraph) -> None:
-    """Starts the process that reports which rank was killed (`rank_monitor`).
+    """Starts the process that reports which rank was killed by a signal (`rank_monitor`).
 
     Only the rank that created the wait-for graph starts the process. No process is started if the
     launcher is not MPICH's, or if the system has no pidfds. The process is started through a shell,
@@ -297,7 +304,7 @@ def start_monitor(wait_graph: WaitForGraph) -> None:
 def _parents_in_mpich() -> tuple[int, int] | None:
     """Returns the process numbers of MPICH's proxy on this host, and of the proxy's parent.
 
-    Returns None under another launcher.
+    The proxy is the process that starts the ranks. Returns None under another launcher.
     """
     pid = os.getppid()
     while "PMI_FD" in os.environ and pid > 1:
@@ -312,6 +319,8 @@ def _parents_in_mpich() -> tuple[int, int] | None:
 def _error_text(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> str:
-    """Describes an uncaught error: type, message, and the last user line of the traceback."""
+    """Returns a text about an uncaught exception: its type, its message, and the user's last source
+    line.
+    """
     where = last_user_line(trace)
     return f"uncaught {kind.__name__}: {error}{f' ({os.path.basename(where)})' if where else ''}"

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
 @checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
-    """Returns this rank's shard of `tensor`, which is the whole value of `tv`.
+    """Returns this rank's shard of `tensor`, which is the whole value of the fusion's tensor `tv`.
 
     The shard is dense in the memory order that `tv` declares; an expanded axis has one element.
 
     The shard may be a view of `tensor`: for example if `tensor` is contiguous and cut along its
-    first axis, or not cut at all. A write into one is then visible in the other, also a write of a
-    program into an input that it updates. Pass `copy=True` for a shard in new memory. A rank
-    outside the mesh gets the shard at coordinate 0.
+    first axis, or not cut at all. A write into the shard or the tensor is then visible in both.
+    This includes a program that updates its input. Pass `copy=True` for a shard in new memory. A
+    rank outside the mesh gets the shard at coordinate 0.
 
     Raises:
-        ShardingError: `tv` has no mesh, the rank is wrong, or the mesh does not divide an extent.
-        UnsupportedError: a device axis is the result of a merge, or the allocation is cut by a
-            stream.
+        ShardingError: `tv` has no mesh, `tensor` has another number of dimensions than `tv`, or the
+            mesh does not divide an extent.
+        UnsupportedError: a device axis is the result of a merge, or the tensor is allocated in
+            steps of a stream loop.
     """
     from multidevice.job.communicator import Communicator
 
@@ -47,7 +48,7 @@ def shard_for_rank(
 ) -> torch.Tensor:
     """Returns the shard that rank `rank` stores, if `tensor` is the whole value of `tv`.
 
-    See `shard_tensor`.
+    The arguments and errors are those of `shard_tensor`.
     """
     view, axes, steps = _split_view(tensor, tv)
     assert tv.mesh is not None
@@ -96,7 +97,8 @@ def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
 def _split_view(
     tensor: torch.Tensor, tv: TensorView
 ) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
-    """Returns a view of a whole tensor in which each device axis is a separate dimension.
+    """Returns a view of the whole tensor `tensor` in which each device axis is a separate
+    dimension.
 
     Returns three values:
 
@@ -174,11 +176,11 @@ def _merge_back(view: torch.Tensor, steps: list[tuple[int, int]]) -> torch.Tenso
 
 
 class LocalDeviceMesh(IrDeviceMesh):
-    """Ranks arranged in 1 to 3 dimensions; mesh_x is the last dimension."""
+    """A mesh: ranks of the job arranged in 1 to 3 dimensions; mesh_x is the last dimension."""
 
     @checked
     def shard_tensor(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Cuts `tensor` along `axis` into one equal part per device, and returns this rank's part.
+        """Cuts `tensor` along `axis` into one equal part per device; returns this rank's part.
 
         Part i belongs to the device at position i in the mesh's list of devices. A rank outside the
         mesh gets part 0. The part is a contiguous tensor.

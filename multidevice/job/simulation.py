@@ -1,4 +1,4 @@
-"""`simulate(n)`: runs a function on n simulated ranks inside one process.
+"""`simulate(n)`: runs a function on n simulated ranks, which are threads of one process.
 
     with multidevice.simulate(4) as world:
         results = world.run(train_step, batch)
@@ -45,7 +45,7 @@ class World:
         self._closed = False
 
     def run(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Calls `fn` on every rank, and returns the results by rank.
+        """Calls `fn` on every simulated rank, and returns the results in rank order.
 
         The ranks are threads, of which one runs at a time. Grad mode, the CUDA device and the
         context variables are those of the caller. Each rank has its own states of torch's random
@@ -123,7 +123,7 @@ class World:
         )
 
     def close(self) -> None:
-        """Closes the world: later calls of `run` raise an error."""
+        """Closes this set of simulated ranks: later calls of `run` raise an error."""
         self._closed = True
 
 
@@ -138,8 +138,8 @@ def simulate(size: int) -> Generator[World, None, None]:
 
 
 def _first_real(errors: list[BaseException]) -> BaseException:
-    """Returns the first error that is not a `PeerError`, because those follow from other ranks'
-    errors.
+    """Returns the first error that is not a `PeerError`, because a `PeerError` follows from another
+    error.
     """
     for error in errors:
         if not isinstance(error, PeerError):
