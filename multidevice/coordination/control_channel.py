@@ -340,7 +340,9 @@ class Control(ABC):
             groups = _groups(team, [digest.hex() for _, _, digest in records])
             raise ProgramMismatchError(
                 "the ranks are about to run different programs: "
-                + ", ".join(f"ranks {team_text(ranks)} have {value}" for value, ranks in groups)
+                + ", ".join(
+                    f"ranks {team_text(ranks)} have the digest {value}" for value, ranks in groups
+                )
             )
 
     def compare_texts(
@@ -390,12 +392,14 @@ class Control(ABC):
                     else f" at {part} {number + 1}"
                 )
                 raise ProgramMismatchError(f"{head} differ{at}:\n" + "\n".join(shown))
-        raise ProgramMismatchError(f"{head} differ in their line endings")
+        raise ProgramMismatchError(f"{head} differ only in their line endings")
 
     def _members(self, team: Team | None, kind: str) -> Team:
         team = self.world if team is None else team
         if self.rank not in team:
-            raise CommunicationError(f"{kind}: rank {self.rank} is not in team {team_text(team)}")
+            raise CommunicationError(
+                f"{kind}: rank {self.rank} made the call, but is not in the team {team_text(team)}"
+            )
         return team
 
     def _step(self, kind: str, team: Team, stream: str = WITHIN_CALLS) -> ControlCall:
@@ -418,9 +422,9 @@ class Control(ABC):
         if len(set(kinds)) > 1:
             groups = _groups(step.team, kinds)
             raise CommunicationError(
-                "the ranks make different calls of the control channel (sequence number "
-                f"{step.seq}): "
-                + ", ".join(f"ranks {team_text(ranks)} in {kind}" for kind, ranks in groups)
+                "the ranks must exchange messages in the same order, but make different calls "
+                f"(sequence number {step.seq}): "
+                + ", ".join(f"ranks {team_text(ranks)} call {kind}" for kind, ranks in groups)
             )
         return [(status, size, digest) for _, status, size, digest in rows]
 
@@ -683,7 +687,7 @@ class CallTokens:
         ]
 
     def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
-        """Returns the ranks for which other ranks waited in vain before they gave up call `number`.
+        """Returns the ranks for which other ranks were waiting when they gave up call `number`.
 
         `left` are the ranks that gave the call up, which are not returned themselves.
         """

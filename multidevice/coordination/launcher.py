@@ -80,13 +80,13 @@ def _read(launcher: str, names: tuple[str, str, str, str]) -> LauncherInfo | Non
             found = (
                 f"is {text!r}, not a number" if text else f"is missing although {names[0]} is set"
             )
-            raise CommunicationError(f"the launcher's variable {name} {found}")
+            raise CommunicationError(f"the launcher's environment variable {name} {found}")
         values.append(int(text))
     rank, size, local_rank, local_size = values
     if rank >= size or local_rank >= local_size > 0:
         raise CommunicationError(
-            f"the launcher's variables do not fit: {names[0]}={rank}, {names[1]}={size}, "
-            f"{names[2]}={local_rank}, {names[3]}={local_size}"
+            f"the launcher's environment variables contradict each other: {names[0]}={rank}, "
+            f"{names[1]}={size}, {names[2]}={local_rank}, {names[3]}={local_size}"
         )
     return LauncherInfo(launcher, rank, size, local_rank, local_size)
 
@@ -104,14 +104,17 @@ def store_address(launch: LauncherInfo) -> tuple[str, int]:
     if not host:
         if launch.local_size not in (-1, launch.size):
             raise CommunicationError(
-                f"{launch.size} ranks on several hosts need FUSER_MASTER_ADDR, the host of rank 0"
+                f"the {launch.size} ranks of this job are on several hosts: set FUSER_MASTER_ADDR "
+                "to the host of rank 0"
             )
         host = "127.0.0.1"
     port = options.master_port()
     if port is None:
         text = os.environ.get("MASTER_PORT", "29500")
         if not text.isdigit() or not 0 < int(text) < 65536:
-            raise CommunicationError(f"MASTER_PORT={text!r} is not a port number")
+            raise CommunicationError(
+                f"MASTER_PORT={text!r} is not a port number: expected a number from 1 to 65535"
+            )
         port = int(text) + 42
         port = port if port < 65536 else port - 84
     return host, port

@@ -166,7 +166,7 @@ class Turns:
 def _threads_error(who: str, where: str = "") -> UnsupportedError:
     return UnsupportedError(
         f"two threads of one rank, {who}, called programs with a mesh at the same time{where}: "
-        "other ranks could match these calls in another order; call from one thread at a time"
+        "other ranks could match these calls in another order: call from one thread at a time"
     )
 
 
@@ -492,8 +492,8 @@ class Channel:
                     raise
                 what = self._what(self._number)
                 raise ProgramMismatchError(
-                    f"{'; '.join(traits)}: the communication depends on it, so it must be equal on "
-                    f"all ranks (in {what})\n{error}"
+                    f"{'; '.join(traits)}: the communication depends on this property, which must "
+                    f"be equal on all ranks (in {what})\n{error}"
                 ) from None
         return True
 

@@ -318,7 +318,9 @@ def _connect(launch: LauncherInfo) -> Communicator:
             guard.reports.append(backend.kernels.failure)
             guard.watch()
             return backend
-        raise UnsupportedError(f"no communication backend for device {device}")
+        raise UnsupportedError(
+            f"tensors on {device} cannot be communicated: use CPU or CUDA tensors"
+        )
 
     def make_peers(device: torch.device) -> PeerMemory:
         if device.type == "cpu":
@@ -332,7 +334,9 @@ def _connect(launch: LauncherInfo) -> Communicator:
             guard.reports.append(backend.kernels.failure)
             guard.watch()
             return backend
-        raise UnsupportedError(f"no peer copies for device {device}")
+        raise UnsupportedError(
+            f"peer copies do not support tensors on {device}: use CPU or CUDA tensors"
+        )
 
     communicator = Communicator(launch, control, make_backend, make_peers)
     guard.on_exit.append(communicator.drain)

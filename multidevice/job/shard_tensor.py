@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.device_mesh import DeviceMesh as IrDeviceMesh
@@ -14,13 +15,47 @@ from fuser.ir.naming import axis_words, tensor_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import checked
-from fuser.support.errors import ShardingError, UnsupportedError
+from fuser.support.errors import (
+    ArgumentError,
+    ShardingError,
+    UnsupportedError,
+    user_code,
+    user_line,
+)
 from multidevice.sharding.placement import cut_line, is_allocated_per_step
 
 if TYPE_CHECKING:
     import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _refuses_swapped(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `shard_tensor` with a check of the order of its two positional arguments.
+
+    Users often pass the fusion's tensor first. The error then says to swap the arguments.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        import torch
+
+        given: tuple[object, ...] = args
+        first, second = given if len(given) == 2 else (None, None)
+        if isinstance(first, TensorView) and isinstance(second, torch.Tensor):
+            raise ArgumentError(
+                "shard_tensor(): the two arguments are in the wrong order: the first is "
+                f"{tensor_words(first)}, the second is a torch tensor of shape "
+                f"{tuple(second.shape)}. Swap them: shard_tensor(torch tensor, tensor of the "
+                f"definition){user_code(user_line())}"
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_refuses_swapped
 @checked
 def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) -> torch.Tensor:
     """Returns this rank's shard of `tensor`, which is the whole value of the fusion's tensor `tv`.
@@ -33,6 +68,7 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
     rank outside the mesh gets the shard at coordinate 0.
 
     Raises:
+        ArgumentError: an argument has the wrong type, or the two arguments are swapped.
         ShardingError: `tv` has no mesh, `tensor` has another number of dimensions than `tv`, or the
             mesh does not divide an extent.
         UnsupportedError: a device axis is the result of a merge, or the tensor is allocated in
@@ -109,8 +145,8 @@ def _split_view(
     domain = tv.domain
     if tv.mesh is None:
         raise ShardingError(
-            f"{tensor_words(tv)} has no DeviceMesh: pass the whole tensor, or give the input a "
-            "mesh with set_device_mesh"
+            f"{tensor_words(tv)} has no DeviceMesh, so it has no shards: pass the whole tensor to "
+            "the program, or give the input a mesh by set_device_mesh"
         )
     if is_allocated_per_step(tv):
         raise UnsupportedError(
@@ -133,8 +169,8 @@ def _split_view(
         split = domain.splits.get(t.inputs[0])
         if split is None or split is not t or dim is None:
             raise UnsupportedError(
-                f"{tensor_words(tv)}: a device axis must be made by splits alone, found "
-                f"{transform_text(t, domain)}"
+                f"{tensor_words(tv)}: shard_tensor needs device axes that are made by splits "
+                f"alone, but found {transform_text(t, domain)}"
             )
         sizes = _split_sizes(view.size(dim), split, tv)
         view = view.reshape(*view.shape[:dim], *sizes, *view.shape[dim + 1 :])
@@ -154,7 +190,10 @@ def _split_view(
 def _split_sizes(size: int, split: SplitTransform, tv: TensorView) -> tuple[int, int]:
     axis, factor = tv.domain.axes[split.inp], sc.int_value(split.factor)
     if factor is None:
-        raise UnsupportedError(f"{tensor_words(tv)} is split by the symbolic factor {split.factor}")
+        raise UnsupportedError(
+            f"{tensor_words(tv)} is split by the symbolic factor {split.factor}: shard_tensor "
+            "needs a constant factor"
+        )
     if factor < 1 or size % factor != 0:
         line = cut_line(tv, tv.domain.rotated(split.outer).ptype)
         annotated = f" (annotated at {line})" if line else ""
@@ -199,7 +238,8 @@ def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) 
     """
     if not -tensor.dim() <= axis < tensor.dim():
         raise ShardingError(
-            f"{mesh}: there is no axis {axis} in a tensor of shape {tuple(tensor.shape)}"
+            f"cannot cut axis {axis} over {mesh}: a tensor of shape {tuple(tensor.shape)} has "
+            f"{tensor.dim()} axes"
         )
     size = tensor.size(axis)
     if size % mesh.size != 0:

@@ -467,15 +467,16 @@ def _check_summed(summed: Sequence[_Summed]) -> None:
             if sharded_axis(out, cut.ptype) is None and out.ndim and not is_meant:
                 warn(
                     f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums. The "
-                    f"result is whole on each device, as without this cut: {_how_to_cut(out, cut)}"
-                    f"{user_code(cut_line(out, cut.ptype))}"
+                    "result is whole on each device, as without this cut. To cut the result: "
+                    f"{_how_to_cut(out, cut)}{user_code(cut_line(out, cut.ptype))}"
                 )
             continue
         operands = " and ".join(tv.label for _, tv in tensor_operands(op))
         raise ShardingError(
             f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums, but no axis "
-            f"of {operands} is cut, so the result would be whole: {_how_to_cut(out, cut)}; to "
-            f"share the sum, cut an operand{user_code(cut_line(out, cut.ptype))}"
+            f"of {operands} is cut, so each device would have the whole result. To cut the result: "
+            f"{_how_to_cut(out, cut)}. To share the sum, cut an "
+            f"operand{user_code(cut_line(out, cut.ptype))}"
         )
 
 
@@ -493,7 +494,7 @@ def _how_to_cut(tv: TensorView, cut: Cut) -> str:
     """
     places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
     if not places:
-        return f"{tv.label} has no other axis"
+        return f"{tv.label} has no other axis that could be cut"
     n, name = places[0], f"T{tv.number}"
     return (
         "split, axis and parallelize count summed axes, too: axis 0 of the result is number "

@@ -248,8 +248,8 @@ def _heads_are_not_shared(
         f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name} that share the "
         f"{'' if count is None else f'{count} '}heads of its query, {tensor_words(queries)}: a "
         f"device reads whole heads of its own. Either {fewer}; or repeat each head of keys and "
-        f"values {times} times before the op, to have {heads * times} (fd.ops.broadcast behind the "
-        f"heads, expand, reshape){user_code(op.where)}"
+        f"values {times} times before the op, to have {heads * times} (by fd.ops.broadcast with a "
+        f"new axis after the heads, then expand and reshape){user_code(op.where)}"
         f"{in_ir(tv)}"
     )
 
@@ -258,7 +258,7 @@ def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
     if len(sizes) != tv.ndim:
         raise ShardingError(
             f"{tensor_words(tv)} has {tv.ndim} axes, but the shape {tuple(sizes)} has "
-            f"{len(sizes)}{in_ir(tv)}"
+            f"{len(sizes)} sizes{in_ir(tv)}"
         )
 
 
@@ -292,7 +292,7 @@ def check_world(fusion: Fusion, size: int) -> None:
             raise ShardingError(
                 f"{tv.mesh} of {tv.label} names rank {max(tv.mesh.devices)}, but the job has "
                 f"{size} rank{'s' if size != 1 else ''}; start it with at least "
-                f"{requested_number_of_devices(fusion)}{user_code(tv.user_line())}"
+                f"{requested_number_of_devices(fusion)} ranks{user_code(tv.user_line())}"
             )
 
 
@@ -325,7 +325,8 @@ def check_annotations(fusion: Fusion) -> None:
                 )
             if tv.mesh.dim_of(axis.ptype) is None:
                 raise ShardingError(
-                    f"{tv.mesh} of {tensor_words(tv)} has no dimension {axis.ptype.name}{where}"
+                    f"{tv.mesh} of {tensor_words(tv)} has no dimension {axis.ptype.name}, on which "
+                    f"{axis_words(tv, axis)} is: use a mesh with more dimensions{where}"
                     f"{in_ir(axis, tv)}"
                 )
             extent, count = sc.int_value(fusion.canonical(axis.size)), tv.mesh.size_of(axis.ptype)
@@ -350,8 +351,9 @@ def check_dropout(ops: Iterable[Op]) -> None:
         if shared:
             raise UnsupportedError(
                 f"{op.name} with dropout_p = {op.dropout_text} of {tensor_words(shared[0])}: the "
-                "dropped elements would depend on how ranks share the tensors; on a mesh, "
-                f"dropout_p must be the constant 0{user_code(op.where)}{in_ir(shared[0])}"
+                "dropped elements would depend on how ranks share the tensors. On a mesh of "
+                "several ranks, dropout_p must be the constant "
+                f"0{user_code(op.where)}{in_ir(shared[0])}"
             )
 
 
@@ -422,8 +424,9 @@ def _check_stream(tv: TensorView) -> None:
         is_view = tv.domain.axes[split.outer].rfactor  # a reshape's, not the user's
         if split.inner_split and not is_view and tv.domain.rotated(split.outer) in streams:
             raise UnsupportedError(
-                f"{axis_words(tv, streams[0])} counts blocks of {split.factor} elements: make the "
-                f"stream axis by outer_split(axis, number of steps){where}{in_ir(streams[0], tv)}"
+                f"{axis_words(tv, streams[0])} counts blocks of {split.factor} elements, which is "
+                "not supported for a stream axis: make the stream axis by outer_split(axis, "
+                f"number of steps){where}{in_ir(streams[0], tv)}"
             )
 
 
@@ -781,7 +784,10 @@ class _View:
         if not any(a.number in origins and a.number in self._shared for a in self._sources):
             return None
         if axis.number not in self._indices:
-            raise UnsupportedError(f"{axis} of {self._tv} has no index over the logical axes")
+            raise UnsupportedError(
+                f"the device or stream axis {axis} of {self._tv} does not derive from its "
+                "logical axes"
+            )
         index = self._indices[axis.number]
         # On a mesh dimension of one device the index is always 0.
         is_single = axis.is_device and self._tv.mesh and self._tv.mesh.size_of(ptype) == 1

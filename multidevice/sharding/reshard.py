@@ -272,7 +272,10 @@ def team_of(op: Reshard) -> TeamOf:
     row = COLLECTIVES.get(found)
     has_one_mesh = found == "LocalSlice" if row is None else not row.is_rooted
     if not has_one_mesh and not is_device_to_stream(op):
-        raise UnsupportedError(f"{found}: teams over two meshes are not supported yet")
+        raise UnsupportedError(
+            f"{found}: a communication between two meshes is not supported yet; use one mesh for "
+            "both tensors"
+        )
     assert op.inp.mesh is not None, f"{op.inp} of a Reshard has no mesh"
     return TeamOf(op.inp.mesh, tuple(p for p in op.ptypes if p.is_device))
 
@@ -293,15 +296,16 @@ def as_reshard(op: TensorOp) -> Reshard | None:
     is_reduction = isinstance(op, ReductionOp)
     if not (is_copy(op) or is_reduction) or producer.mesh is None or consumer.mesh is None:
         raise ShardingError(
-            f"{op.name} of {tensor_words(producer)} is not a single communication"
-            f"{user_code(op.where)}"
-            f"{in_ir(f'{producer} -> {consumer}')}"
+            f"{op.name} of {tensor_words(producer)} is neither a copy nor a sum over devices, so "
+            "no single collective computes "
+            f"it{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
         )
     ptype = _changing_type(op)
     source, target = _position(producer, ptype), _position(consumer, ptype)
     if is_reduction and source is None:
         raise ShardingError(
-            f"Expected a reduction-based communication: {op.name} of {tensor_words(producer)}"
+            f"Expected a reduction-based communication: {op.name} of {tensor_words(producer)} "
+            "reduces no axis that is cut over devices"
             f"{user_code(op.where)}{in_ir(f'{producer} -> {consumer}')}"
         )
     ptypes = (ptype,)
@@ -332,7 +336,7 @@ def check_lowerable(op: Reshard) -> None:
     if op.inp.dtype() in STORED:
         raise UnsupportedError(
             f"{found} of {tensor_words(op.inp)}: a tensor of this dtype can be stored, but not "
-            f"sent{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
+            f"sent to other ranks{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
         )
     if op.reduction not in (None, "add") and is_complex(op.inp.dtype()):
         raise UnsupportedError(
@@ -342,9 +346,9 @@ def check_lowerable(op: Reshard) -> None:
         )
     if found not in SUPPORTED and not _has_steps(op):
         raise UnsupportedError(
-            f"{found} of {tensor_words(op.inp)} on {op.inp.mesh} to {op.out.mesh}: only "
-            f"{', '.join(SUPPORTED)} on one mesh are supported yet{user_code(op.where)}"
-            f"{in_ir(f'{op.inp} -> {op.out}')}"
+            f"{found} of {tensor_words(op.inp)} on {op.inp.mesh} to {op.out.mesh}: this "
+            f"communication is not supported yet; supported are {', '.join(SUPPORTED)} on one "
+            f"mesh{user_code(op.where)}{in_ir(f'{op.inp} -> {op.out}')}"
         )
 
 

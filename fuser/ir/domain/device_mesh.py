@@ -298,7 +298,9 @@ def read_ranks(cursor: Cursor) -> DeviceMesh:
     cursor.take("(")
     items = _read_items(cursor, ")", 1)
     if any(isinstance(item, list) for item in items):
-        raise cursor.fail("expected ranks", start)
+        raise cursor.fail(
+            "expected a list of ranks, such as (0 1 2), but found nested braces", start
+        )
     return _made(cursor, start, items)
 
 

@@ -175,9 +175,9 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
         # A step receives a block other than the one that it computes, so the block is stored in
         # memory of the whole tensor.
         raise UnsupportedError(
-            f"{op.name} of {tensor_words(operand)}: each step receives a block along axis "
-            f"{stream.position}, which is not contiguous, because axis {order[0]} is outermost in "
-            "memory"
+            f"{op.name} of {tensor_words(operand)}: the block along axis {stream.position} that "
+            f"each step receives is not contiguous, because axis {order[0]} is outermost in "
+            f"memory: make axis {stream.position} the outermost in memory"
             f"{user_code(op.where)}{in_ir(f'{operand} -> {out}')}"
         )
 

@@ -141,9 +141,9 @@ def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
         if _differing(op):
             operands = ", ".join(str(v) for _, v in tensor_operands(op))
             raise ShardingError(
-                f"{op.name} cannot be computed with the placement of its result: no placement of "
-                f"an operand matches it{user_code(op.where)}"
-                f"{in_ir(f'{operands} -> {op.out_tensor}')}"
+                f"{op.name} cannot be computed with the sharding of its result, because its "
+                "operands cannot be cut in the same way: cut its result in another way, or not at "
+                f"all{user_code(op.where)}{in_ir(f'{operands} -> {op.out_tensor}')}"
             )
 
 

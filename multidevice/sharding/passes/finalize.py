@@ -48,7 +48,8 @@ def finalize_domains(fusion: Fusion) -> None:
             if not is_contiguous(tv):
                 raise ShardingError(
                     "Resharding expression must have contiguous inputs and outputs: "
-                    f"{tensor_words(tv)} is not, in {op.name}{user_code(op.where)}{in_ir(op)}"
+                    f"{tensor_words(tv)} is not contiguous, in "
+                    f"{op.name}{user_code(op.where)}{in_ir(op)}"
                 )
 
 
@@ -69,8 +70,8 @@ def complete_meshes(fusion: Fusion) -> None:
                 found = ", ".join(f"{mesh} ({of.label})" for mesh, of in meshes.items())
                 raise ShardingError(
                     "Cannot have some TensorViews with device mesh and some without: "
-                    f"{tensor_words(tv)} has none, and there are {found}"
-                    f"{user_code(tv.user_line())}{in_ir(tv)}"
+                    f"{tensor_words(tv)} has no mesh, and other tensors have {found}: call "
+                    f"set_device_mesh{user_code(tv.user_line())}{in_ir(tv)}"
                 )
             tv.mesh = next(iter(meshes))
 

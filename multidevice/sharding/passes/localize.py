@@ -66,7 +66,9 @@ def localize(
     local, twins = fusion.copy()
     for op in fusion.exprs:
         if isinstance(op, Reshard):
-            raise ShardingError(f"a local fusion cannot contain the resharding\n{op}")
+            raise ShardingError(
+                f"the fusion of one device cannot contain a communication, found\n{op}"
+            )
     held = {*fusion.inputs, *fusion.outputs}
     for tv, twin in twins.items():
         part = block if has_steps and is_block(tv) else None

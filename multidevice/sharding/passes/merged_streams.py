@@ -71,21 +71,27 @@ class _Merged:
         if not isinstance(self._made_by.get(number), MergeTransform):
             return False
         if isinstance(rotation, Swizzle1D):
-            raise self._refusal("is rotated (swizzle1d), but only an axis without merges can be")
+            raise self._refusal(
+                "is rotated by swizzle1d, but only an axis without merges can be rotated"
+            )
         leaves, gone = self._leaves(number)
         parts = [a for a in leaves if not a.is_broadcast]
         for a in parts:
             if a.is_device or a.is_reduction():
                 raise self._refusal(f"merges {a}, which is a device or reduction axis")
         if len(parts) > len(STREAM_TYPES):
-            raise self._refusal(f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} can be")
+            raise self._refusal(
+                f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} axes can be merged"
+            )
         if split is None:
             self._replace(leaves, (), gone)
             self._spread(parts)
             return True
         inner = self._tv.domain.axes[split.inner]
         if inner.number not in self._tv.domain.loop_numbers or inner.is_device:
-            raise self._refusal(f"has blocks whose axis {inner} is cut further")
+            raise self._refusal(
+                f"has blocks whose axis {inner} is split again: do not split that axis"
+            )
         count, blocks = self._boxes(parts, split.factor)
         self._replace(leaves, (split.inner,), (*gone, split))
         if blocks is not None:
@@ -141,9 +147,9 @@ class _Merged:
         axes = " and ".join(map(str, parts))
         raise self._refusal(
             f"has blocks of {block} of {sc.product(sizes)} elements, which are not known to be "
-            f"boxes of {axes}: instead of {n}, use a number of blocks that divides the outermost "
-            "axis, or the product of the outer axes and a divisor of the next; or parallelize the "
-            "whole merged axis on stream"
+            f"boxes of {axes} (a range of each axis): instead of {n}, use a number of blocks that "
+            "divides the outermost axis, or the product of the outer axes and a divisor of the "
+            "next; or parallelize the whole merged axis on stream"
         )
 
     def _replace(
@@ -208,8 +214,14 @@ def _check_parts(tv: TensorView, axis: IterDomain) -> None:
     for number, cuts in found.items():
         logical = tv.domain.axes[number]
         if len(cuts) > 1:
-            raise _refusal(tv, axis, f"merges several parts of {logical}")
+            raise _refusal(
+                tv, axis, f"merges several parts of {logical}: merge only one part of each axis"
+            )
         if cuts and not by_axis[number][-1].ptype.is_stream:
-            raise _refusal(tv, axis, f"has blocks of {logical} that devices share")
+            raise _refusal(
+                tv, axis, f"has blocks of {logical} that devices share, which is not supported"
+            )
     if sum(not c.whole for cuts in found.values() for c in cuts) > 1:
-        raise _refusal(tv, axis, "merges blocks of several axes; at most one can be in blocks")
+        raise _refusal(
+            tv, axis, "merges blocks of several axes; at most one axis can be divided into blocks"
+        )

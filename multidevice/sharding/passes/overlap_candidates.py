@@ -245,7 +245,10 @@ def _cut_between(pair: Pair, cut: Cut) -> None:
 def _cut(tv: TensorView, number: int, cut: Cut) -> None:
     if not add_cut(tv, number, cut):
         axis = tv.domain.axes[number]
-        raise UnsupportedError(f"{axis_words(tv, axis)} takes no steps{in_ir(axis, tv)}")
+        raise UnsupportedError(
+            f"{axis_words(tv, axis)} cannot be divided into the steps of a stream loop"
+            f"{in_ir(axis, tv)}"
+        )
 
 
 def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
@@ -287,7 +290,8 @@ def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
         if not apply_steps(op.out_tensor, op.inputs[index], forward_cuts(op, index, op.out_tensor)):
             raise UnsupportedError(
                 f"blocks of {op.name} {op.out_tensor.label} are not known to be those of axis "
-                f"{pair.axis} of {pair.between.label}: its extents may not be divisible"
+                f"{pair.axis} of {pair.between.label}, because its extent may not be divisible by "
+                "the number of blocks"
             )
 
 

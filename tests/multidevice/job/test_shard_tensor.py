@@ -12,7 +12,7 @@ from fuser import FusionDefinition, Replicate, Shard, shard
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ops.define import define_tensor
-from fuser.support.errors import ShardingError, UnsupportedError
+from fuser.support.errors import ArgumentError, ShardingError, UnsupportedError
 from multidevice import DeviceMesh, shard_tensor, simulate
 from multidevice.job.shard_tensor import shard_for_rank, unshard
 from multidevice.sharding.queries import local_sizes, unsharded_sizes
@@ -98,6 +98,20 @@ def test_errors_name_tensor_extent_and_mesh() -> None:
         shard_for_rank(torch.zeros(5), tv, 0)
     with pytest.raises(ShardingError, match="1 axes, but the tensor has shape"):
         shard_for_rank(torch.zeros(4, 4), tv, 0)
+
+
+def test_swapped_arguments_raise_an_error_that_says_to_swap_them() -> None:
+    tv = tensor(1)
+    tv.set_device_mesh(mesh(1))
+    with pytest.raises(
+        ArgumentError,
+        match=r"wrong order: the first is input 0 .*, the second is a torch tensor of shape "
+        r"\(4,\)\. Swap them: shard_tensor\(torch tensor, tensor of the definition\) \(user code at .*"
+        r"test_shard_tensor\.py:",
+    ):
+        shard_tensor(tv, torch.zeros(4))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="expected a torch tensor, got T0"):
+        shard_tensor(tv, tv)  # type: ignore[arg-type]
 
 
 def test_merged_device_axes_are_unsupported() -> None:
