@@ -46,7 +46,7 @@ _KINDS = ("agree", "exchange", shared_page.OFFER, shared_page.OPENING)
 # The words for these operations in error messages: the user's call that makes them.
 _WORDS = {
     "agree": "a barrier or an agreement",
-    "exchange": "the check that all ranks are about to run the same",
+    "exchange": "the check that all ranks are about to run the same program",
     shared_page.OFFER: "the setup before the first run of a team",
     shared_page.OPENING: "the setup before the first run of a team",
 }
@@ -424,7 +424,7 @@ class Control(ABC):
             raise CommunicationError(
                 "the ranks must exchange messages in the same order, but make different calls "
                 f"(sequence number {step.seq}): "
-                + ", ".join(f"ranks {team_text(ranks)} call {kind}" for kind, ranks in groups)
+                + ", ".join(f"ranks {team_text(ranks)} are in {_WORDS[k]}" for k, ranks in groups)
             )
         return [(status, size, digest) for _, status, size, digest in rows]
 

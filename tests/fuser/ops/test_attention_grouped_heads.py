@@ -316,7 +316,7 @@ def test_fewer_heads_of_keys_than_devices_are_told_what_to_do(how: str, is_stati
         "heads of its query, input 0 (T0_g_float)",
         "Either cut heads over 2 devices, and batches over the others",
         "or repeat each head of keys and values 2 times before the op, to have 4",
-        "fd.ops.broadcast behind the heads, expand, reshape",
+        "by fd.ops.broadcast with a new axis after the heads, then expand and reshape",
         f"(user code at {__file__}:",
     ):
         assert words in told, told

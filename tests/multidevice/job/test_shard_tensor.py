@@ -106,8 +106,8 @@ def test_swapped_arguments_raise_an_error_that_says_to_swap_them() -> None:
     with pytest.raises(
         ArgumentError,
         match=r"wrong order: the first is input 0 .*, the second is a torch tensor of shape "
-        r"\(4,\)\. Swap them: shard_tensor\(torch tensor, tensor of the definition\) \(user code at .*"
-        r"test_shard_tensor\.py:",
+        r"\(4,\)\. Swap them: shard_tensor\(torch tensor, tensor of the definition\) "
+        r"\(user code at .*test_shard_tensor\.py:",
     ):
         shard_tensor(tv, torch.zeros(4))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="expected a torch tensor, got T0"):

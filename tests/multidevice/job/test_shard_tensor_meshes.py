@@ -50,7 +50,7 @@ def test_shard_along_takes_the_block_at_the_ranks_place() -> None:
 def test_uneven_extents_and_missing_axes_are_refused() -> None:
     with pytest.raises(ShardingError, match="Sharded axis must be evenly divisble by mesh"):
         shard_along(torch.zeros(3, 4), 0, DeviceMesh([0, 1]), 0)
-    with pytest.raises(ShardingError, match="no axis 2"):
+    with pytest.raises(ShardingError, match="cannot cut axis 2"):
         shard_along(torch.zeros(3, 4), 2, DeviceMesh([0, 1]), 0)
 
 

@@ -178,7 +178,7 @@ def test_different_control_operations_are_an_error_on_every_rank() -> None:
     with multidevice.simulate(3) as world:
         texts = world.run(disagree)
     assert len(set(texts)) == 1
-    assert "ranks (0) in agree, ranks (1 2) in exchange" in texts[0]
+    assert "ranks (0) are in a barrier or an agreement, ranks (1 2) are in the check" in texts[0]
 
 
 def test_a_failed_check_leaves_the_data_channel_in_step() -> None:

@@ -434,7 +434,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case(lambda o, x: stream(o.exp(x), 0, 1, 2, 3), torch.exp, ((2, 3, 4, 5),)),
         r"merged stream axis of the result of exp \(T1.*merges 4 axes; at most 3",
     ),
-    "rotated": (Case(rotated, torch.exp, X3), r"merged stream axis.*is rotated \(swizzle1d\)"),
+    "rotated": (Case(rotated, torch.exp, X3), r"merged stream axis.*is rotated by swizzle1d"),
     "blocks of two axes": (
         Case(of_two_splits, torch.exp, X3),
         r"merges blocks of several axes; at most one",
