@@ -1,7 +1,8 @@
 """Shardings on the fusion IR: which rank stores which part of each tensor.
 
-Question: how is a tensor cut over devices, and which communication follows? Imports: `fuser` but
-its frontend. Files, in reading order:
+Question: how is a tensor cut over devices, and which communication follows?
+Imports: `fuser` but its frontend.
+Files, in reading order:
 
 - `placement`: the cuts of a tensor, read and written.
 - `queries`: how a tensor is cut, and whether two tensors are cut in the same way.

@@ -128,10 +128,9 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """Rules that count, along the transforms of a tensor, how many splits surround a block of
-    elements.
+    """Rules that count how many splits surround a block of consecutive elements of a tensor.
 
-    `axis` is the loop axis that counts the blocks; its error messages name the axis.
+    `axis` is the loop axis that counts these blocks; error messages name it.
     """
 
     needs_all = False

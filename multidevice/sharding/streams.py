@@ -423,11 +423,10 @@ def _is_one_step(op: TensorOp) -> bool:
 
 
 def is_computable_in_steps(op: TensorOp) -> bool:
-    """Returns whether each block of an op's results depends only on blocks of its operands, or on
-    wholes.
+    """Returns whether a stream loop can compute an op's results block by block.
 
-    The blocks are those of the results' stream axis. Returns True if the results have no stream
-    axis.
+    Each block must depend only on blocks of the operands, or on whole operands. The blocks are
+    those of the results' stream axis. Returns True if the results have no stream axis.
     """
     if _is_one_step(op):
         return not any(map(_stream_positions, op.outputs))
@@ -459,9 +458,7 @@ def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
 
 
 def is_in_step(op: TensorOp, index: int) -> bool:
-    """Returns whether each step of an op needs exactly that block of operand `index` with its own
-    number.
-    """
+    """Returns whether step i of an op needs exactly block i of operand `index`, for all steps i."""
     operand = op.inputs[index]
     needed, found = needed_blocks(op, index), stream_cuts(operand)
     if not needed or not found:
@@ -688,7 +685,8 @@ def _is_read_both_ways(tv: TensorView) -> bool:
 
 
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
-    """Replaces an op in steps by an op that computes the whole result and copies that run in steps.
+    """Replaces an op in a stream loop by an op that computes the whole result, and copies in the
+    loop.
 
     Returns the new ops. If devices share the blocks of the stream, the whole result is instead
     computed in steps that are the same on all devices.

@@ -1,12 +1,10 @@
-"""Peer copies: the receiver copies out of the sender's memory, which its process has mapped.
+"""Peer copies: the receiver copies out of the sender's memory, which the receiver has mapped.
 
 All ranks of a team must be on one host. They share a piece of memory, the *mailbox* of the team. A
-transfer has these steps:
-
-1. The sender writes a *record* to the mailbox, under a number that identifies the transfer. The
-record says where the data is stored: the name of the memory, the offset and the size.
-
-2. The receiver reads the record, maps that memory (once), copies the data, and writes an answer.
+transfer has two steps. The sender writes a *record* to the mailbox, under a number that identifies
+the transfer. The record says where the data is stored: the name of the memory, the offset and the
+size. The receiver then reads the record, maps that memory (once), copies the data, and writes an
+answer.
 
 Data in memory that other ranks cannot map is first copied to memory that they can map (`empty`).
 Otherwise there is no intermediate copy. Collectives are made of such transfers (`p2p_collectives`).
@@ -210,8 +208,8 @@ class Mailbox:
         """Writes the answer to a record of the rank `peer`: the data has been copied, or does not
         fit.
 
-        A record has answered `slot` and `tag`. `fits` is False if dtype or size differ on the two
-        ranks.
+        `slot` is the mailbox entry of the record, and `tag` the number of the transfer. `fits` is
+        False if dtype or size differ on the two ranks.
         """
         self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
 
