@@ -301,8 +301,10 @@ class Tuning:
 
     # ------------------------------------------------------------ timing
     def _timed(self, given: Trial) -> Report | None:
-        """Runs a search and returns the report. Returns None, after a warning, if there is not
-        enough memory for the search."""
+        """Searches for the fastest parameters on the tensors of a call, and returns the report.
+
+        Returns None, after a warning, if there is not enough memory for the search.
+        """
         device = given.outputs[0].device
         wanted, free = scratch_nbytes(given.outputs), free_nbytes(device)
         try:
@@ -803,7 +805,9 @@ class TunedExecutor(FusedKernelExecutor):
         numbers: Sequence[Number],
         serve: _Bind,
     ) -> Any:
-        """Times parameters for these tensors now, and returns the fastest."""
+        """Times several parameters of the kernel on these tensors, and returns the fastest
+        parameters.
+        """
 
         def lower(params: Any) -> Record | None:
             """Lowers the parameters `params` for the search only, without storing the variant, and

@@ -167,8 +167,8 @@ class Stage:
 
     @property
     def all_loops(self) -> list[Loop]:
-        """The loops of the nest. A loop over the elements of a vector, if the stage has one, is the
-        last.
+        """The loops of the nest, then the loop over the elements of a vector, if the stage has such
+        a loop.
         """
         return self.loops if self.vector is None else [*self.loops, self.vector]
 
@@ -441,8 +441,11 @@ class _Nests:
             a.join(b)
 
     def _take_vector(self, stage: Stage) -> None:
-        """Moves an innermost vectorize axis out of the nest, to `stage.vector`, if it is one memory
+        """Moves the innermost loop out of the nest, to `stage.vector`, if its iterations are one
         access.
+
+        The loop must be vectorised by the schedule, and the stage must load from memory or write to
+        memory.
         """
         if not stage.loops or stage.loops[-1].ptype is not ParallelType.vectorize:
             return

@@ -233,10 +233,9 @@ class _StatementBuilder:
         self.write(stage, self.result(stage, inside), inside)
 
     def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
-        """Loads a vector of the operand of a copy into the register array `array`, from element
-        `at` on.
+        """Loads a vector into the register array `array`, from element `at` on.
 
-        A wide vector takes several memory accesses.
+        The stage is a copy, whose operand is loaded. A wide vector takes several memory accesses.
         """
         assert stage.vector is not None and isinstance(stage.op, LoadStoreOp)
         source, width = stage.op.inp, vector_width(stage, most=MAX_LOADED_BYTES)

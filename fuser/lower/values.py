@@ -311,7 +311,7 @@ class Scope:
         return None
 
     def root(self) -> Body:
-        """Returns the body of the whole kernel, which is the outermost scope's."""
+        """Returns the body of the outermost scope, which is the body of the whole kernel."""
         scope = self
         while scope.parent is not None:
             scope = scope.parent

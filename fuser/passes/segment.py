@@ -83,7 +83,9 @@ class Segment:
 
 @record
 class SegmentedFusion:
-    """A fusion, and its segments in the order in which the segments run."""
+    """A fusion, and the segments (kernels, library calls, ..) into which it is divided, as they
+    run.
+    """
 
     fusion: Fusion
     segments: tuple[Segment, ...]

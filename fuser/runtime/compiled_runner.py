@@ -76,8 +76,10 @@ class _Build:
             raise _Absent(str(error)) from error
 
     def poll(self) -> Binary | None:
-        """Returns the library if the compiler has ended, else None. The library is returned even if
-        the cache could not store it."""
+        """Returns the compiled library of the runner, or None if the compiler still runs.
+
+        The library is returned even if the cache could not store it.
+        """
         if self.process is None or self.process.poll() is None:
             return None
         try:

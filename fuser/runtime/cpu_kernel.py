@@ -433,9 +433,10 @@ _ENGINE_SYMBOL = "fuser_simt_engine"
 
 @functools.cache
 def _engine() -> Callable[[], int]:
-    """Returns the C function that returns the address of the SIMT engine's function table.
+    """Loads the SIMT engine: the C++ code that runs the threads of a CUDA block on a CPU.
 
-    The engine is compiled on first use, and remains loaded.
+    Returns the C function that returns the address of the engine's function table. The engine is
+    compiled on first use, and remains loaded.
     """
     text = preamble((SIMT_FILES[0],)) + preamble((ENGINE_FILE,)).replace(
         '#include "simt_abi.h"', ""
@@ -466,7 +467,9 @@ def _engine() -> Callable[[], int]:
 
 
 def _engine_address() -> int:
-    """Returns the address of the SIMT engine's function table."""
+    """Returns the address of the function table of the SIMT engine, which runs CUDA blocks on a
+    CPU.
+    """
     return int(_engine()())
 
 

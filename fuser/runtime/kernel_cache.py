@@ -244,8 +244,9 @@ class KernelCache:
         return binary
 
     def _keep(self, write: Callable[[], None], nbytes: int) -> None:
-        """Calls `write`, and then deletes old files if needed. If the files cannot be written, one
-        warning is given."""
+        """Calls `write`, and then deletes old files if needed. If the files cannot be written, the
+        process warns once.
+        """
         try:
             write()
         except FileNotFoundError:
@@ -289,8 +290,9 @@ class KernelCache:
         return found
 
     def store_tuned(self, key: str, found: dict[str, Any]) -> None:
-        """Stores a tuning result as readable JSON. If the file cannot be written, one warning is
-        given."""
+        """Stores a tuning result as readable JSON. If the file cannot be written, the process warns
+        once.
+        """
         data = json.dumps({**found, "check": _check(key, found)}, indent=1).encode()
         self._keep(lambda: _write_atomically(self.folder / "tuned" / key, data), len(data))
 

@@ -1,7 +1,7 @@
 """The horizontal scheduler: fuses several pointwise kernels into one launch.
 
-Outputs with different axes cannot share loops, but can share a launch. A launch takes as long as
-the work of a small kernel. Each set of outputs with the same axes is a part: a fusion that is
+Outputs with different axes cannot share loops, but can share a launch. For small kernels, a launch
+takes as long as the work. Each set of outputs with the same axes is a part: a fusion that is
 scheduled as a pointwise kernel. The grid has the CUDA blocks of all parts:
 
     GPU  [BIDx: blocks of part 0 | of part 1 | ..]
@@ -78,8 +78,10 @@ def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[Horizonta
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the fusion is not a set of pointwise fusions, or None if there is no
-    reason.
+    """Returns the reason why the horizontal scheduler rejects the fusion, or None.
+
+    The scheduler accepts two or more independent pointwise fusions whose outputs have different
+    axes.
     """
     if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
         return "the fusion is computed in iterations of a stream loop"

@@ -102,7 +102,7 @@ class Space:
         return access.order is not None and len(access.order) == len(self.concrete)
 
     def memory_order(self) -> tuple[int, ...]:
-        """Returns the concrete axes in the memory order of most tensors that have all axes.
+        """Returns the non-broadcast axes in the memory order that most tensors with all axes have.
 
         Tensors are weighted by the bytes of an element. Outputs win ties, because uncoalesced
         stores cost more than uncoalesced loads.

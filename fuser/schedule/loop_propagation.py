@@ -46,8 +46,9 @@ class AxisMatcher:
     def __init__(
         self, graph: AxisGraph, reference: TensorView, axes: Sequence[IterDomain] = ()
     ) -> None:
-        """Takes the reference tensor's logical axes, or `axes` instead, such as those of the
-        reference tensor's operand.
+        """Prepares to match axes with the logical axes of `reference`.
+
+        If `axes` is passed, axes are matched with these instead, such as the axes before a reshape.
         """
         self._graph = graph
         self._axes = axes or reference.domain.logical

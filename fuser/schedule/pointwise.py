@@ -326,8 +326,9 @@ def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> Po
 def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> bool:
     """Whether the CUDA blocks of the innermost axes are counted along x, and the others along y.
 
-    The answer is False only if the blocks of the outer axes exceed the maximum along y, and the
-    others do not. If both exceed it, the grid is folded (`fuser/lower/passes/launch_grid.py`).
+    The answer is False only if the blocks of the outer axes exceed the maximum along y, and those
+    of the innermost axes do not. If both exceed the maximum, the grid is folded
+    (`fuser/lower/passes/launch_grid.py`).
     """
     most = device.max_grid[1]
     return blocks_outer <= most or blocks_inner > most

@@ -398,7 +398,7 @@ def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
 def _fork_outputs(fusion: Fusion) -> None:
     """Copies each output that other ops read, so that these ops read registers and not memory.
 
-    The copy is the output.
+    The copy becomes the output in memory.
     """
     for out in dict.fromkeys(fusion.outputs):
         if fusion.uses(out):
