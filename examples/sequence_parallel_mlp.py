@@ -35,11 +35,8 @@ exact_hidden = F.gelu(F.linear(F.layer_norm(exact_x, [WIDTH]), exact_up))
 expected = multidevice.shard_tensor(exact_x + F.linear(exact_hidden, exact_down), y)
 difference = (result - expected).abs().max().item()
 assert difference < 1e-5, difference
-print(
-    f"rank {comm.rank()}: {list(shards[0].shape)} -> {list(result.shape)}, "
-    "differs from float64 by less than 1e-5\n",
-    end="",
-)
+shapes = f"{list(shards[0].shape)} -> {list(result.shape)}"
+print(f"rank {comm.rank()}: {shapes}, differs from float64 by less than 1e-5\n", end="")
 if comm.rank() == 0:
     lines = fd.fec.host_program().names_text().splitlines()
     print("\n".join(line for line in lines if "alloc" not in line.lower()))
