@@ -109,7 +109,9 @@ def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
     """
     options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
     name = next(iter(named), "")
-    text = f"{given} inputs, expected one list of them: write fd.execute([x, y]), or fd(x, y)"
+    text = (
+        f"expected one list of inputs, got {given} arguments: write fd.execute([x, y]), or fd(x, y)"
+    )
     if near := get_close_matches(name, options, n=1):
         text = f"there is no option {name!r}; did you mean {near[0]}?"
     elif named:
@@ -525,7 +527,8 @@ class FusionDefinition:
         """
         if hasattr(self, "ke"):
             raise OtherEntranceError(
-                "KernelExecutor already exists! Use manual_execute() to execute the fusion."
+                "KernelExecutor already exists! Use manual_execute() to execute the fusion. This "
+                "definition has already run by manual_execute"
             )
         with _FIRST_CALL:
             if not hasattr(self, "fec"):
@@ -599,7 +602,8 @@ class FusionDefinition:
             )
         if hasattr(self, "fec"):
             raise OtherEntranceError(
-                "FusionExecutorCache already exists! Use execute() to execute the fusion."
+                "FusionExecutorCache already exists! Use execute() to execute the fusion. This "
+                "definition has already run by execute"
             )
         if not hasattr(self, "ke"):
             executor = KernelExecutor()

@@ -107,8 +107,8 @@ def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] 
         if names != first[1]:
             raise DTensorError(
                 f"execute_with_dtensors: input {position}, {tv}, has a mesh with the dimension "
-                f"names {names}, input {first[0]} one with {first[1]}: use the same names for all "
-                "inputs"
+                f"names {names}, but input {first[0]} has a mesh with the names {first[1]}: use "
+                "the same names for all inputs"
             )
         _check_placed(position, tv, value)
     return None if first is None else first[1]
@@ -134,7 +134,8 @@ def _check_ranks() -> None:
     if theirs != ours:
         raise DTensorError(
             f"execute_with_dtensors: for torch.distributed this process is rank {theirs[0]} of "
-            f"{theirs[1]}, for the Communicator rank {ours[0]} of {ours[1]}"
+            f"{theirs[1]}, but for the Communicator it is rank {ours[0]} of {ours[1]}: both must "
+            "have the same ranks"
         )
 
 
@@ -160,14 +161,15 @@ def _check_placed(position: int, tv: TensorView, value: Any) -> None:
         expected = _axes_of(tv, what, placement(tv))
     else:
         raise DTensorError(
-            f"{what} is on {tv.mesh} in the fusion, the DTensor on {_spelled(shape, ranks)}{where}"
+            f"{what} is on {tv.mesh} in the fusion, but the DTensor is on "
+            f"{_spelled(shape, ranks)}: use the same mesh{where}"
         )
     # A dimension of one device cuts nothing.
     if any(a != b for a, b, n in zip(axes, expected, shape, strict=True) if n > 1):
         raise DTensorError(
-            f"{what} is {_placements_text(expected)} in the fusion, the DTensor is "
-            f"{_placements_text(axes)}: redistribute it, or shard the input of the fusion in the "
-            f"same way{where}"
+            f"{what} is {_placements_text(expected)} in the fusion, but the DTensor is "
+            f"{_placements_text(axes)}: redistribute the DTensor, or shard the input of the fusion "
+            f"in the same way{where}"
         )
     for axis, size in enumerate(value.shape):
         parts = [n for a, n in zip(axes, shape, strict=True) if a == axis]
@@ -290,8 +292,8 @@ def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
         if None in dims or order != sorted(order):
             within = ", then ".join(f"{c.ptype.text} into {c.count}" for c in cuts)
             raise UnsupportedError(
-                f"{what}: axis {position} of {tv} is cut by {within}, but an axis of a DTensor is "
-                "cut by mesh dimensions only, from the first to the last"
+                f"{what}: axis {position} of {tv} is divided along {within}. An axis of a DTensor "
+                "can only be divided along mesh dimensions, from the first to the last"
                 f"{user_code(cut_line(tv, cuts[0].ptype))}"
             )
         for d in order:

@@ -441,7 +441,7 @@ class FusionExecutorCache(Watching, Inspection):
             self._autograd.warn_of_gradients(given)
             call = self._by_signature[key] = self._learn(given, device, communicator, settings)
         if not (is_plain and device is None):
-            is_plain, call.why_not = False, "calls with options or a device of their own are not"
+            is_plain, call.why_not = False, "calls with options or with device= are never repeated"
         self._latest, self._steady = call if is_plain else None, None
         if is_plain and call.glance is not no_fast_path:
             self._in_turns[given[0].shape] = call  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -724,10 +724,10 @@ def overlaps_of(
     machine = H200 if machine is None and is_forced else machine
     if machine is None:
         return NoOverlap(
-            f"nothing describes these {device.type} ranks: FUSER_ENABLE=machine(h200) takes that "
-            "description, machine(measured) that of `python -m hostir calibrate` "
-            "(docs/explanation/cost-model.md), and FUSER_ENABLE=steps takes steps whether they "
-            "pay or not"
+            f"nothing describes these {device.type} ranks: set FUSER_ENABLE=machine(h200) to use "
+            "the description of an H200, machine(measured) to use that of `python -m hostir "
+            "calibrate` (docs/explanation/cost-model.md), or FUSER_ENABLE=steps to overlap in "
+            "any case"
         )
     # The links of a machine description are those within one host. Ranks that this job lacks are
     # assumed to be on it. This is checked last, because it may open connections.
@@ -771,13 +771,13 @@ def _why_not(
     if settings.disabled("auto_overlap"):
         return "auto_overlap is disabled"
     if params.standalone:
-        return "MultiDeviceExecutor takes the definition as it stands"
+        return "MultiDeviceExecutor never changes the definition"
     if len(devices) < 2:
-        return "there is one rank"
+        return "only one rank runs the program"
     if has_streams(fusion):
-        return "the definition has stream axes of its own"
+        return "the user has put axes on streams in the definition"
     if not any(isinstance(op, Contraction) for op in fusion.exprs):
-        return "there is no matmul"
+        return "the definition has no matmul or linear op"
     return ""
 
 

@@ -147,7 +147,7 @@ class Draws:
             except RuntimeError as error:
                 raise UnsupportedError(
                     f"{self._reader} draws from torch's generator, which a graph that you capture "
-                    "would not do in each replay: pass rng_seed and rng_offset "
+                    "would not repeat in each replay: pass rng_seed and rng_offset to this op "
                     f"({str(error).partition(chr(10))[0]})"
                 ) from error
         seed = generator.initial_seed()
@@ -513,7 +513,7 @@ class Autograd:
                 kind, way = ("conjugate", "conj") if is_conj else ("negative", "neg")
                 raise InputError(
                     f"input {i}, {self._fusion.inputs[i]}, is updated in place, but is a lazy "
-                    f"{kind} view: pass resolve_{way}()"
+                    f"{kind} view: pass x.resolve_{way}()"
                 )
         return [
             v.resolve_conj().resolve_neg() if isinstance(v, torch.Tensor) else v for v in inputs

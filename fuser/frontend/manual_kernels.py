@@ -111,7 +111,9 @@ class KernelExecutor:
             UnsupportedError: a parameter is not supported.
         """
         if self._executor is None:
-            raise NotCompiledError("KernelExecutor: compile a fusion first")
+            raise NotCompiledError(
+                "KernelExecutor.run: there is no kernel yet; compile a fusion first"
+            )
         inputs = self._flat(args)
         if launch_constraints is not None or compile_params is not None:
             self._launch(inputs, launch_constraints, compile_params)
@@ -184,9 +186,19 @@ def _check_takes(fusion: Fusion) -> None:
     what = "KernelExecutor does not support the Fusion provided."
     library = next((op for op in fusion.used_exprs() if isinstance(op, LibraryOp)), None)
     if library is not None:
-        raise UnsupportedError(f"{what} {library.name} {library.out_tensor} is a library call")
-    if fusion.aliases or any(tv.mesh is not None for tv in fusion.tensors()):
-        raise UnsupportedError(f"{what} For meshes and aliased outputs use execute()")
+        raise UnsupportedError(
+            f"{what} {library.name}, which computes {library.out_tensor}, is a library call, and "
+            f"cannot be in a kernel{user_code(library.where)}: use execute()"
+        )
+    meshed = next((tv for tv in fusion.tensors() if tv.mesh is not None), None)
+    if meshed is not None:
+        raise UnsupportedError(f"{what} {meshed} has a mesh: use execute()")
+    if fusion.aliases:
+        alias = fusion.aliases[0]
+        raise UnsupportedError(
+            f"{what} {alias.out} updates input {alias.into} in place{user_code(alias.where)}: use "
+            "execute()"
+        )
     undecided = next(filter(is_undecided, fusion.used_exprs()), None)
     if undecided is not None:
         raise UnsupportedError(
@@ -195,13 +207,22 @@ def _check_takes(fusion: Fusion) -> None:
             "with constant sizes, or use execute()"
         )
     if steps_of(fusion) is not None:
-        raise UnsupportedError(f"{what} For loops over streams use execute()")
+        raise UnsupportedError(
+            f"{what} An axis is on ParallelType.stream, and a kernel runs on one stream: use "
+            "execute()"
+        )
     if Draws.of(fusion) is not None:
         raise UnsupportedError(
-            f"{what} Random ops need rng_seed and rng_offset; only execute() draws them"
+            f"{what} Random ops need rng_seed and rng_offset, because only execute() takes them "
+            "from torch's generator"
         )
-    if len(set(fusion.outputs)) != len(fusion.outputs):
-        raise DefinitionError(f"{what} An output was added twice")
+    first: dict[object, int] = {}
+    for k, out in enumerate(fusion.outputs):
+        if first.setdefault(out, k) != k:
+            raise DefinitionError(
+                f"{what} Output {k}, {out}, is also output {first[out]}: call add_output once for "
+                f"each tensor{user_code(out.user_line())}"
+            )
 
 
 @partial(checked, name="print_kernel")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fuser.kernels.executor import KernelLaunch
     from hostir.profiling.profiler import Profiled, ProfiledOp
 
-_BY_HAND = "auto_scheduled=False is for one manual_execute"
+_BY_HAND = "PythonProfiler(auto_scheduled=False) profiles only manual_execute, not execute"
 _BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)"
 
 
@@ -359,7 +359,9 @@ class PythonProfiler:
 
     def __enter__(self) -> PythonProfiler:
         if _HERE.get() is not None:
-            raise OtherEntranceError("PythonProfiler: blocks cannot be nested, another one is open")
+            raise OtherEntranceError(
+                "PythonProfiler: blocks cannot be nested, and another block is open in this thread"
+            )
         reset_profiler()
         self._token = _HERE.set(self._profiler)
         PROFILERS.append(self._profiler)

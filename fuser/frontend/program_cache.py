@@ -322,7 +322,7 @@ class CallCacheEntry:
         invalid: an error, which frees the buffer of intermediates, or a larger program, which moves
         it.
         """
-        why = "the calls were of other kinds, one has failed, or a larger program moved its memory"
+        why = "too many calls had other inputs, a run failed, or a larger program moved the memory"
         self.steady, self.why_not = None, why
         if declined.runs > MAX_DECLINED:
             self.patience = RUNS_BEFORE

@@ -235,7 +235,7 @@ class _Writer:
                 name = self._tensors.get(value)
                 if name is None:
                     raise UnsupportedError(
-                        f"no statement can create {value}: it is neither an input nor the result "
+                        f"no Python statement can create {value}: it is neither an input nor the result "
                         "of an op"
                     )
                 return name
@@ -279,7 +279,7 @@ class _Writer:
                 self._scalar_line(x, self._applied(x))
             case _:
                 raise UnsupportedError(
-                    f"no statement can create {x}: it is neither an input nor a size"
+                    f"no Python statement can create {x}: it is neither an input nor a size"
                 )
 
     def _constant(self, x: Const) -> str:
@@ -302,7 +302,9 @@ class _Writer:
             return f"ceildiv({', '.join(args)})"
         name = SCALAR_CALLS.get(x.op)
         if name is None:
-            raise UnsupportedError(f"no statement for the scalar {x} ({dtype_text(x.dtype)})")
+            raise UnsupportedError(
+                f"no Python statement can create the scalar {x} ({dtype_text(x.dtype)})"
+            )
         return f"fd.ops.{name}({', '.join(args)})"
 
     def _sum(self, x: Poly) -> None:
@@ -348,7 +350,9 @@ class _Writer:
 def _statement_of(op: TensorOp) -> PythonCall:
     statement = STATEMENTS.get(type(op))
     if statement is None:
-        raise UnsupportedError(f"no statement for {op.name}{user_code(op.where)}\n{op}")
+        raise UnsupportedError(
+            f"no Python statement can express {op.name}{user_code(op.where)}\n{op}"
+        )
     return statement(op)
 
 
@@ -528,7 +532,7 @@ def _random(op: nodes.RandomOp) -> PythonCall:
         before = takewhile(lambda t: t is not op.out, op.out.fusion.tensors())
         tv = next((t for t in before if _is_like(t, op)), None)
         if tv is None or op.seed is not None:
-            raise UnsupportedError(f"no statement can create {op.out}{user_code(op.where)}")
+            raise UnsupportedError(f"no Python statement can create {op.out}{user_code(op.where)}")
         return _ops({"uniform": "rand_like", "normal": "randn_like"}[op.kind], tv)
     key = {} if op.seed is None else {"rng_seed": op.seed, "rng_offset": op.offset}
     return _ops(op.kind, _filled(op.a), _filled(op.b), shape=op.shape, **key, dtype=dtype)
@@ -541,7 +545,10 @@ def _copy(op: nodes.LoadStoreOp) -> PythonCall:
     if op.kind is LoadStoreOpType.segmenter_set:
         return _ops("segment_set", op.inp)
     if op.kind is not LoadStoreOpType.set or op.cache_op is not CacheOp.unspecified:
-        raise UnsupportedError(f"no statement for {op.name} of {op.inp}{user_code(op.where)}")
+        raise UnsupportedError(
+            f"no Python statement can express this copy ({op.kind.name}, {op.cache_op.name}) of "
+            f"{op.inp}{user_code(op.where)}"
+        )
     if domain.root_numbers:
         places = [domain.root_numbers.index(n) for n in domain.logical_numbers]
         return _ops("permute", op.inp, dims=places)
@@ -863,7 +870,7 @@ class _TensorText:
             call = transform_call(t, self._loop, self._text)
             if call is None:
                 what = transform_text(t, self._domain)
-                raise UnsupportedError(f"no statement can express {what} of {self._tv}")
+                raise UnsupportedError(f"no Python statement can express {what} of {self._tv}")
             self._line(f"{self._name}.{call}")
         if (order := self._reorder()) is not None:
             self._line(f"{self._name}.reorder({order})")
@@ -929,7 +936,7 @@ class _TensorText:
             if number in numbers:
                 return f"{self._name}.{view}[{numbers.index(number)}]"
         raise UnsupportedError(
-            f"no statement can name axis {self._domain.axes[number]} of {self._tv}"
+            f"no Python statement can name axis {self._domain.axes[number]} of {self._tv}"
         )
 
     def _place(self, number: int) -> tuple[bool, int]:
@@ -1043,7 +1050,8 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
             dims = sorted({*roots.values()} - {*origins})
             return Factored(tuple(chain), out, dims, tuple(_steps(chain)))
     raise UnsupportedError(
-        f"no statement can express this part of a reduction{user_code(ops[0].where)}: {first}"
+        f"no Python statement can express this part of a reduction: {first}"
+        f"{user_code(ops[0].where)}"
     )
 
 

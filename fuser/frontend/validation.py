@@ -136,8 +136,8 @@ def compare(
     shown = [out for out in fusion.outputs if not fusion.is_hidden(out)]
     if not len(outputs) == len(wanted) == len(shown):
         raise ValidationError(
-            f"Validation error: {len(outputs)} outputs and {len(wanted)} references, expected "
-            f"{len(shown)} of both"
+            f"Validation error: expected {len(shown)} outputs and as many references, got "
+            f"{len(outputs)} outputs and {len(wanted)} references"
         )
     found = _tolerances(fusion, args)
     places = {id(tv): k for k, tv in enumerate(fusion.outputs)}
@@ -146,7 +146,8 @@ def compare(
         where = f"Validation error in output {i}, {tv}: "
         if out.shape != reference.shape:
             raise ValidationError(
-                f"{where}shape {tuple(out.shape)}, expected {tuple(reference.shape)}"
+                f"{where}its shape is {tuple(out.shape)}, but the reference has the shape "
+                f"{tuple(reference.shape)}"
             )
         atol, rtol = found[tv]
         problem = _difference(out, reference.to(out.device), atol, rtol)
@@ -238,7 +239,7 @@ def _difference(
     worst = (mine - its).abs()[~near].nan_to_num(torch.inf).max()
     return (
         f"{int((~near).sum())} of {out.numel()} elements of {out.dtype} differ, by up to "
-        f"{float(worst):g}: allowed are {atol:g} and {rtol:g} of the value"
+        f"{float(worst):g}: allowed are {atol:g} plus {rtol:g} times the value"
     )
 
 

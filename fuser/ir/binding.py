@@ -98,7 +98,9 @@ class Binder:
             ShardingError: the mesh does not divide an extent.
         """
         if len(arguments) != len(self._declared):
-            raise InputError(f"expected {len(self._declared)} inputs, got {len(arguments)}")
+            raise InputError(
+                f"the program has {len(self._declared)} inputs, but {len(arguments)} were passed"
+            )
         if not known:
             # Compiled at the second call, because many definitions are called only once.
             if self._at_once is None and self._is_known:
@@ -116,14 +118,20 @@ class Binder:
                     values[declared] = Const(given, declared.dtype).value
                     source[declared] = f"input scalar {declared}"
                 elif isinstance(declared, TensorView):
-                    raise InputError(f"expected a tensor for {declared}, got {given!r}")
+                    raise InputError(
+                        f"{tensor_words(declared)} must be a torch tensor, got {given!r}"
+                        f"{in_ir(declared)}"
+                    )
                 continue
             if not isinstance(declared, TensorView):
-                raise InputError(f"expected a number for {declared}, got a tensor")
+                raise InputError(
+                    f"the scalar input {declared} must be a number, got a tensor of shape "
+                    f"{list(given.shape)}: pass its value, x.item()"
+                )
             if given.dim() != len(axes):
                 raise InputError(
-                    f"expected {len(axes)} axes for {declared}, got an input of shape "
-                    f"{list(given.shape)}"
+                    f"{tensor_words(declared)} must have {len(axes)} axes, got a tensor of shape "
+                    f"{list(given.shape)}{in_ir(declared)}"
                 )
             for axis, local in zip(axes, given.shape, strict=True):
                 size = local * axis.blocks
@@ -213,7 +221,8 @@ class Binder:
             unknown = next(s for s in symbols(axis.extent) if s not in values)
             raise InputError(
                 f"{where} to have extent {axis.extent} at axis {axis.position}, but no input "
-                f"determines {unknown}"
+                f"determines {unknown}: define {unknown} as a scalar input, or use a constant "
+                "extent"
             )
         if axis.blocks > 1 and expected % axis.blocks:
             raise ShardingError(
@@ -243,7 +252,7 @@ class Binder:
             a, b = _evaluated(x, values), _evaluated(y, values)
             if a is not None and b is not None and a != b:
                 raise InputError(
-                    f"Expected extents to be equal, but {x} = {a} and {y} = {b}"
+                    f"Expected extents {x} and {y} to be equal, but {x} = {a} and {y} = {b}"
                     f"{_from((x, y), source)}{self._because(x, y)}"
                 )
 
@@ -337,7 +346,7 @@ def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
         return 0
     except KeyError as error:
         raise InputError(
-            f"the extent {x} has no value: no input determines {error.args[0]}"
+            f"the extent {x} cannot be computed, because no input determines {error.args[0]}"
         ) from None
 
 
@@ -440,7 +449,11 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
             problem = isinstance(v, torch.Tensor) and tensor_problem(v)
             if problem:
                 raise InputError(f"input {i} is {problem}") from None
-        raise InputError(f"an input cannot be read: {error}") from error
+        kinds = ", ".join(f"input {i} is a {type(v).__name__}" for i, v in enumerate(arguments))
+        raise InputError(
+            f"torch cannot return the shape and the strides of an input ({error}): {kinds}. Pass "
+            "plain tensors"
+        ) from error
 
 
 # Subclasses override this if their values are stored elsewhere: sharded, functional, fake tensors.
@@ -463,7 +476,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     if not (tensor.is_cpu or tensor.is_cuda):
         return f"on device {tensor.device}: kernels run on cpu and cuda"
     if tensor.is_neg() or tensor.is_conj():
-        return "a lazy view: pass resolve_neg() or resolve_conj()"
+        return "a lazy view: pass x.resolve_neg() or x.resolve_conj()"
     nbytes = _span_nbytes(tensor)
     nbytes += tensor.storage_offset() * tensor.element_size() if nbytes else 0
     try:
@@ -473,7 +486,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     if found < nbytes:
         return f"a tensor of {nbytes} bytes, whose storage was resized to {found}"
     return (
-        "a tensor of zeros without memory: pass clone()"
+        "a tensor of zeros without memory: pass x.clone()"
         if nbytes and not tensor.data_ptr()
         else None
     )

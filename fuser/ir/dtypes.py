@@ -197,7 +197,8 @@ def from_torch(dtype: torch.dtype) -> DataType:
     if str(dtype) == _PACKED_IN_TORCH:
         return D.Float4_e2m1fn_x2
     if found is None:
-        raise UnknownDtypeError(f"torch dtype {dtype} is not supported")
+        known = ", ".join(sorted(str(d).removeprefix("torch.") for d in FROM_TORCH))
+        raise UnknownDtypeError(f"torch dtype {dtype} is not supported: supported are {known}")
     return found
 
 

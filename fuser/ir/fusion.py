@@ -216,7 +216,8 @@ class TensorView:
         wrapped = index + length if index < 0 else index
         if not 0 <= wrapped < length:
             raise DefinitionError(
-                f"Tried to access out of boundary index {index}. total index: {length} in {self}"
+                f"Tried to access out of boundary index {index}. total index: {length} in {self}: "
+                f"expected an index from {-length} to {length - 1}"
             )
         return wrapped
 
@@ -242,15 +243,18 @@ class TensorView:
         factor = sc.as_scalar(factor)
         value = sc.int_value(factor)
         if value is not None and value <= 0:
-            raise DefinitionError(f"Invalid factor for split of {inp} in {self}: {value}")
+            raise DefinitionError(
+                f"Invalid factor for split of {inp} in {self}: {value}. The factor must be positive"
+            )
         if inp.ptype is not ParallelType.serial:
             raise DefinitionError(
                 f"Splitting an axis of non-Serial parallel type is not supported at this time: "
-                f"{inp} in {self}"
+                f"{inp} in {self}. Split the axis before you parallelize it"
             )
         if position < self.compute_at:
             raise DefinitionError(
-                f"cannot split {inp} of {self}: the axis is inside the tensor's compute-at position"
+                f"cannot split {inp} of {self}: the tensor is inlined, so that its first "
+                f"{self.compute_at} axes are loops of other tensors, too. Split before inlining"
             )
         built = DomainBuilder(self.fusion)
         parts = built.split(inp, factor, inner_split=inner_split)
@@ -286,10 +290,14 @@ class TensorView:
         outer, inner = loop[o], loop[i]
         if outer.is_reduction() != inner.is_reduction():
             raise DefinitionError(
-                f"cannot merge a reduction axis with one that is not reduced: {outer}, {inner}"
+                f"cannot merge a reduction axis with an axis that is not reduced: {outer}, "
+                f"{inner} in {self}"
             )
         if ParallelType.serial not in (outer.ptype, inner.ptype):
-            raise DefinitionError(f"cannot merge two parallel axes: {outer}, {inner} in {self}")
+            raise DefinitionError(
+                f"cannot merge two parallel axes: {outer}, {inner} in {self}. Merge the axes "
+                "before you parallelize them"
+            )
         if outer.is_stream or inner.is_stream:
             raise DefinitionError(
                 f"cannot merge a stream axis with another axis, which would then be streamed, too: "
@@ -336,7 +344,10 @@ class TensorView:
         first iteration.
         """
         if not parallel_type.is_device:
-            raise DefinitionError(f"swizzle1d expects a device type, got {parallel_type.text}")
+            raise DefinitionError(
+                f"swizzle1d of {self}: expected a device type such as ParallelType.mesh_x, got "
+                f"{parallel_type.text}"
+            )
         position = self._wrap(axis, len(self.domain.loop))
         loop = self.domain.loop
         built = DomainBuilder(self.fusion)
@@ -357,7 +368,8 @@ class TensorView:
             raise DefinitionError(f"{axis} is not an axis of {self}")
         if ptype in _CONSTANT_EXTENT and sc.int_value(current.extent) is None:
             raise DefinitionError(
-                f"{ptype.text} needs a constant extent, but {axis} of {self} is symbolic"
+                f"parallel type {ptype.name} needs a constant extent, but axis {axis} of {self} "
+                "has a symbolic extent: split the axis by a number first"
             )
         self.domain = self.domain.with_axes(replace(current, ptype=ptype))
 
@@ -960,17 +972,21 @@ class Fusion:
         """
         if not isinstance(output, TensorView):
             raise DefinitionError(
-                f"Non-TensorView outputs are not supported at this point: {output}"
+                f"Non-TensorView outputs are not supported at this point: {output}. An output "
+                "must be a tensor"
             )
         if output.fusion is not self:
             raise DefinitionError(
-                f"add_output of {output}, which belongs to another definition"
+                f"add_output: {output} belongs to another definition"
                 f"{user_code(where or output.user_line())}"
             )
         self.require_open(f"add_output of {output}")
         if alias_input is not None:
             if alias_input not in self.inputs:
-                raise DefinitionError(f"alias source can only be a fusion input, got {alias_input}")
+                raise DefinitionError(
+                    f"add_output of {output}: alias source can only be a fusion input, got "
+                    f"{alias_input}, which is not an input"
+                )
             self._check_update(output, alias_input, where)
         if output.memory is not MemoryType.symmetric:
             output.memory = MemoryType.global_
@@ -999,18 +1015,27 @@ class Fusion:
             DefinitionError: one of these conditions does not hold.
         """
         what = f"add_output: {out}, to be written into {into}"
+        refused = f"add_output: {out} is to be written into {into}"
         line = f" (at {where})" if where else ""
         for earlier in (a.out for a in self.aliases if a.into is into and a.out is not out):
-            raise DefinitionError(f"{what}: {earlier} is already written into this input{line}")
+            raise DefinitionError(
+                f"{refused}, but {earlier} is already written into this input{line}"
+            )
         if out.dtype() is not into.dtype():
             actual, expected = (dtype_text(tv.dtype()) for tv in (out, into))
-            raise DefinitionError(f"{what}: cast it from {actual} to {expected}{line}")
+            raise DefinitionError(
+                f"{refused}, but has dtype {actual}: cast it to {expected}, the dtype of the input"
+                f"{line}"
+            )
         sizes = [tv.shape() for tv in (out, into)]
         fixed = [(a, b) for a, b in zip(*sizes, strict=False) if int_value(a) is not None]
         if len(sizes[0]) != len(sizes[1]) or any(
             int_value(b) not in (int_value(a), None) for a, b in fixed
         ):
-            raise DefinitionError(f"{what}, does not have the shape of this input{line}")
+            shapes = [show(list(found)) for found in sizes]
+            raise DefinitionError(
+                f"{refused}, but has shape {shapes[0]}, and the input has shape {shapes[1]}{line}"
+            )
         for a, b in zip(*sizes, strict=True):
             self._declare(b, a, f"{what}{line}", by_output=True)
 
@@ -1247,7 +1272,10 @@ class Axis(Val):
         """The current properties of the axis."""
         found = self.tensor.domain.axes.get(self.number)
         if found is None:
-            raise DefinitionError(f"axis {self.number} is no longer an axis of {self.tensor}")
+            raise DefinitionError(
+                f"axis {self.number} is no longer an axis of {self.tensor}: a transform, such as a "
+                "split, has replaced it. Call axis() or get_loop_domain() again"
+            )
         return found
 
     @property

@@ -23,7 +23,8 @@ def active_fusion() -> Fusion:
     fusion: Fusion | None = ACTIVE_FUSION.get()
     if fusion is None:
         raise DefinitionError(
-            "no active fusion: ops and define_* work inside `with FusionDefinition()` only"
+            "there is no active fusion: ops and define_* work only inside of "
+            "`with FusionDefinition() as fd:`"
         )
     return fusion
 

@@ -49,10 +49,14 @@ def cache_after(
     if not uses:
         raise DefinitionError(f"cache_after of {tv}: no op reads this tensor")
     if tv.compute_at:
-        raise DefinitionError(f"cache_after of {tv}: call it before the tensor is inlined")
+        raise DefinitionError(
+            f"cache_after of {tv}: the tensor is already inlined; call cache_after before inlining"
+        )
     for op in cached_uses:
         if op not in uses:
-            raise DefinitionError(f"cache_after of {tv}: a listed use does not read it:\n{op}")
+            raise DefinitionError(
+                f"cache_after of {tv}: this op in cached_uses does not read it:\n{op}"
+            )
     copy = fusion.new_tensor(
         _copied_domain(fusion, tv.domain, keep_allocation=propagate_allocation_domain),
         tv.dtype(),
@@ -75,9 +79,14 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
     fusion = tv.fusion
     definition = tv.definition()
     if definition is None:
-        raise DefinitionError(f"cache_before of {tv}: no op defines this tensor, it is an input")
+        raise DefinitionError(
+            f"cache_before of {tv}: the tensor is an input, which no op computes; use cache_after"
+        )
     if tv.compute_at:
-        raise DefinitionError(f"cache_before of {tv}: call it before the tensor is inlined")
+        raise DefinitionError(
+            f"cache_before of {tv}: the tensor is already inlined; call cache_before before "
+            "inlining"
+        )
     # The producer takes the domain itself: an allocation domain describes tv's memory, so it stays.
     domain = tv.domain
     new = fusion.new_tensor(domain.in_logical_order(), tv.dtype(), mesh=tv.mesh)
@@ -156,16 +165,21 @@ def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
     definition = tv.definition()
     if not isinstance(definition, ReductionOp | Contraction):
         if definition is not None and len(definition.outputs) > 1:
-            raise UnsupportedError(f"rfactor of {definition.name} ({tv}) is not supported yet")
+            raise UnsupportedError(
+                f"rfactor of {tv} is not supported, because {definition.name} has several results"
+            )
         raise DefinitionError(f"Error rfactoring {tv} because its definition is not a reduction.")
     if isinstance(definition, LinearOp) and definition.bias is not None:
-        raise UnsupportedError(f"rfactor of {tv}: a linear with bias would add the bias repeatedly")
+        raise UnsupportedError(
+            f"rfactor of {tv}: a linear with a bias would add the bias to each partial sum. Add "
+            "the bias by an op of its own"
+        )
     loop = tv.domain.loop
     listed = [tv.axis(a) for a in axes]
     reductions = [a for a in loop if a.is_reduction()]
     for axis in listed:
         if not axis.is_reduction():
-            raise DefinitionError(f"rfactor of {axis} in {tv}, which is not a reduction axis")
+            raise DefinitionError(f"rfactor of {tv}: axis {axis} is not a reduction axis")
     if len({a.number for a in listed}) != len(axes) or not 0 < len(listed) < len(reductions):
         raise DefinitionError(
             f"rfactor needs some, but not all, of the reduction axes of {tv}, got {list(axes)} of "

@@ -91,7 +91,9 @@ def read_origin(cursor: Cursor) -> Origin:
     """
     row = cursor.expect(_ROW, "the origin of a tensor's sharding")
     if row["how"] not in _HOWS:
-        raise cursor.fail(f"unknown origin {row['how']!r}: {', '.join(_HOWS)}", row.start("how"))
+        raise cursor.fail(
+            f"unknown origin {row['how']!r}: expected one of {', '.join(_HOWS)}", row.start("how")
+        )
     ptype = row["ptype"]
     if ptype is not None and ptype not in PTYPE_FROM_TEXT:
         raise cursor.fail(f"unknown parallel type {ptype!r}", row.start("ptype"))

@@ -74,7 +74,7 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
         if axis.number not in loop or axis.ptype is not ParallelType.serial:
             raise DefinitionError(
                 f"shard: axis {axis} of {tv} was split, merged or parallelized: call shard before "
-                "that"
+                "split, merge and parallelize"
             )
     tv.set_device_mesh(mesh)
     for position, dim in enumerate(dims):

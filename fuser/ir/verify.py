@@ -30,12 +30,16 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
                 )
         for out in op.outputs:
             if out in known:
-                raise VerifyError(f"after {after}: {out} is defined twice, again by\n{op_text(op)}")
+                raise VerifyError(
+                    f"after {after}: two ops define {out}; the second is\n{op_text(op)}"
+                )
             known.add(out)
         op.verify()
     for out in fusion.outputs:
         if out not in known:
-            raise VerifyError(f"after {after}: output {out} has no definition")
+            raise VerifyError(
+                f"after {after}: output {out} is neither an input nor the result of an op"
+            )
     for value in fusion.inputs:
         if isinstance(value, Scalar) and not isinstance(value, Symbol):
             raise VerifyError(f"after {after}: the scalar input {value} is not a symbol")

@@ -51,13 +51,17 @@ class CuptiProfiler:
         from torch.profiler import ProfilerActivity, profile
 
         if self._profile is not None:
-            raise ExecutionError("CuptiProfiler.start: it has already been started")
+            raise ExecutionError(
+                "CuptiProfiler.start: this profiler has already been started; call stop first"
+            )
         torch.cuda.synchronize()
         made = profile(activities=[ProfilerActivity.CUDA])
         try:
             made.__enter__()
         except Exception as error:  # another profiler is active, or CUPTI or its permissions fail
-            raise ExecutionError(f"torch.profiler: {type(error).__name__}: {error}") from error
+            raise ExecutionError(
+                f"CuptiProfiler.start: torch.profiler cannot start: {type(error).__name__}: {error}"
+            ) from error
         self._profile = made
 
     def stop(self) -> list[Activity]:
@@ -67,7 +71,9 @@ class CuptiProfiler:
         """
         made, self._profile = self._profile, None
         if made is None:
-            raise ExecutionError("CuptiProfiler.stop: it has not been started")
+            raise ExecutionError(
+                "CuptiProfiler.stop: this profiler has not been started; call start first"
+            )
         torch.cuda.synchronize()
         made.__exit__(None, None, None)
         with TemporaryDirectory() as folder:

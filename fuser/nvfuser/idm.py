@@ -61,7 +61,10 @@ class IdModel:
         if not allow_self_mapping:
             twice = has_self_mapping(AxisGraph(fusion), fusion.tensors())
             if twice is not None:
-                raise DefinitionError(f"IdModel: two axes of {twice} are the same axis")
+                raise DefinitionError(
+                    f"IdModel: two axes of {twice} are mapped to each other, which "
+                    "allow_self_mapping=False does not allow"
+                )
         if validate:
             _check_extents(fusion)
 
@@ -74,8 +77,9 @@ class IdModel:
         """
         if mode not in _MADE_OF:
             raise UnsupportedError(
-                f"IdModel: {mode} is not supported: lowering decides which axes share a loop, not "
-                f"the fusion; supported are {', '.join(m.name for m in _MADE_OF)}"
+                f"IdModel: {mode} is not supported, because the fusion does not show which axes "
+                "share a loop: lowering decides this; supported are "
+                f"{', '.join(m.name for m in _MADE_OF)}"
             )
         found = self._graphs.get(mode)
         if found is None:

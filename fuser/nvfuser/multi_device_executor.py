@@ -76,7 +76,7 @@ class MultiDeviceExecutorParams:
         """Creates the options, after checking that all parameters exist."""
         if len(given) > len(_KINDS):
             raise ArgumentError(
-                f"{cls.__name__}: {len(given)} values for the {len(_KINDS)} parameters "
+                f"{cls.__name__}: got {len(given)} values for the {len(_KINDS)} parameters "
                 f"{', '.join(_KINDS)}"
             )
         for name in named:

@@ -306,7 +306,9 @@ def list_items(value: object, words: str, *, longest: int = LONGEST) -> list[obj
     if items is None:
         raise wrong(words, value)
     if len(items) > longest:
-        raise Mismatch(f"more than {longest} entries in {show(value)}")
+        raise Mismatch(
+            f"expected at most {longest} entries, got more than {longest} in {show(value)}"
+        )
     return items
 
 

@@ -85,7 +85,7 @@ def write(dump: Dump, *, rank: int = 0) -> None:
             _new_file(folder, dump, rank).write_text(text)
         except OSError as error:
             warn(
-                f"FUSER_DUMP_DIR: {dump.name} of {dump.of} could not be written: {error}",
+                f"FUSER_DUMP_DIR: the dump {dump.name} of {dump.of} could not be written: {error}",
             )
 
 

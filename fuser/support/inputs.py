@@ -50,7 +50,7 @@ def flatten(
                 f"inputs must be a list of tensors and numbers: {error.text}"
             ) from None
     if depth > _DEEPEST:
-        raise InputError(f"the lists of inputs are nested more than {_DEEPEST} deep")
+        raise InputError(f"the lists of inputs are nested more than {_DEEPEST} levels deep")
     flat: list[torch.Tensor | bool | int | float] = []
     for value in inputs:
         if isinstance(value, list | tuple):
@@ -95,7 +95,7 @@ def torch_device(device: object) -> torch.device:
     """
     # Torch stores the index in 8 bits, and wraps larger ones silently.
     if isinstance(device, int) and (isinstance(device, bool) or not 0 <= device < 128):
-        raise InputError(f"device={show(device)} is not the index of a CUDA device")
+        raise InputError(f"device={show(device)} is not the index of a CUDA device (0 to 127)")
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, TypeError) as error:

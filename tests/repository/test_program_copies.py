@@ -185,7 +185,7 @@ def test_programs_without_a_text_are_told(watch: Watch) -> None:
         fd.add_output(fd.ops.neg(define_tensor([4])))
     with pytest.raises(RuntimeError):
         fd.execute([])
-    assert "no statement can create" in wrong_of(watch)
+    assert "no Python statement can create" in wrong_of(watch)
 
 
 def test_programs_that_a_rank_did_not_end_are_left_out(

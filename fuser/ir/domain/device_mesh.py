@@ -46,7 +46,10 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
     if python_number(nested) is not None:
         return [take_integer(nested)], ()
     if depth > _MAX_DIMENSIONS:
-        raise Mismatch("expected 1 to 3 dimensions, got deeper nested lists", kind=ShardingError)
+        raise Mismatch(
+            "expected 1 to 3 dimensions, but the lists of ranks are nested deeper",
+            kind=ShardingError,
+        )
     listed = list_items(nested, "(nested) lists of ranks", longest=MAX_DEVICES)
     if listed and all(type(rank) is int for rank in listed):
         return cast("list[int]", listed), (len(listed),)
@@ -55,7 +58,9 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
         return [], (0,)
     shape = items[0][1]
     if any(s != shape for _, s in items):
-        raise Mismatch(f"ragged device list {show(nested)}", kind=ShardingError)
+        raise Mismatch(
+            f"all rows must have the same length, got {show(nested)}", kind=ShardingError
+        )
     return [i for ids, _ in items for i in ids], (len(items), *shape)
 
 
@@ -86,11 +91,13 @@ class DeviceMesh:
         if len(shape) > _MAX_DIMENSIONS:
             raise ShardingError(f"DeviceMesh: expected 1 to 3 dimensions, got shape {shape}")
         if len(set(ids)) != len(ids):
-            raise ShardingError(f"DeviceMesh {show(ids)} contains duplicates")
+            raise ShardingError(
+                f"DeviceMesh: each rank must occur once, but {show(ids)} contains duplicates"
+            )
         if any(i < 0 for i in ids):
-            raise ShardingError(f"DeviceMesh: negative device id in {show(ids)}")
+            raise ShardingError(f"DeviceMesh: a rank must be at least 0, got {show(ids)}")
         if any(i > _MAX_RANK for i in ids):
-            raise ShardingError(f"DeviceMesh: a rank is at most {_MAX_RANK}, got {show(ids)}")
+            raise ShardingError(f"DeviceMesh: a rank must be at most {_MAX_RANK}, got {show(ids)}")
         self.devices: tuple[int, ...] = tuple(ids)
         self.shape: tuple[int, ...] = shape or (1,)
         self._place = {rank: i for i, rank in enumerate(ids)}

@@ -510,11 +510,16 @@ class TensorDomain:
                 number = split_of[number]
             if number not in positions:
                 raise UnsupportedError(
-                    f"allocation axis {axis} is neither a logical axis nor a shard of one"
+                    f"axis {axis} of the allocation domain is neither a logical axis nor a shard "
+                    "of a logical axis: pass other axes to set_allocation_domain"
                 )
             order.append((positions[number], flag))
         if sorted(p for p, _ in order) != list(range(len(axes))):
-            raise UnsupportedError("the allocation domain is not a permutation of the logical axes")
+            given, wanted = (", ".join(map(str, group)) for group in (self.maybe_allocation, axes))
+            raise UnsupportedError(
+                f"the allocation domain ({given}) does not have each logical axis ({wanted}) once: "
+                "pass all axes of the tensor to set_allocation_domain"
+            )
         return tuple(order)
 
     @remembered
@@ -765,7 +770,7 @@ def domain_problem(domain: TensorDomain) -> str | None:
     """Returns a description of the first broken invariant of a domain, or None if all hold."""
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
-        return f"contiguity has {len(domain.contiguity)} entries for {len(axes)} axes"
+        return f"contiguity has {len(domain.contiguity)} flags for {len(axes)} axes in memory"
     for axis, flag in zip(axes, domain.contiguity, strict=True):
         skipped = axis.kind in (IterType.broadcast, IterType.reduction)
         if skipped != (flag is None):

@@ -126,13 +126,14 @@ class LookupOp(TensorOp):
         rank = self.table.ndim
         if not 0 <= self.axis < rank:
             raise VerifyError(
-                f"{self.name}: axis {self.axis} does not exist in {self.table} of rank {rank}"
+                f"{self.name}: axis {self.axis} does not exist in {self.table}, which has {rank} "
+                "axes"
             )
         targets = {t for t in (*self.table_map(), *self.index_map()) if t is not None}
         if targets != set(range(self.out.ndim)) or not self._ranks_agree():
             raise VerifyError(
-                f"{self.name}: the rank of {self.out} does not match the ranks of table "
-                f"{self.table} and index {self.index}"
+                f"{self.name}: the number of axes of {self.out} does not match the numbers of "
+                f"axes of the table {self.table} and the index {self.index}"
             )
 
     def _ranks_agree(self) -> bool:
@@ -383,7 +384,8 @@ class ScatterOp(LibraryOp):
             )
         if len({tv.ndim for tv in tensors}) > 1:
             raise VerifyError(
-                f"scatter: all tensors must have the same rank, got {', '.join(map(str, tensors))}"
+                "scatter: all tensors must have the same number of axes, got "
+                f"{', '.join(map(str, tensors))}"
             )
 
 
@@ -445,11 +447,12 @@ class IndexPutAccumulateOp(LibraryOp):
         ranks = self.acc.ndim, self.value.ndim, self.out.ndim
         if self.index.dtype() not in INDEX_DTYPES or self.index.ndim != 1 or len(set(ranks)) > 1:
             raise VerifyError(
-                f"{self.name}: expected acc, value and result of one rank and an Int or Int32 "
-                f"index of one axis, got {self.acc}, {self.value}, {self.out} and {self.index}"
+                f"{self.name}: acc, value and result must have the same number of axes, and the "
+                f"index must be Int or Int32 with one axis, got {self.acc}, {self.value}, "
+                f"{self.out} and {self.index}"
             )
         if not self.acc.dtype() is self.value.dtype() is self.out.dtype() or not self.out.ndim:
             raise VerifyError(
-                f"{self.name}: expected acc, value and result of one dtype with at least one axis, "
-                f"got {self.acc}, {self.value} and {self.out}"
+                f"{self.name}: acc, value and result must have the same dtype and at least one "
+                f"axis, got {self.acc}, {self.value} and {self.out}"
             )

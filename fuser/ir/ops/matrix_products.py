@@ -169,7 +169,8 @@ class ProductOp(LibraryOp):
         scales = self.scale1, self.scale2, self.alpha, self.beta
         if None in scales[:2] and any(tv is not None for tv in (*scales, self.bias)):
             raise VerifyError(
-                f"{self.name} -> {self.out}: alpha, bias and beta need both scale1 and scale2"
+                f"{self.name} -> {self.out}: scale1 and scale2 must be passed together, and "
+                "alpha, bias and beta only with them"
             )
         if not self.is_scaled:
             return
@@ -184,7 +185,8 @@ class ProductOp(LibraryOp):
             )
         if not is_floating(self.out.dtype()) or (self.beta is not None and self.bias is None):
             raise VerifyError(
-                f"{self.name} -> {self.out}: the result must be floating, and beta needs a bias"
+                f"{self.name} -> {self.out}: the result must have a floating dtype, and beta can "
+                "only be passed with a bias"
             )
 
     def _verify_axes(self, field: str, tv: TensorView) -> None:
@@ -272,7 +274,7 @@ class GroupedMmaOp(ProductOp):
         """
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
             raise VerifyError(
-                "grouped_mm: expected matrices of ranks 2 and 2, 2 and 3, or 3 and 2, got "
+                "grouped_mm: the matrices must have 2 and 2, 2 and 3, or 3 and 2 axes, got "
                 f"{self.mat1} and {self.mat2}"
             )
         super().verify()
@@ -280,7 +282,8 @@ class GroupedMmaOp(ProductOp):
         if not same or self.offsets.dtype() is not DataType.Int32:
             found = ", ".join(str(tv) for _, tv in self.tensors())
             raise VerifyError(
-                f"grouped_mm: expected matrices of one dtype and Int32 offsets, got {found}"
+                "grouped_mm: the matrices must have the same dtype and the offsets Int32, got "
+                f"{found}"
             )
 
 

@@ -253,8 +253,8 @@ class RandomOp(TensorOp):
         are_pairs = (self.a is None, self.seed is None) == (self.b is None, self.offset is None)
         if not are_pairs or len(self.shape) != rank or len(self.begin) not in (0, rank):
             raise VerifyError(
-                f"{self.kind}: shape {self.shape} and begin {self.begin} do not match {self.out}, "
-                "or only one of a and b, or of seed and offset, is set"
+                f"{self.kind}: shape {self.shape} and begin {self.begin} must have one entry per "
+                f"axis of {self.out}; a and b, and seed and offset, must be passed together"
             )
 
 
@@ -377,7 +377,7 @@ class BroadcastOp(TensorOp):
         """
         kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
         if kept != have:
-            raise VerifyError(f"broadcast: flags keep {kept} axes, but {self.inp} has {have}")
+            raise VerifyError(f"broadcast: flags keep {kept} axes, but {self.inp} has {have} axes")
 
 
 class SqueezeOp(TensorOp):

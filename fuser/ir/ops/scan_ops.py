@@ -59,7 +59,7 @@ class AlongAxisOp(LibraryOp):
             outs = ", ".join(map(str, self.outputs))
             raise VerifyError(
                 f"{self.name} along axis {self.dim} of {self.inp}: the axis must exist, and the "
-                f"results must have rank {rank}, got {outs}"
+                f"results must have {rank} axes, got {outs}"
             )
         for out, dtype in zip(self.outputs, self.dtypes(), strict=True):
             if out.dtype() is not dtype:

@@ -107,7 +107,7 @@ class ValueParser:
         if number:
             return sc.const(c.number(number))
         if c.at("T") and (TENSOR.match(c.text, c.pos) or BARE_TENSOR.match(c.text, c.pos)):
-            raise c.fail("expected a scalar")
+            raise c.fail("expected a scalar, found a tensor")
         name = c.name(NAME, "a scalar")
         if name in ("true", "false"):
             return sc.const(name == "true")
@@ -243,7 +243,10 @@ class ValueParser:
         at = c.pos
         loop = tuple(self.cursor.items(")", self.axis))
         if loop != spelled.loop:
-            raise c.fail(f"the loop domain of {head[0][:-1]} differs from its header", start)
+            raise c.fail(
+                f"the loop domain of {head[0][:-1]} differs from its header, the axes in brackets",
+                start,
+            )
         for axis in loop:
             self._hold(axes, axis, at)
         tv.is_cpu_scalar = c.take_if("cpu scalar")
@@ -275,7 +278,11 @@ class ValueParser:
     def _hold(self, axes: dict[int, IterDomain], axis: IterDomain, at: int) -> IterDomain:
         held = axes.setdefault(axis.number, axis)
         if held != axis:
-            raise self.cursor.fail(f"axis {axis.number} was written as {held} before", at)
+            raise self.cursor.fail(
+                f"axis {axis.number} was written as {held} before: its text must be the same "
+                "everywhere",
+                at,
+            )
         return held
 
     def _transform(self, axes: dict[int, IterDomain]) -> Transform:
@@ -500,20 +507,27 @@ class Parser(ValueParser):
             if template.types[word] == "TensorView" and not isinstance(value, TensorView):
                 raise c.fail(f"expected a tensor, found {value_text(value)}", at)
             if word in found and found[word] != value:
-                raise c.fail(f"expected {value_text(found[word])}, as before", at)
+                raise c.fail(
+                    f"expected {value_text(found[word])}, the value of {word} earlier in this op",
+                    at,
+                )
             found[word] = value
         try:
             op = template.op(**found)
         except FuserError as error:
             raise c.fail(str(error), start) from error
         if not template.is_older and template_of(op) != template.text:
-            raise c.fail(f"this op would be printed differently:\n{op}", start)
+            raise c.fail(
+                "the text is not complete or not correct: this op would be printed "
+                f"differently:\n{op}",
+                start,
+            )
         for name, text, at in () if self.is_short else derived:
             field, _, method = name.partition(".")
             expected = getattr(op, field)
             expected = value_text(getattr(expected, method)() if method else expected)
             if SPACE.sub(" ", text) != expected:
-                raise c.fail(f"expected {expected}", at)
+                raise c.fail(f"expected {expected}, the value of {name} in this op", at)
         return op
 
     def _field(self, template: Template, name: str, kind: str) -> object:
@@ -598,7 +612,9 @@ class Parser(ValueParser):
     def end(self) -> None:
         """Raises `ParseError` if the cursor is neither at a section nor at the end of the text."""
         if not self._at_section():
-            raise self.cursor.fail(f"expected a section ({', '.join(_TITLES)}) or the end")
+            raise self.cursor.fail(
+                f"expected a section ({', '.join(_TITLES)}) or the end of the text"
+            )
 
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
         """Raises `ParseError` if the text has no domain section for one of the tensors.
@@ -693,7 +709,7 @@ def parse_scalar(text: str) -> Scalar:
     parser = Parser(Cursor(text), Fusion())
     value = parser.scalar()
     if not parser.cursor.done():
-        raise parser.cursor.fail("expected the end")
+        raise parser.cursor.fail("expected the end of the text after the scalar")
     return value
 
 

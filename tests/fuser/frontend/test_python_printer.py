@@ -510,7 +510,7 @@ def test_what_no_statement_makes_is_named() -> None:
 
     with FusionDefinition() as fd:
         fd.add_output(fd.ops.neg(define_tensor([4])))
-    with pytest.raises(UnsupportedError, match="no statement can create T0_l_float"):
+    with pytest.raises(UnsupportedError, match="no Python statement can create T0_l_float"):
         repr(fd)
 
 

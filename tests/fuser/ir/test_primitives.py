@@ -99,7 +99,7 @@ def test_caches_refuse_what_has_no_meaning() -> None:
     assert isinstance(x, TensorView)
     with pytest.raises(DefinitionError, match="no op reads this"):
         fusion.outputs[0].cache_after()
-    with pytest.raises(DefinitionError, match="no op defines this"):
+    with pytest.raises(DefinitionError, match="which no op computes"):
         x.cache_before()
     with pytest.raises(DefinitionError, match="does not read it"):
         x.cache_after(cached_uses=[fusion.exprs[1]])

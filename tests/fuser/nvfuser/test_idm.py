@@ -201,7 +201,7 @@ def test_one_axis_twice() -> None:
         x = fd.define_tensor([-1, -1])
         fd.add_output(fd.ops.add(x, fd.ops.permute(x, [1, 0])))
     assert mapped(fd, x.axis(0), x.axis(1)) == [True] * 4
-    with pytest.raises(DefinitionError, match=r"two axes of T0.* are the same"):
+    with pytest.raises(DefinitionError, match=r"two axes of T0.* are mapped to each other"):
         idm.IdModel(fd.fusion, allow_self_mapping=False)
     with FusionDefinition() as fd:
         fd.add_output(fd.ops.neg(fd.define_tensor([-1, -1])))

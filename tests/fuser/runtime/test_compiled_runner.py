@@ -400,5 +400,5 @@ def test_why_calls_with_options_are_not_repeated() -> None:
     for _ in range(ENOUGH):
         fd.execute(inputs, device="cpu")
     assert fd.compiled_runner()[0].startswith(
-        "not repeated: calls with options or a device of their own are not"
+        "not repeated: calls with options or with device= are never repeated"
     )
