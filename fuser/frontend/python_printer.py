@@ -235,8 +235,8 @@ class _Writer:
                 name = self._tensors.get(value)
                 if name is None:
                     raise UnsupportedError(
-                        f"no Python statement can create {value}: it is neither an input nor the result "
-                        "of an op"
+                        f"no Python statement can create {value}: it is neither an input nor the "
+                        "result of an op"
                     )
                 return name
             case Scalar():

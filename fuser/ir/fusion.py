@@ -972,12 +972,11 @@ class Fusion:
         """
         if not isinstance(output, TensorView):
             raise DefinitionError(
-                f"Non-TensorView outputs are not supported at this point: {output}. An output "
-                "must be a tensor"
+                f"Non-TensorView outputs are not supported at this point: {output} is not a tensor"
             )
         if output.fusion is not self:
             raise DefinitionError(
-                f"add_output: {output} belongs to another definition"
+                f"add_output of {output}: the tensor belongs to another definition"
                 f"{user_code(where or output.user_line())}"
             )
         self.require_open(f"add_output of {output}")

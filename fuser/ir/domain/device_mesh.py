@@ -59,7 +59,8 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
     shape = items[0][1]
     if any(s != shape for _, s in items):
         raise Mismatch(
-            f"all rows must have the same length, got {show(nested)}", kind=ShardingError
+            f"the list of ranks is ragged: all rows must have the same length, got {show(nested)}",
+            kind=ShardingError,
         )
     return [i for ids, _ in items for i in ids], (len(items), *shape)
 

@@ -243,7 +243,7 @@ def test_refusals() -> None:
     fd, given = two_kernels(), [torch.randn(3, 4), torch.randn(5, 4)]
     with (
         PythonProfiler(auto_scheduled=False) as prof,
-        pytest.raises(OtherEntranceError, match="one manual_execute"),
+        pytest.raises(OtherEntranceError, match="profiles only manual_execute"),
     ):
         fd.execute(given)
     with pytest.raises(NotCompiledError, match="no program has run"):
