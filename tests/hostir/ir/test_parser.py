@@ -254,7 +254,7 @@ def damaged(change: str) -> str:
         ("deleted", r"expected a section \(Aliases, .*TransformPrinter"),
         ("without", "the full form lacks the domains of T0_g_float in section TransformPrinter"),
         ("later unknown", "unknown section 'Lines : '"),
-        ("garbage", r"line \d+, column 1: expected a section .* or the end\n  garbage"),
+        ("garbage", r"line \d+, column 1: expected a section .* or the end of the text\n  garbage"),
         ("kernel without", "the full form lacks the domains of T"),
     ],
 )
