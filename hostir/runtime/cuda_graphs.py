@@ -264,7 +264,10 @@ class RepeatedPlan(Protocol):
 
     @property
     def made(self) -> Mapping[int, object]:
-        """By slot, the allocations of buffers that are still used after a run, such as outputs."""
+        """The allocations of buffers that are still used after a run, such as outputs, by slot.
+
+        A slot is a position in the list of a run's values.
+        """
         ...
 
     @property
@@ -439,9 +442,9 @@ class Replays:
     def _own_vote(self, key: Hashable) -> int:
         """Returns the number that this rank sends to the other ranks before a run.
 
-        The ranks choose a CUDA graph together. The number stands for `key`, this rank's fixed
-        addresses. While other threads run programs, this rank cannot capture a graph, and the
-        number is STEP_BY_STEP.
+        The ranks choose a CUDA graph together, and the number represents `key`, the addresses that
+        this rank's graph cannot replace. While other threads run programs, this rank cannot capture
+        a graph, and the number is STEP_BY_STEP.
         """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
@@ -450,7 +453,7 @@ class Replays:
         return STEP_BY_STEP
 
     def _number(self, key: Hashable) -> int:
-        """Returns the number that stands for `key` in the votes of this rank.
+        """Returns the number that represents `key` in the votes of this rank.
 
         A new key gets a new number. The ranks compare the numbers instead of the keys, because a
         key has memory addresses of its own process.
@@ -659,7 +662,8 @@ class Replays:
     def _update(self, captured: _Captured, places: list[int], slots: Slots) -> None:
         """Writes the tensor addresses and the scalars of this run into the kernels of a CUDA graph.
 
-        `places` are the addresses of the tensors that may move.
+        `captured` has the graph, and `slots` the tensors and scalars of the run. `places` are the
+        addresses of the tensors that may move.
         """
         assert self._binding is not None
         nodes, kernels = captured.nodes, self._binding.kernels

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 def can_bind(program: HostIrContainer) -> bool:
-    """Whether a dry run can record the plan of `program`, the steps that later runs repeat.
+    """Whether a dry run (on tensors without contents) can record the plan of `program`.
 
-    Otherwise a real run must record the plan.
+    A plan has the steps that later runs repeat. Otherwise a real run must record the plan.
     """
     return all(not isinstance(op, HostOp) or op.has_dry_run for op in walk(program.ops))
 
@@ -91,7 +91,7 @@ def dry_run_plan(
 
     `frame` has the program and the inputs. The runs of the plan return `outputs`. The program must
     satisfy `can_bind`. `free` has the positions of scalar inputs on which no size depends. `arenas`
-    manages the memory of intermediates. The result has no plan in two cases: torch chooses the
+    manages the memory of intermediates. There is no plan in two cases. Either torch chooses the
     strides of a result, or the address of an input is not a multiple of its element size.
     """
     requests: list[KernelRequest] = []
@@ -111,9 +111,9 @@ def dry_run_plan(
 
 
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
-    """Returns a frame for a dry run: the values of `frame`, and tensors without contents.
+    """Returns the state of a dry run: the values of `frame`, and tensors without contents.
 
-    A kernel launch in the new frame only passes a request for the kernel to `note`.
+    A kernel launch in the dry run only passes a request for the kernel to `note`.
     """
     from fuser.kernels.executor import FusedKernelExecutor
 

@@ -111,7 +111,7 @@ class ProgramEvaluator:
         self._late_lock = make_lock()
         self.free = queries.free_inputs(program)
         self._runners: dict[int, KernelRunner] = {}
-        # The key of an input class has no values of floats, so a float must not decide steps.
+        # A signature of inputs has no values of floats, so a float must not decide which steps run.
         self._is_replayed = all(not is_inexact(s.dtype) for s in queries.control_symbols(program))
         self._is_prepared = False
         if communicator is not None or program.devices():

@@ -281,8 +281,8 @@ class Execution:
         ]
         # Slots that two tensors share: the end of one tensor must not clear the slot.
         self._aliased_slots: set[int] = set()
-        # The slots of the input scalars, and the input scalars whose value may change within an
-        # input class (runs that share a plan).
+        # The slots of the input scalars, and the input scalars whose value may change between
+        # runs that share a plan.
         self.places = {v: i for i, v in enumerate(inputs) if isinstance(v, Symbol)}
         self.free_positions, self.free_symbols = free, free_scalars(frame, free)
         self.free_slots = tuple((s, self.places[s]) for s in self.free_symbols)
@@ -532,7 +532,7 @@ class Execution:
         def call(slots: Slots) -> None:
             work(*[read(slots) for read in reads])
 
-        # `read` may have fixed the number of a scalar for this input class.
+        # `read` may have fixed the number of a scalar for all runs of this plan.
         has_numbers = any(isinstance(v, Scalar) for v in operands)
         self._receiver.enqueue(lambda: call, generic=None if has_numbers else for_all_sizes(call))
 
@@ -1008,10 +1008,10 @@ class Execution:
     def _landing(self, tv: TensorView, work: int) -> int:
         """Returns the slot of the buffer that receives the data of a communication for `tv`.
 
-        Usually this is the buffer of `tv`. If streams delay work (a test mode), the data goes to a
-        temporary buffer, which the `Wait` copies to `tv`. A program that reads `tv` before the
-        `Wait` then computes a wrong result, so a test finds the missing wait. `work` is the slot of
-        the communication's handle.
+        Usually this is the buffer of `tv`. If streams delay work (a test mode), a temporary buffer
+        receives the data, and the `Wait` copies the data to `tv`. A program that reads `tv` before
+        the `Wait` then computes a wrong result, so a test finds the missing wait. `work` is the
+        slot of the communication's handle.
         """
         i = self.slot(tv)
         if not self.holds_work_back:
@@ -1283,7 +1283,7 @@ def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------
-# Reading the scalars of a program in later runs of an input class.
+# Reading the scalars of a program in later runs of one plan.
 
 
 def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:

@@ -62,7 +62,7 @@ class KernelRunner(Protocol):
         """Returns the launch that `run` would make for operands with the layouts of these tensors.
 
         A layout consists of shape, strides and alignment. Returns None if the launch must be looked
-        up in each run. In a dry run, `device` is the device of later runs: the tensors then have no
+        up in each run. In a dry run, `device` is the device of later runs. The tensors then have no
         memory on that device, and the kernel may not be compiled yet.
         """
         ...
@@ -204,16 +204,17 @@ class Frame:
         return number
 
     def stream(self, stream: Stream) -> Handle:
-        """Returns the stream of this run that `stream`, a stream of the program, stands for.
+        """Returns the handle in this run for `stream`, a stream of the program.
 
-        `stream` has a number, or a name that no op has captured.
+        The handle is a CUDA stream, or a name on the CPU. `stream` has a number, or a name that no
+        op has captured.
         """
         if stream.index is None:
             return self.machine.streams.handle(stream.name)
         number = self.integer(stream.index)
         if number < 0:
             raise ExecutionError(
-                f"Stream {stream.index} has the number {number}, but streams count from 0"
+                f"the stream number {stream.index} is {number}, but streams are numbered from 0"
             )
         return self.machine.streams.handle(number)
 

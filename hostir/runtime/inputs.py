@@ -153,12 +153,13 @@ def check_tensor(spec: _TensorSpec, value: Argument, device: torch.device) -> No
     if value.dtype != spec.dtype:
         raise spec.refuses(
             f"to be bound to a tensor of dtype {dtype_text(tv.dtype())}, but got a "
-            f"tensor of dtype {torch_dtype_text(value.dtype)}"
+            f"tensor of dtype {torch_dtype_text(value.dtype)}; cast the tensor first"
         )
     wanted = torch.device("cpu") if tv.is_cpu_scalar else device
     if value.device != wanted:
         raise spec.refuses(
-            f"to be bound to a tensor on device {wanted}, but got a tensor on device {value.device}"
+            f"to be bound to a tensor on device {wanted}, but got a tensor on device "
+            f"{value.device}; move the tensor first"
         )
 
 
@@ -276,10 +277,10 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Returns a context for a run, which tells autograd which tensors the run has changed.
+    """Returns a context for a run, after which autograd knows which tensors the run has changed.
 
     `written` has the positions of these tensors in `tensors`. A backward pass that needs an old
-    value then raises an error. Autograd is told at the end of the context, even if the run fails.
+    value then raises an error. The tensors are marked even if the run fails.
     """
     try:
         yield

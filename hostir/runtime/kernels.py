@@ -185,7 +185,8 @@ def make_kernel_executor(
 ) -> FusedKernelExecutor | StepKernels:
     """Returns the executor that compiles and runs the kernel of `group`.
 
-    If the kernel runs once per iteration of a stream loop, returns a `StepKernels`.
+    A kernel group is a part of a program that one kernel computes. If the kernel runs once per
+    iteration of a stream loop, returns a `StepKernels`.
 
     - `of` and `rank` appear in dumps of the kernel.
     - `lowered`: see `FusedKernelExecutor`.

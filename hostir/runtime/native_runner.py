@@ -1,9 +1,8 @@
-"""Describes a recorded plan to the compiled runner (`fuser/runtime/runner.c`), which repeats it
-fast.
+"""Describes a recorded plan to the compiled runner (`fuser/runtime/runner.c`), a C function.
 
-`steady` returns a runner that repeats a call that has just run, or the reason why no runner can.
-The runner declines a call that differs, which Python then runs. The C code reads the attributes of
-`_Description` and `Replayed` by name.
+The compiled runner repeats whole calls in C, which is fast. `steady` returns a runner that repeats
+a call that has just run, or the reason why no runner can. The runner declines a call that differs,
+which Python then runs. The C code reads the attributes of `_Description` and `Replayed` by name.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ MAX_RUNNERS = 8
 class Steady(Protocol):
     """A compiled runner, which repeats a call of a program in C on other tensors.
 
-    The tensors must have the same layouts. The C type `Steady` in `fuser/runtime/runner.c`
-    implements this interface.
+    The tensors must have the same shapes and layouts. The C type `Steady` in
+    `fuser/runtime/runner.c` implements this interface.
     """
 
     # The number of calls that the runner has run, and of calls declined since the last run.
@@ -133,7 +132,8 @@ def steady(
     """Returns a compiled runner, which repeats runs of `plan` on inputs like these in C.
 
     The plan must have run on these inputs, on the current stream. If the compiled runner cannot
-    repeat the plan now, returns the reason as text. `runner` is the extension module.
+    repeat the plan now, returns the reason as text. `runner` is the C extension module, and
+    `around` the context that must not change between runs.
     """
     if why := _why_not(plan):
         return why

@@ -67,9 +67,9 @@ def inputs_and_buffers(
 def bind_buffers(frame: Frame, given: Mapping[TensorView, object]) -> None:
     """Stores the caller's buffers in `frame`, so that the run writes the results into the buffers.
 
-    `given` has the buffer of each result. Raises `InputError` for a buffer that does not fit its
-    result. Also raises `InputError` if a buffer shares memory with another buffer or an input, so
-    that a value would be lost.
+    `frame` is the state of the run. `given` has the buffer of each result. Raises `InputError` for
+    a buffer that does not fit its result. Also raises `InputError` if a buffer shares memory with
+    another buffer or an input, so that a value would be lost.
     """
     buffers = {tv: _buffer(frame, tv, t) for tv, t in given.items()}
     _check_pairs(buffers)

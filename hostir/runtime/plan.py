@@ -322,10 +322,10 @@ MIN_SHRINK_NBYTES = 64 << 20
 
 
 def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Returns the tensors of the buffers in one arena, by slot (position in the list of a run's
-    values).
+    """Returns the tensors of the buffers in one arena, by slot.
 
-    `blocks` describes the buffers. `arena` is the memory of the arena, a uint8 tensor.
+    A slot is a position in the list of a run's values. `blocks` describes the buffers. `arena` is
+    the memory of the arena, a uint8 tensor.
     """
     typed = {dtype: arena.view(dtype) for dtype in {b.dtype for b in blocks}}
     return {b.slot: b.view(typed[b.dtype]) for b in blocks}
@@ -652,9 +652,7 @@ class Arenas:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Returns the arenas of `stream` that no run uses now. `take` takes the last in the
-        list.
-        """
+        """Returns the arenas of `stream` that no run uses now; `take` takes the last arena."""
         return self.pool.spare.setdefault(stream, [])
 
     def bound(self, plan: Plan) -> list[BoundPlan]:

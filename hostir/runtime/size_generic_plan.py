@@ -1,5 +1,4 @@
-"""The size-generic plan: makes the recorded plans of a program for new input sizes without a dry
-run.
+"""The size-generic plan: makes recorded plans for new input sizes without a dry run.
 
 A dry run, or the first run, carries out a program for inputs of certain sizes. A recorded step may
 have a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
@@ -58,7 +57,8 @@ class NewSizes:
     """The layouts of a program's tensors for new input sizes.
 
     Recorded steps for these sizes are made from the layouts. `laid` has the layouts of tensors by
-    slot, and `shapes` the shapes of views by slot. Implements `hostir.runtime.execute.InputSizes`.
+    slot (position in the list of a run's values), and `shapes` the shapes of views by slot.
+    Implements `hostir.runtime.execute.InputSizes`.
     """
 
     frame: Frame
@@ -82,9 +82,9 @@ _Make = Callable[[NewSizes], Step | Closure | None]
 class SizeGenericPlan:
     """Makes the recorded plans of one program on one device, for inputs of any sizes.
 
-    - `inputs`: the tensor inputs with their slots.
+    - `inputs`: the tensor inputs with their slots (positions in the list of a run's values).
     - `layouts`: computes the layouts of all buffers for given sizes.
-    - `steps`: for each step, a function that makes the step for given sizes.
+    - `steps`: for each recorded step, a function that makes the step for given sizes.
     - `like`: the plan that was recorded, for some sizes.
     - `shared`: the fields of `Plan` that do not depend on the sizes.
     """
@@ -281,7 +281,10 @@ def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
 
 
 def _is_independent_of_sizes(op: Op) -> bool:
-    """Whether `op` is carried out alike for all sizes: no loop, and no branch on a size."""
+    """Whether `op` does not depend on sizes: `op` is no loop and no branch on a size.
+
+    A size-generic plan then repeats the same steps for all sizes.
+    """
     if isinstance(op, IfThenElse):
         return {RANK, NUMBER_OF_STREAMS}.issuperset(sc.symbols(op.predicate))
     return not isinstance(op, ForLoop)

@@ -58,9 +58,7 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of the buffer in bytes, up to the end of its last element; 0 without
-        elements.
-        """
+        """The size of the buffer in bytes, from first to last element; 0 without elements."""
         return spanned(self.shape, self.strides) * self.dtype.itemsize
 
     def at(self, offset: int) -> Block:
@@ -333,8 +331,7 @@ def allocation(
 
 @dataclass(frozen=True, eq=False)
 class Make:
-    """A recorded step that allocates the buffer in `slot`, a position in the list of a run's
-    values.
+    """A recorded step that allocates the buffer in `slot`, a position in a run's values.
 
     If the buffer is in the arena (the memory of intermediates), there is nothing to allocate.
     """

@@ -207,7 +207,7 @@ class CpuStreams:
         self._local = threading.local()
 
     def handle(self, key: Hashable) -> Handle:
-        """Returns the name that stands for the stream `key` on the CPU."""
+        """Returns the name of the CPU stream for `key`, a stream number or name of the program."""
         return ENTRY if key == "Default" else key
 
     def current(self) -> Handle:
