@@ -16,13 +16,21 @@ minimum and maximum. Where ranks share a GPU, NCCL is left out.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+from turns import (
+    Lines,
+    Measure,
+    Run,
+    by_clock,
+    by_events,
+    slowest,
+    spread,
+    synchronize,
+    take_turns,
+)
 
 from multidevice import Communicator
 from multidevice.transports.base.allreduce_model import shape_of
@@ -37,21 +45,16 @@ SIZES = (*(1 << k for k in range(10, 23)), 32 * 56 * 384 * 2)
 def main() -> None:
     """Prints a row for each size, time and candidate."""
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("--json", default="")
+    arguments.add_argument("--json", type=Path, help="append one JSON line per measurement")
     arguments.add_argument("--sizes", default=",".join(map(str, sorted(SIZES))))
     arguments.add_argument("--dtype", default="bfloat16")
     arguments.add_argument("--repeats", type=int, default=15)
     options = arguments.parse_args()
     communicator = Communicator.instance()
-    rows = []
+    lines = Lines(options.json, rank=communicator.rank())
     for nbytes in map(int, options.sizes.split(",")):
         for row in bench(communicator, nbytes, getattr(torch, options.dtype), options.repeats):
-            rows.append(row)
-            if communicator.rank() == 0:
-                print(json.dumps(row), flush=True)
-    if options.json and communicator.rank() == 0:
-        with open(options.json, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            lines.emit(row)
 
 
 def bench(
@@ -65,20 +68,19 @@ def bench(
     if torch.cuda.device_count() >= communicator.local_size():
         candidates["nccl"] = _nccl(communicator, device)
     x = torch.ones(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    ways = {
-        (what, who): make(backend, x, team)
+
+    def before() -> None:
+        synchronize()
+        communicator.barrier()
+
+    measures = {
+        f"{what} {who}": make(backend, x, team, before)
         for who, backend in candidates.items()
         for what, make in (("graph", _graph), ("eager", _eager), ("post", _post))
     }
-    found: dict[tuple[str, str], list[float]] = {key: [] for key in ways}
-    for _ in range(repeats + 2):
-        for key, measure in ways.items():
-            torch.cuda.synchronize()
-            communicator.barrier()
-            found[key].append(_slowest(communicator, measure()))
-    for (what, who), us in found.items():
-        kept = us[2:]
-        numbers = {"us": statistics.median(kept), "us_min": min(kept), "us_max": max(kept)}
+    found = slowest(communicator, take_turns(measures, rounds=repeats))
+    for name, seconds in found.items():
+        what, who = name.split()
         yield {
             "bench": "allreduce_time",
             "what": what,
@@ -88,7 +90,7 @@ def bench(
             "nbytes": nbytes,
             "dtype": str(dtype).removeprefix("torch."),
             "way": shape.way.name if who == "kernel" and shape is not None else "",
-            **{k: round(v, 2) for k, v in numbers.items()},
+            **spread(seconds).fields("us"),
         }
 
 
@@ -108,21 +110,7 @@ def _nccl(communicator: Communicator, device: torch.device) -> CheckedBackend:
     return _made["nccl"]
 
 
-def _slowest(communicator: Communicator, us: float) -> float:
-    return max(map(float, communicator.exchange(repr(us).encode())))
-
-
-def _timed(run: Callable[[], object], calls: int) -> float:
-    """Returns microseconds of the GPU per call; the ranks have synchronised before."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / calls
-
-
-def _graph(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> Callable[[], float]:
+def _graph(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...], before: Run) -> Measure:
     out = torch.empty_like(x)
     for _ in range(3):
         backend.allreduce(out, x, op="SUM", team=team).wait()
@@ -131,16 +119,12 @@ def _graph(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> C
     with torch.cuda.graph(graph):
         for _ in range(CHAIN):
             backend.allreduce(out, x, op="SUM", team=team).wait()
-
-    def run() -> None:
-        for _ in range(REPLAYS):
-            graph.replay()
-
     graph.replay()
-    return partial(_timed, run, CHAIN * REPLAYS)
+    measure = by_events(graph.replay, REPLAYS, before=before)
+    return lambda: measure() / CHAIN
 
 
-def _start(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> Callable[[], object]:
+def _start(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> Run:
     out = torch.empty_like(x)
     for _ in range(3):
         backend.allreduce(out, x, op="SUM", team=team).wait()
@@ -151,26 +135,12 @@ def _start(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> C
     return lambda out=out, x=x: post(out.data_ptr(), x.data_ptr(), stream)
 
 
-def _eager(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> Callable[[], float]:
-    start = _start(backend, x, team)
-
-    def run() -> None:
-        for _ in range(CHAIN):
-            start()
-
-    return partial(_timed, run, CHAIN)
+def _eager(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...], before: Run) -> Measure:
+    return by_events(_start(backend, x, team), CHAIN, before=before)
 
 
-def _post(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> Callable[[], float]:
-    start = _start(backend, x, team)
-
-    def measure() -> float:
-        began = time.perf_counter()
-        for _ in range(POSTS):
-            start()
-        return (time.perf_counter() - began) / POSTS * 1e6
-
-    return measure
+def _post(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...], before: Run) -> Measure:
+    return by_clock(_start(backend, x, team), POSTS, before=before)
 
 
 if __name__ == "__main__":

@@ -19,27 +19,28 @@ repeat has few enough calls that the GPU's queue does not fill.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
 import torch
+from turns import WARM_UPS, Lines, Run, by_clock, spread, take_turns
 
 from fuser import DeviceMesh, FusionDefinition, ParallelType
 from fuser.runtime import compiled_runner
 from multidevice import Communicator
 
-REPEATS, CALLS, NEW_SHAPES = 15, 100, 12
+# Repeats after the warm-ups, and the calls of each.
+REPEATS, CALLS = 13, 100
+REPEATS_OF_NEW, NEW_SHAPES = 6, 12
 N = 16
 Tensors = list[torch.Tensor]
+Row = dict[str, object]
 
 
 # ------------------------------------------------------------------ programs
@@ -109,40 +110,13 @@ CASES = {
 
 
 # ------------------------------------------------------------------ timing
-@dataclass
-class Timed:
-    """One candidate: its call, the number of calls, and the microseconds per call of each
-    repeat.
-    """
-
-    call: Callable[[], object]
-    calls: int
-    us: list[float] = field(default_factory=list[float])
-
-    def repeat(self) -> None:
-        """Makes the calls of one repeat, and appends their time."""
-        _synchronize()
-        began = time.perf_counter()
-        for _ in range(self.calls):
-            self.call()
-        self.us.append((time.perf_counter() - began) / self.calls * 1e6)
-
-    def row(self, **what: object) -> dict[str, object]:
-        """Returns the row of the candidate: median, minimum and maximum."""
-        kept = self.us[2:] if len(self.us) > 5 else self.us
-        found = {"us": statistics.median(kept), "us_min": min(kept), "us_max": max(kept)}
-        return {"bench": "host_time", **what, **{k: round(v, 2) for k, v in found.items()}}
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _in_turns(candidates: dict[str, Timed], repeats: int) -> None:
-    for _ in range(repeats):
-        for timed in candidates.values():
-            timed.repeat()
+def _rows(
+    candidates: Mapping[str, Run], repeats: int = REPEATS, calls: int = CALLS, **what: object
+) -> Iterator[Row]:
+    """Yields a row for each candidate; they take turns."""
+    measures = {who: by_clock(call, calls) for who, call in candidates.items()}
+    for who, seconds in take_turns(measures, rounds=repeats).items():
+        yield {"bench": "host_time", **what, "who": who, **spread(seconds).fields("us")}
 
 
 def _peers(case: Case, inputs: Tensors) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -185,45 +159,44 @@ def _ways(case: Case, inputs: Tensors, check: bool) -> Iterator[tuple[str, Fusio
     os.environ["FUSER_DISABLE"] = before
 
 
-def bench_steady(name: str, case: Case, device: str, peers: bool) -> Iterator[dict[str, object]]:
+def bench_steady(name: str, case: Case, device: str, peers: bool) -> Iterator[Row]:
     """Yields the rows of repeated calls with one class of inputs."""
     inputs = case.inputs(N, device)
     ways = dict(_ways(case, inputs, check=True))
-    candidates = {who: Timed(partial(fd.execute, inputs), CALLS) for who, fd in ways.items()}
+    candidates: dict[str, Run] = {who: partial(fd.execute, inputs) for who, fd in ways.items()}
     if peers:
-        candidates |= {who: Timed(call, CALLS) for who, call in _peers(case, inputs)}
-    _in_turns(candidates, REPEATS)
-    held = {who: Timed(_Held(timed.call), CALLS) for who, timed in candidates.items()}
-    _in_turns(held, REPEATS)
+        candidates |= dict(_peers(case, inputs))
+    held = {who: _Held(call) for who, call in candidates.items()}
     about = {"case": name, "segments": ways["ours"].fec.statistics()["segments"]}
     print("#", name, *ways["ours"].compiled_runner(), *ways["ours"].cuda_graphs(), file=sys.stderr)
-    for what, timings in (("steady", candidates), ("held", held)):
-        for who, timed in timings.items():
-            yield timed.row(what=what, who=who, **about)
+    yield from _rows(candidates, what="steady", **about)
+    yield from _rows(held, what="held", **about)
 
 
-def bench_alternate(name: str, case: Case, device: str) -> dict[str, object]:
-    """Returns the row of calls that alternate between two classes of inputs."""
+def bench_alternate(name: str, case: Case, device: str) -> Iterator[Row]:
+    """Yields the row of calls that alternate between two classes of inputs."""
     fd = case.define()
     sets = [case.inputs(N, device), case.inputs(2 * N, device)]
     for _ in range(20):
         for inputs in sets:
             fd.execute(inputs)
     turns = cycle(sets)
-    timed = Timed(lambda: fd.execute(next(turns)), CALLS)
-    _in_turns({"ours": timed}, REPEATS)
-    return timed.row(what="alternate", case=name, who="ours")
+    return _rows({"ours": lambda: fd.execute(next(turns))}, what="alternate", case=name)
 
 
-def bench_new_shape(name: str, case: Case, device: str) -> dict[str, object]:
-    """Returns the row of calls with new sizes, after a few sizes that compile the kernels."""
+def bench_new_shape(name: str, case: Case, device: str) -> Iterator[Row]:
+    """Yields the row of calls with new sizes, after a few sizes that compile the kernels."""
     fd, rows = case.define(), count(2 * N)
     for _ in range(8):
         fd.execute(case.inputs(next(rows), device))
-    sets = iter([case.inputs(next(rows), device) for _ in range(NEW_SHAPES * 8)])
-    timed = Timed(lambda: fd.execute(next(sets)), NEW_SHAPES)
-    _in_turns({"ours": timed}, 8)
-    return timed.row(what="new_shape", case=name, who="ours")
+    count_of_sets = NEW_SHAPES * (REPEATS_OF_NEW + WARM_UPS)
+    sets = iter([case.inputs(next(rows), device) for _ in range(count_of_sets)])
+    call = partial(_execute_next, fd, sets)
+    return _rows({"ours": call}, REPEATS_OF_NEW, NEW_SHAPES, what="new_shape", case=name)
+
+
+def _execute_next(fd: FusionDefinition, sets: Iterator[Tensors]) -> None:
+    fd.execute(next(sets))
 
 
 # ------------------------------------------------------------------ on ranks
@@ -239,7 +212,7 @@ def _allreduce(size: int) -> FusionDefinition:
     return fd
 
 
-def bench_ranks(communicator: Communicator, device: str) -> Iterator[dict[str, object]]:
+def bench_ranks(communicator: Communicator, device: str) -> Iterator[Row]:
     """Yields the rows of a program with one allreduce, and of the backend's allreduce alone.
 
     All ranks make the same calls in the same order.
@@ -253,16 +226,11 @@ def bench_ranks(communicator: Communicator, device: str) -> Iterator[dict[str, o
     def post() -> None:
         backend.allreduce(out, inp, op="SUM", team=team).wait()
 
-    candidates = {
-        "program": Timed(lambda: fd.execute([x]), CALLS),
-        "backend": Timed(post, CALLS),
-    }
-    for timed in candidates.values():
+    candidates: dict[str, Run] = {"program": lambda: fd.execute([x]), "backend": post}
+    for call in candidates.values():
         for _ in range(5):
-            timed.call()
-    _in_turns(candidates, REPEATS)
-    for who, timed in candidates.items():
-        yield timed.row(what="allreduce", case=f"{size} ranks", who=who)
+            call()
+    yield from _rows(candidates, what="allreduce", case=f"{size} ranks")
 
 
 def main() -> int:
@@ -276,27 +244,21 @@ def main() -> int:
     communicator = Communicator.instance()
     compiled_runner.wait(60.0)
     print("# the compiled runner:", compiled_runner.why_not() or "is there", file=sys.stderr)
-    rows: list[dict[str, object]] = []
+    if communicator.size() > 1 and device == "cuda":
+        device = f"cuda:{torch.cuda.current_device()}"
+    lines = Lines(args.json, rank=communicator.rank())
 
-    def emit(row: dict[str, object]) -> None:
-        rows.append({**row, "device": device, "torch": torch.__version__})
-        if communicator.rank() == 0:
-            print(json.dumps(rows[-1]), flush=True)
+    def measured() -> Iterator[Row]:
+        if communicator.size() > 1:
+            yield from bench_ranks(communicator, device)
+        for name in filter(None, args.only.split(",")):
+            case = CASES[name]
+            yield from bench_steady(name, case, device, not args.no_peer)
+            yield from bench_alternate(name, case, device)
+            yield from bench_new_shape(name, case, device)
 
-    if communicator.size() > 1:
-        if device == "cuda":
-            device = f"cuda:{torch.cuda.current_device()}"
-        for row in bench_ranks(communicator, device):
-            emit(row)
-    for name in filter(None, args.only.split(",")):
-        case = CASES[name]
-        for row in bench_steady(name, case, device, not args.no_peer):
-            emit(row)
-        emit(bench_alternate(name, case, device))
-        emit(bench_new_shape(name, case, device))
-    if args.json is not None and communicator.rank() == 0:
-        with args.json.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    for row in measured():
+        lines.emit({**row, "device": device, "torch": torch.__version__})
     return 0
 
 

@@ -47,7 +47,6 @@ os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
 
 import argparse
 import gc
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +60,7 @@ import torch
 import torch.distributed as dist
 import torch_peers
 from torch_peers import Run
-from turns import Times, take_turns
+from turns import Lines, Times, take_turns_on_ranks
 
 from fuser import DataType, FusionDefinition
 from fuser.multidevice import Communicator
@@ -154,7 +153,6 @@ class Bench:
         self.communicator = Communicator.instance()
         self.rank, self.size = self.communicator.rank(), self.communicator.size()
         self.is_cpu, self.rounds, self.budget_s = args.cpu, args.rounds, args.budget
-        self.file: Path | None = args.json
         self.methods = args.methods
         self.device = torch.device("cpu")
         self.dtype, self.torch_dtype = DataType.Float, torch.float32
@@ -162,20 +160,15 @@ class Bench:
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.dtype, self.torch_dtype = DataType.BFloat16, torch.bfloat16
         self.machine: Machine = machine_of(self.device) or H200
-        self.rows: list[dict[str, Any]] = []
+        labels = {"bench": "overlap_time", "gpus": self.size}
+        if self.is_cpu:
+            labels["device"] = "cpu"
+        self.lines = Lines(args.json, rank=self.rank, **labels)
         torch_peers.connect(self.device)
 
     def emit(self, **row: Any) -> None:
         """Prints a row and appends it to the file, on the first rank."""
-        row = {"bench": "overlap_time", "gpus": self.size, **row}
-        if self.is_cpu:
-            row["device"] = "cpu"
-        self.rows.append(row)
-        if self.rank == 0:
-            print(json.dumps(row), flush=True)
-            if self.file:
-                with self.file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+        self.lines.emit(row)
 
     def why_not(self, error: str) -> str:
         """Returns the first error among the ranks, "" where none has one."""
@@ -231,7 +224,9 @@ class Bench:
         flops = op.matmuls * 2 * shape.m * shape.k * shape.n / self.size
         burst = max(2, min(8, int(BURST_S / (flops / FLOPS))))
         left = SHAPE_S - (time.monotonic() - began)
-        found = take_turns(runs, self.device, rounds=self.rounds, burst=burst, limit_s=left)
+        found = take_turns_on_ranks(
+            runs, self.device, rounds=self.rounds, burst=burst, limit_s=left
+        )
         said = {method: self.said_of(method, fd, inputs) for method, fd in ours.items()}
         self.report(name, shape, found, said, burst)
 
@@ -330,7 +325,9 @@ class Bench:
         """Emits summary rows for each of our methods, over groups of operations."""
         for ops in (("ag", "rs"), ("ag",), ("rs",), ("ar",), ("mlp",)):
             for method in OURS:
-                rows = [r for r in self.rows if r.get("op") in ops and r.get("method") == method]
+                rows = [
+                    r for r in self.lines.rows if r.get("op") in ops and r.get("method") == method
+                ]
                 rows = [r for r in rows if "ms" in r]
                 if rows:
                     self.emit(summary="+".join(ops), method=method, **summary_of(rows))

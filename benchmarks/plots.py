@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 from xml.sax.saxutils import escape
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from page_tables import table, with_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,18 +35,6 @@ Row = dict[str, Any]
 def rows(name: str) -> list[Row]:
     """Returns the rows of a file of results."""
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-
-
-def mean(ratios: Iterable[float]) -> float:
-    """Returns the geometric mean of ratios."""
-    logs = [math.log(ratio) for ratio in ratios]
-    return math.exp(sum(logs) / len(logs))
-
-
-def table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Returns a table in Markdown; numbers are right-aligned."""
-    head = [titles, ["---", *["---:"] * (len(titles) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in head)
 
 
 # ------------------------------------------------------------------ drawing
@@ -165,15 +158,17 @@ def kernels() -> dict[str, str]:
     for dtype, found in by_dtype.items():
         cells = [ratio for ratios in found.values() for ratio in ratios]
         slow = [sum(ratio < bound for ratio in cells) for bound in (0.95, 0.85)]
-        lines.append([dtype, len(found), len(cells), f"{mean(cells):.2f}", *slow])
-    order = sorted(by_dtype["bfloat16"], key=lambda p: mean(by_dtype["bfloat16"][p]), reverse=True)
-    groups = [(p, [mean(by_dtype["bfloat16"][p])]) for p in order]
+        lines.append([dtype, len(found), len(cells), f"{geometric_mean(cells):.2f}", *slow])
+    order = sorted(
+        by_dtype["bfloat16"], key=lambda p: geometric_mean(by_dtype["bfloat16"][p]), reverse=True
+    )
+    groups = [(p, [geometric_mean(by_dtype["bfloat16"][p])]) for p in order]
     title = "Speed of generated kernels against the faster of eager torch and torch.compile"
     (ASSETS / "performance-kernels.svg").write_text(
         bars(title, [("torch's time / ours, bf16", OURS)], groups, mark=1.0, most=2.6)
     )
     titles = ["dtype", "patterns", "cells", "mean speed", "below 0.95", "below 0.85"]
-    return {"kernels": table(titles, lines)}
+    return {"kernels": table(titles, lines, numbers=True)}
 
 
 # ------------------------------------------------------------------ overlap
@@ -201,7 +196,7 @@ def overlap() -> dict[str, str]:
     title = "Time to the larger of matmul and NCCL alone, on four H200"
     (ASSETS / "performance-overlap.svg").write_text(bars(title, names, groups, mark=1.0, most=2.2))
     titles = ["M x K x N", "roof, ms", "in sequence", "async-TP", "by itself", "to the roof"]
-    return {"overlap": table(titles, lines)}
+    return {"overlap": table(titles, lines, numbers=True)}
 
 
 # ------------------------------------------------------------------ allreduces
@@ -227,7 +222,7 @@ def allreduces() -> dict[str, str]:
         cells = [times[who, gpus].get(nbytes) for gpus in (2, 4) for who in ("kernel", "nccl")]
         lines.append([f"{nbytes:,}", *("-" if us is None else f"{us:.1f}" for us in cells)])
     titles = ["bytes", "2 GPUs, us", "NCCL", "4 GPUs, us", "NCCL"]
-    return {"allreduces": table(titles, lines)}
+    return {"allreduces": table(titles, lines, numbers=True)}
 
 
 # ------------------------------------------------------------------ host time
@@ -248,18 +243,12 @@ def host_time() -> dict[str, str]:
         for case, times in found.items()
     ]
     titles = ["program", "this project", "eager", "torch.compile", "reduce-overhead", "new size"]
-    return {"host time": table(titles, lines)}
+    return {"host time": table(titles, lines, numbers=True)}
 
 
 def page(tables: dict[str, str]) -> str:
     """Returns the text of the page with new tables."""
-    found = PAGE.read_text()
-    for name, made in tables.items():
-        begin, end = f"<!-- {name}: benchmarks/plots.py -->\n", "\n<!-- -->"
-        head, is_there, rest = found.partition(begin)
-        assert is_there, f"the page has no table {name}"
-        found = f"{head}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
-    return found
+    return with_parts(PAGE.read_text(), tables, "benchmarks/plots.py")
 
 
 def main() -> None:

@@ -15,14 +15,13 @@ errors of both against torch in float32.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from turns import Lines, by_events, spread, take_turns
 
 from fuser import DataType, FusionDefinition, TensorView
 
@@ -131,25 +130,6 @@ def layer(z: Size, x: Tensor, mask: Tensor | None, p: dict[str, Tensor]) -> Tens
 
 
 # ------------------------------------------------------------------ times
-def take_turns(
-    runs: dict[str, Callable[[], object]], rounds: int, burst: int
-) -> dict[str, list[float]]:
-    """Returns the milliseconds per call of each round, by candidate."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(-2, rounds):
-        for name, run in runs.items():
-            run()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(burst):
-                run()
-            stop.record()
-            stop.synchronize()
-            if number >= 0:
-                found[name].append(start.elapsed_time(stop) / burst)
-    return found
-
-
 def error(got: Tensor, expected: Tensor) -> float:
     """Returns the relative error of a result."""
     return float((got.float() - expected).norm() / expected.norm())
@@ -188,17 +168,14 @@ def measure(name: str, z: Size, args: argparse.Namespace) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.empty_cache()
         runs = {"ours": lambda: fd.execute(given), "torch.compile": lambda: compiled(z, x, mask, p)}
-        times = take_turns(runs, args.rounds, args.burst)
-        middle = {who: statistics.median(ms) for who, ms in times.items()}
+        measures = {who: by_events(run, args.burst, before=run) for who, run in runs.items()}
+        found = take_turns(measures, rounds=args.rounds)
+        times = {who: spread(seconds) for who, seconds in found.items()}
         row["ms"] = {
-            who: {
-                "median": round(middle[who], 4),
-                "min": round(min(ms), 4),
-                "max": round(max(ms), 4),
-            }
-            for who, ms in times.items()
+            who: dict(zip(("median", "min", "max"), found.scaled("ms", 4), strict=True))
+            for who, found in times.items()
         }
-        row["ratio"] = round(middle["ours"] / middle["torch.compile"], 4)
+        row["ratio"] = round(times["ours"].median / times["torch.compile"].median, 4)
         row["limit"] = LIMIT
         row["graphs"] = fd.cuda_graphs()
     return row
@@ -213,12 +190,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append one line per mask")
     parser.add_argument("--small", action="store_true", help="a small layer on the CPU, no times")
     args = parser.parse_args()
+    lines = Lines(args.json)
     for name in args.masks.split(","):
-        line = json.dumps(measure(name, SMALL if args.small else Size(), args))
-        print(line, flush=True)
-        if args.json is not None:
-            with args.json.open("a") as file:
-                file.write(line + "\n")
+        lines.emit(measure(name, SMALL if args.small else Size(), args))
 
 
 if __name__ == "__main__":

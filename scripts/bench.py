@@ -35,20 +35,21 @@ explore: the same kernels with neighbouring scheduler parameters, to tune the he
 tune: the same kernels with the option `tune` and without, in turns, and the duration of the first
 run of each.
 
-host: time from definition to CUDA source of a 20-op fusion, on any machine.
-
 agree: the time that ranks need to agree on a call, under mpirun.
 
 cpu: the encoder layer's kinds of kernels on the CPU device, compared with torch's own op, one
 thread each, interleaved.
 
+The remaining benchmarks are run by pytest-benchmark (`benchmarks/bench_*.py`). `--only` takes names
+of cases, and the exit code is 1 where a limit is exceeded.
+
 cold: a fresh process to the first result of an encoder layer, on the GPU where there is one.
 
-lowering: time from definition to host program of deep transformers and large meshes, with its
-limits. The exit code is 1 where a limit is exceeded.
+lowering: time from definition to host program of deep transformers and large meshes.
 
-compile: time from definition to CUDA text of long programs, in phases, with its limits; on any
-machine. `--only` takes the names of its cases.
+compile: time from definition to CUDA text of long programs, in phases; on any machine.
+
+plan: CPU time of host programs with streams: op by op, a first run, a replay.
 """
 
 from __future__ import annotations
@@ -57,7 +58,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -66,17 +66,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import attention_cells
 import library_cells
-import torch
-from cold_start import bench_cold
-from compile_time import SCHEDULES, bench_compile
+from benchmark_lines import run_benchmarks
+from compile_time import SCHEDULES
 from kernel_cells import DTYPES, Cell, Plan, measure_all
-from kernel_patterns import MAIN, PATTERNS, Operand, define, quack_peer
+from kernel_patterns import MAIN, PATTERNS, quack_peer
 from kernel_patterns.library import LIBRARY
 from kernel_summary import is_wrong, read_rows, summarise
 from kernel_timing import Replay, set_count, time_interleaved, timer
-from lowering_time import bench_lowering
+from turns import Lines, by_clock, spread, take_turns
 
 from fuser import FusionDefinition
 from fuser.support.errors import FuserError, KernelError
@@ -177,21 +179,6 @@ def kernel_copy(m: int, n: int, dtype: str, device: str) -> dict[str, Any]:
         "us": us,
         "GBps": nbytes / min(us.values()) / 1e3,
     }
-
-
-class Lines:
-    """Writes measurements as they are made: to the terminal, and to the end of a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def emit(self, row: dict[str, Any]) -> None:
-        """Writes one measurement."""
-        line = json.dumps(row)
-        print(line, flush=True)
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(line + "\n")
 
 
 def time_copies(
@@ -421,49 +408,6 @@ def bench_tune(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# ------------------------------------------------------------------ host
-def twenty_ops(fd: FusionDefinition, x: Any, y: Any) -> Any:
-    """Defines a chain of 20 pointwise ops."""
-    value = x
-    for i in range(20):
-        step = (fd.ops.tanh, lambda v: fd.ops.mul(v, 1.5), lambda v: fd.ops.add(v, y))[i % 3]
-        value = step(value)
-    return value
-
-
-def bench_host(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times definition to CUDA source of a 20-op fusion: warm process, median of 9."""
-    del args
-    from fuser.kernels.executor import FusedKernelExecutor
-    from fuser.passes.concretize import concretize
-    from fuser.passes.fusion_passes import run_passes
-    from fuser.support.device import H200
-    from hostir.runtime.inputs import InputBinder
-
-    inputs = [torch.empty(64, 96, dtype=torch.bfloat16) for _ in range(2)]
-    out = torch.empty(64, 96)
-    times: list[float] = []
-    for _ in range(11):
-        began = time.perf_counter()
-        fd = define(twenty_ops, [Operand((64, 96), torch.bfloat16)] * 2)
-        sizes = InputBinder(fd.fusion).bind(inputs, inputs[0].device)
-        fusion, _ = concretize(fd.fusion, {s: int(v) for s, v in sizes.items()})
-        run_passes(fusion)
-        executor = FusedKernelExecutor(fusion, scheduler="pointwise", name="kernel", device=H200)
-        launch = executor.bind(inputs, [out], sizes={s: int(v) for s, v in sizes.items()})
-        times.append((time.perf_counter() - began) * 1e3)
-        assert launch is not None and "__global__" in launch[0].kernel.source.text
-    row = {
-        "bench": "host",
-        "what": "definition to CUDA source, 20 ops",
-        "ms": round(statistics.median(times[2:]), 2),
-        "ms_min": round(min(times[2:]), 2),
-        "ms_max": round(max(times[2:]), 2),
-    }
-    print(json.dumps(row))
-    return [row]
-
-
 # ------------------------------------------------------------------ CPU kernels
 def _softmax(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x * 32**-0.5 + mask, -1)
@@ -505,21 +449,17 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
             fd.add_output(build(fd, *tensors))
         inputs = [torch.randn(s) for s in shapes]
         torch.testing.assert_close(fd.execute(inputs)[0], peer(*inputs), rtol=1e-4, atol=1e-5)
-        times: dict[str, list[float]] = {"ours": [], "torch": []}
         runs = {"ours": partial(fd.execute, inputs), "torch": partial(peer, *inputs)}
-        for _ in range(18):
-            for who, run in runs.items():
-                began = time.perf_counter()
-                run()
-                times[who].append((time.perf_counter() - began) * 1e3)
-        ours, theirs = (statistics.median(times[who][3:]) for who in ("ours", "torch"))
+        measures = {who: by_clock(run) for who, run in runs.items()}
+        times = take_turns(measures, rounds=15, warm_ups=3)
+        ours, theirs = (spread(times[who]).median for who in ("ours", "torch"))
         row = {
             "bench": "cpu",
             "kernel": name,
             "shapes": shapes,
             "launches": fd.fec.statistics()["kernels"],
-            "ours_ms": round(ours, 3),
-            "torch_ms": round(theirs, 3),
+            "ours_ms": round(ours * 1e3, 3),
+            "torch_ms": round(theirs * 1e3, 3),
             "ratio": round(ours / theirs, 2),
         }
         print(json.dumps(row), flush=True)
@@ -543,17 +483,12 @@ def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
         "message": lambda: communicator.agree(None, b"digest"),
         "alone": lambda: run_agreed(communicator, (), lambda: (signature, (), list[object])),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(40):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            for _ in range(200):
-                way()
-            times[name].append((time.perf_counter() - start) / 200 * 1e6)
+    measures = {name: by_clock(way, 200) for name, way in ways.items()}
+    times = {name: spread(s) for name, s in take_turns(measures, rounds=40, warm_ups=0).items()}
     if communicator.rank():
         return []
     rows = [
-        {"bench": "agree", "way": name, "min_us": min(t), "median_us": statistics.median(t)}
+        {"bench": "agree", "way": name, "min_us": t.least * 1e6, "median_us": t.median * 1e6}
         for name, t in times.items()
     ]
     for row in rows:
@@ -612,6 +547,14 @@ def is_behind(rows: Sequence[dict[str, Any]]) -> bool:
     )
 
 
+def bench_by_pytest(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs the benchmarks of a file by pytest-benchmark, and prints a line for each."""
+    rows = run_benchmarks(name, args.only)
+    for row in rows:
+        print(json.dumps(row))
+    return rows
+
+
 BENCHES = {
     "library": bench_library,
     "agree": bench_agree,
@@ -621,11 +564,8 @@ BENCHES = {
     "launches": bench_launches,
     "explore": bench_explore,
     "tune": bench_tune,
-    "host": bench_host,
     "cpu": bench_cpu,
-    "compile": lambda args: bench_compile(args.only),
-    "lowering": lambda args: bench_lowering(args.only),
-    "cold": lambda args: bench_cold("cuda" if torch.cuda.is_available() else "cpu"),
+    **{name: partial(bench_by_pytest, name) for name in ("compile", "lowering", "cold", "plan")},
 }
 
 

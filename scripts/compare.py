@@ -1,155 +1,146 @@
-"""Times the kernels of two checkouts in turns, on one GPU.
+"""Runs a measurement with this checkout's product and with another's, in turns, and compares them.
 
-`python scripts/compare.py OTHER_CHECKOUT [--json FILE] [--shapes 16384x8192,...]`
+    python scripts/compare.py OTHER_CHECKOUT [--turns 5] [--json FILE] -- COMMAND ARGUMENTS
+    python scripts/compare.py ../before -- scripts/bench.py lowering --only "transformer 8"
+    python scripts/compare.py ../before -- benchmarks/host_time.py --no-peer
+    python scripts/compare.py ../before -- mpirun -np 2 benchmarks/allreduce_time.py
 
-One worker process per checkout captures the calls of a program in a CUDA graph, as `bench.py` does.
-The graphs are replayed in turns. Reported per program are the median, minimum and maximum of 25
-ratios (this checkout's time over the other's), and at the end the geometric mean of the medians.
+The command is any that appends its measurements to the file of `--json`, a JSON line each. The
+scripts are those of this checkout in every run; PYTHONPATH decides which product they measure. A
+first turn, which compiles kernels, is left out.
+
+Reported for each time of each line are the median, the smallest and the largest ratio over the
+turns: this checkout's time over the other's. The last line has their geometric mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-SHAPES = ((16384, 8192), (32768, 1024), (8192, 1536), (4096, 4096))
-TURNS, WARM_UPS = 25, 5
+ROOT = Path(__file__).resolve().parents[1]
+# Fields of lines that are times of this project: values, or `ours` of several candidates.
+TIMES = ("s", "ms", "us", "ours_ms", "median_us", "eager_us", "device_us", "us_calls")
+LABELS = (
+    *("bench", "what", "case", "who", "way", "op", "pattern", "mode", "direction", "kernel"),
+    *("method", "form", "mask", "dtype", "shape", "nbytes", "ranks"),
+)
+Key = tuple[str, ...]
 
 
-# ------------------------------------------------------------------ programs
-def softmax(fd: Any, x: Any) -> Any:
-    """Defines softmax of a bfloat16 matrix."""
-    from fuser import DataType
-
-    ops = fd.ops
-    wide = ops.cast(x, DataType.Float)
-    e = ops.exp(ops.sub(wide, ops.max(wide, dims=[1], keepdim=True)))
-    return ops.cast(ops.div(e, ops.sum(e, dims=[1], keepdim=True)), DataType.BFloat16)
-
-
-def layer_norm_alone(fd: Any, x: Any) -> Any:
-    """Defines a layer norm without weights of a bfloat16 matrix."""
-    from fuser import DataType
-
-    ops = fd.ops
-    wide = ops.cast(x, DataType.Float)
-    var, mean = ops.var_mean(wide, [1], 0, True)
-    normal = ops.mul(ops.sub(wide, mean), ops.rsqrt(ops.add(var, 1e-5)))
-    return ops.cast(normal, DataType.BFloat16)
+def times_of(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yields the times of a line: the name of the field, and our time."""
+    for name in TIMES:
+        value = row.get(name)
+        if isinstance(value, dict):
+            value = value.get("ours")
+        if isinstance(value, dict):
+            value = value.get("median")
+        if isinstance(value, list):
+            value = value[0]
+        if isinstance(value, int | float):
+            yield name, value
 
 
-def column_max(fd: Any, x: Any) -> Any:
-    """Defines the maximum of each column."""
-    return fd.ops.max(x, dims=[0])
+def keyed(rows: Sequence[dict[str, Any]]) -> dict[Key, float]:
+    """Returns the times of lines, by the labels of their lines and the names of their fields."""
+    found: dict[Key, float] = {}
+    for row in rows:
+        labels = [f"{name}={row[name]}" for name in LABELS if row.get(name) not in (None, "")]
+        for name, value in times_of(row):
+            found[(*labels, name)] = value
+    return found
 
 
-def programs() -> dict[str, Callable[..., Any]]:
-    """Returns the definitions by name: the main ones of `bench.py` and three more."""
-    import bench
-
-    found: dict[str, Callable[..., Any]] = {n: bench.PATTERNS[n].build for n in bench.MAIN}
-    return {
-        **found,
-        "softmax": softmax,
-        "layer_norm_alone": layer_norm_alone,
-        "column_max": column_max,
-    }
-
-
-# ------------------------------------------------------------------ one checkout
-def work() -> None:
-    """Answers requests, one JSON line each: a program and shape to prepare, or a replay."""
-    import bench
-    import torch
-
-    replay: Any = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request is None:
-            replay.run()
-            print(json.dumps(replay.seconds.pop()), flush=True)
-            continue
-        name, (m, n) = request
-        known = bench.PATTERNS.get(name)
-        dtype = torch.bfloat16
-        operands = known.operands(m, n, dtype) if known else [bench.Operand((m, n), dtype)]
-        nbytes = known.nbytes(m, n, dtype) if known else 4 * m * n
-        torch.manual_seed(0)
-        sets = [tuple(o.make("cuda") for o in operands) for _ in range(bench.set_count(nbytes))]
-        fd = bench.define(programs()[name], operands)
-        replay = None
-        torch.cuda.empty_cache()
-        replay = bench.Replay(lambda *a, fd=fd: fd.execute(a), sets)
-        print(json.dumps(fd.fec.statistics()["kernels"]), flush=True)
+def command_of(words: Sequence[str], file: Path) -> list[str]:
+    """Returns a command in which scripts of this checkout have the interpreter before them."""
+    command: list[str] = []
+    for word in words:
+        if word.endswith(".py") and (ROOT / word).is_file():
+            if not Path(command[-1] if command else "").name.startswith("python"):
+                command.append(sys.executable)
+            word = str(ROOT / word)
+        command.append(word)
+    return [*command, "--json", str(file)]
 
 
-class Worker:
-    """The worker process of one checkout."""
+def run(words: Sequence[str], product: Path, folder: Path) -> dict[Key, float]:
+    """Returns the times of a command with the product of a checkout.
 
-    def __init__(self, checkout: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--work"],
-            env={**os.environ, "PYTHONPATH": str(checkout)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+    Raises:
+        SystemExit: the command measured nothing.
+    """
+    file = Path(tempfile.mkstemp(dir=folder)[1])
+    command = command_of(words, file)
+    env = {**os.environ, "PYTHONPATH": str(product)}
+    done = subprocess.run(command, env=env, stdout=sys.stderr, check=False)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    if not (found := keyed(rows)):
+        raise SystemExit(
+            f"with {product}, exit code {done.returncode} and no times: {shlex.join(command)}"
         )
-
-    def ask(self, request: object) -> Any:
-        """Returns the answer to one request."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended: {request}")
-        return json.loads(line)
+    return found
 
 
-def main() -> int:
-    """Compares the two checkouts, and prints a row for each program and shape."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", nargs="?", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--shapes", default=",".join(f"{m}x{n}" for m, n in SHAPES))
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.work:
-        work()
-        return 0
-    mine, other = Worker(Path(__file__).resolve().parents[1]), Worker(args.other.resolve())
+def compared(turns: Sequence[tuple[dict[Key, float], dict[Key, float]]]) -> list[dict[str, Any]]:
+    """Returns a line for each time that all runs have, and one for all of them.
+
+    A time of 0 is left out.
+    """
+    keys = [k for k in turns[0][0] if all(run.get(k) for turn in turns for run in turn)]
     rows: list[dict[str, Any]] = []
-    for name in programs():
-        for shape in ([int(v) for v in s.split("x")] for s in args.shapes.split(",")):
-            kernels = [w.ask([name, shape]) for w in (mine, other)]
-            pairs = [(mine.ask(None), other.ask(None)) for _ in range(WARM_UPS + TURNS)][WARM_UPS:]
-            ratios = [a / b for a, b in pairs]
-            row = {
+    for key in keys:
+        ratios = [ours[key] / others[key] for ours, others in turns]
+        medians = [statistics.median(run[key] for run in runs) for runs in zip(*turns, strict=True)]
+        rows.append(
+            {
                 "bench": "compare",
-                "program": name,
-                "shape": shape,
-                "kernels": kernels,
-                "us": [round(statistics.median(t) * 1e6, 2) for t in zip(*pairs, strict=True)],
+                "of": " ".join(key),
+                "times": [round(t, 4) for t in medians],
                 "ratio": round(statistics.median(ratios), 4),
                 "ratio_min": round(min(ratios), 4),
                 "ratio_max": round(max(ratios), 4),
             }
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    mean = math.exp(statistics.fmean(math.log(r["ratio"]) for r in rows))
-    worst = max(r["ratio"] for r in rows)
-    rows.append({"bench": "compare", "geomean": round(mean, 4), "worst": worst})
-    print(json.dumps(rows[-1]), flush=True)
-    if args.json:
-        args.json.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        )
+    every = [row["ratio"] for row in rows]
+    mean = round(statistics.geometric_mean(every), 4) if every else None
+    worst = max(every, default=None)
+    return [*rows, {"bench": "compare", "times": len(every), "geomean": mean, "worst": worst}]
+
+
+def main() -> int:
+    """Compares the two checkouts, and prints the lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="append the lines to this file")
+    parser.add_argument("command", nargs="+", help="the measurement, after --")
+    args = parser.parse_args()
+    products = ROOT, args.other.resolve()
+    if not (products[1] / "fuser").is_dir():
+        parser.error(f"{args.other} is no checkout of this project")
+    with tempfile.TemporaryDirectory() as folder:
+        turns = [
+            tuple(run(args.command, product, Path(folder)) for product in products)
+            for _ in range(args.turns + 1)
+        ]
+    lines = compared([(ours, others) for ours, others in turns[1:]])
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    print(text, end="", flush=True)
+    if args.json is not None:
+        with args.json.open("a", encoding="utf-8") as file:
+            file.write(text)
     return 0
 
 

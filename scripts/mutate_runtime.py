@@ -24,7 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("fuser", "hostir", "multidevice", "tests", "tools", "scripts", "pyproject.toml")
+COPIED = (
+    "fuser",
+    "hostir",
+    "multidevice",
+    "tests",
+    "tools",
+    "scripts",
+    "benchmarks",
+    "pyproject.toml",
+)
 LIMIT_S = 400
 # How long processes have to end after SIGTERM.
 GRACE_S = 3

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import bench_streams as bench
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import stream_time as bench
 from matmul_pairs import X
 
 from fuser import DataType, multidevice
@@ -42,7 +42,7 @@ from multidevice.sharding.queries import local_sizes
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BF16 = DataType.BFloat16
-# Measurements of bench_streams.py and overlap_time.py, over NCCL and peer copies.
+# Measurements of stream_time.py and overlap_time.py, over NCCL and peer copies.
 FILES = ("h200x2_streams", "h200x2_auto", "h200x4_streams", "h200x2_overlap", "h200x4_overlap")
 # 4 GPUs, ms: op, M, K, N: matmul, NCCL, both in sequence; copy engines (None: not measured).
 FOUR: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] = {
@@ -64,7 +64,7 @@ FOUR: dict[tuple[str, int, int, int], tuple[float, float, float, float | None]] 
 def lowered(
     op: str, form: str, params: LowerParams, d: int, m: int, k: int, n: int
 ) -> HostIrContainer:
-    """Returns the program that bench_streams would run; its inputs are never written."""
+    """Returns the program that stream_time would run; its inputs are never written."""
 
     def build() -> HostIrContainer:
         fd, x, w, _ = bench.OPS[op].define(form, d, m, k, n, BF16)

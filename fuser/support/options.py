@@ -18,6 +18,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
+import platformdirs
+
 from fuser.support.arguments import Mismatch, list_items, show
 from fuser.support.errors import OptionError, warn
 
@@ -316,9 +318,10 @@ def cache_dir() -> Path:
         OptionError: the path begins with an unknown home folder.
     """
     text = VARIABLES["FUSER_CACHE_DIR"].text()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path(f"{base}/fuser-hostir" if text is None else text).expanduser()
+        if text is None:
+            return platformdirs.user_cache_path("fuser-hostir", appauthor=False).expanduser()
+        return Path(text).expanduser()
     except RuntimeError as error:
         given = "FUSER_CACHE_DIR is not set" if text is None else f"FUSER_CACHE_DIR={text!r}"
         raise OptionError(f"{given}: {error}") from None

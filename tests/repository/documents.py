@@ -36,6 +36,7 @@ from typing import Any
 from hostir.tools.cli import main
 from tests.support.jobs import MPIRUN, ROOT
 from tests.support.limits import HANG_S
+from tests.support.printed_lines import missing_lines
 
 PAGES = (
     "README.md",
@@ -124,7 +125,7 @@ def walk(page: str, folder: Path) -> str:
             _change(block, folder)
         elif block.language == "text" and not block.why_not:
             written = "".join(p.read_text() for p in folder.glob("*.txt"))
-            missing = _missing(block.text, f"{printed}\n{written}".replace(f"{folder}/", ""))
+            missing = missing_lines(block.text, f"{printed}\n{written}".replace(f"{folder}/", ""))
             assert not missing, f"{page}, line {block.line}: nothing printed {missing}\n{printed}"
         elif block.is_run and block.language == "bash":
             printed += "".join(out for _, out in run_commands(block, folder))
@@ -135,20 +136,6 @@ def walk(page: str, folder: Path) -> str:
         elif block.is_run:
             printed += run_python(block, names)
     return printed
-
-
-def _missing(shown: str, printed: str) -> list[str]:
-    """Returns the lines of a text that were not printed; none if it was printed as a whole."""
-    if " ".join(shown.split()) in " ".join(printed.split()):
-        return []
-    lines = {" ".join(line.split()) for line in printed.splitlines()}
-    words = {line: " ".join(line.split()) for line in shown.splitlines() if line}
-    return [
-        line
-        for line, text in words.items()
-        if text not in lines
-        and not (text.endswith(" ..") and any(found.startswith(text[:-3]) for found in lines))
-    ]
 
 
 def _change(block: Block, folder: Path) -> None:

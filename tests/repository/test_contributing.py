@@ -114,7 +114,16 @@ def insert(file: Path, anchor: str, text: str) -> None:
 def tree(tmp_path: Path) -> Path:
     """Copies the tracked files of packages, tests, scripts and docs."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("fuser", "multidevice", "hostir", "tests", "tools", "scripts", "docs"):
+    for name in (
+        "fuser",
+        "multidevice",
+        "hostir",
+        "tests",
+        "tools",
+        "scripts",
+        "benchmarks",
+        "docs",
+    ):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.repository.documents import (
     walk,
 )
 from tests.support.jobs import MPIRUN
+from tests.support.printed_lines import missing_lines
 
 _ALL = [block for page in PAGES for block in blocks(page)]
 # The worked examples are performed on a copy of the tree, by test_contributing.
@@ -131,10 +131,6 @@ inputs = [torch.randn(4, 64), torch.randn(4, 16), torch.randn(16, 8), torch.rand
 }
 
 
-def _lines(printed: str, folder: Path) -> list[str]:
-    return printed.replace(f"{folder}/", "").splitlines()
-
-
 def _prints_a_definition(printed: str, folder: Path) -> None:
     assert "make_tensor((2, 3), dtype=torch.float32, device='cpu')" in printed
 
@@ -165,14 +161,10 @@ SHOWN = (
 
 def _assert_shown(page: str, section: str, printed: str, folder: Path) -> None:
     """Asserts that the programs of a section printed each line of its text blocks."""
-    lines = [line.strip() for line in _lines(printed, folder)]
     for block in _ALL:
-        if (block.page, block.section, block.language) != (page, section, "text"):
-            continue
-        for shown in filter(None, map(str.strip, block.text.splitlines())):
-            pattern = re.escape(shown).replace(re.escape(".."), ".*")
-            is_found = any(re.fullmatch(pattern, line) for line in lines)
-            assert is_found, f"{page}, line {block.line}: nothing prints {shown}\n{printed}"
+        if (block.page, block.section, block.language) == (page, section, "text"):
+            missing = missing_lines(block.text, printed.replace(f"{folder}/", ""))
+            assert not missing, f"{page}, line {block.line}: nothing prints {missing}\n{printed}"
 
 
 @pytest.mark.parametrize("block", _ALL, ids=lambda b: f"{b.page}:{b.line}")

@@ -59,7 +59,8 @@ def test_name_license_and_dependencies(project: dict[str, Any]) -> None:
     assert about["license"] == "BSD-3-Clause"
     assert (REPOSITORY / "LICENSE").read_text().startswith("BSD 3-Clause License")
     assert about["requires-python"] == ">=3.11"
-    assert sorted(item.split(">")[0] for item in about["dependencies"]) == ["numpy", "torch"]
+    names = sorted(item.split(">")[0] for item in about["dependencies"])
+    assert names == ["numpy", "platformdirs", "torch"]
     assert set(about["optional-dependencies"]) == {
         "mpi", "cu12", "cu13", "nvrtc", "test", "demo",
     }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 
 import pytest
@@ -32,11 +31,6 @@ def test_the_page_shows_the_recorded_results(
     assert drawn == sorted(path.name for path in assets.glob("performance-*.svg"))
     for name in drawn:
         assert (tmp_path / name).read_text() == (assets / name).read_text(), name
-
-
-def test_mean_is_geometric() -> None:
-    assert math.isclose(plots.mean([0.5, 2.0]), 1.0)
-    assert math.isclose(plots.mean([1.0, 4.0]), 2.0)
 
 
 def test_bars_are_as_long_as_their_values() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lowering_time import Case, define_transformer, lower_case
 from fuser import ops
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.ops.nodes import BinaryOp
 from fuser.passes import merge_groups
 from fuser.passes.merge_groups import Merger
 from fuser.schedule.registry import find_scheduler
-from scripts.lowering_time import Case, define_transformer, lower_case
 from tests.support.segmented_fusions import check_values, cut, fusion_of
 from tools.fuzz.runner import define
 from tools.fuzz.single import generate

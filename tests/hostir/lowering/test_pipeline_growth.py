@@ -11,6 +11,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lowering_time import (
+    HIDDEN,
+    WIDE,
+    Builder,
+    Case,
+    define_reshardings,
+    define_transformer,
+    lower_case,
+)
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.fusion import TensorView
@@ -20,15 +29,6 @@ from hostir.ir.parser import parse
 from hostir.lowering import pipeline
 from multidevice.sharding import placement, queries
 from multidevice.sharding.passes import localize
-from scripts.lowering_time import (
-    HIDDEN,
-    WIDE,
-    Builder,
-    Case,
-    define_reshardings,
-    define_transformer,
-    lower_case,
-)
 
 
 def count_steps(run: Callable[[], object]) -> int:

@@ -95,7 +95,7 @@ def test_views_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_first_result_imports_no_compiler_of_torch() -> None:
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "cold_start.py"), "cpu"],
+        [sys.executable, str(REPOSITORY / "benchmarks" / "cold_start.py"), "cpu"],
         env={"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -18,13 +18,13 @@ torch's by more than rounding.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from kernel_timing import Replay, time_interleaved
+from turns import Run, by_events, spread, take_turns
 
 from fuser import DataType, FusionDefinition, TensorView
 
@@ -189,28 +189,17 @@ def errors(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]
 
 
 # ------------------------------------------------------------------ times
-def by_calls(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+def by_calls(runs: dict[str, Run]) -> dict[str, float]:
     """Returns median microseconds per call of each side, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(-2, ROUNDS):
-        for name, run in runs.items():
-            run()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(CALLS):
-                run()
-            stop.record()
-            stop.synchronize()
-            if number >= 0:
-                found[name].append(start.elapsed_time(stop) * 1e3 / CALLS)
-    return {name: round(statistics.median(us), 2) for name, us in found.items()}
+    measures = {name: by_events(run, CALLS, before=run) for name, run in runs.items()}
+    found = take_turns(measures, rounds=ROUNDS)
+    return {name: spread(seconds).scaled("us")[0] for name, seconds in found.items()}
 
 
-def by_graphs(runs: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+def by_graphs(runs: dict[str, Run], calls: int) -> dict[str, float]:
     """Returns median microseconds per call of each side, of replayed graphs, in turns."""
-    replays = [Replay(run, [()] * calls) for run in runs.values()]
-    spreads = time_interleaved(replays)
-    return {name: round(s[0] * 1e6, 2) for name, s in zip(runs, spreads, strict=True)}
+    spreads = time_interleaved([Replay(run, [()] * calls) for run in runs.values()])
+    return {name: s.scaled("us")[0] for name, s in zip(runs, spreads, strict=True)}
 
 
 def ratio(us: dict[str, float]) -> float:
@@ -230,7 +219,7 @@ def measure(z: Shape, mode: str, direction: str, device: str, *, beside: bool) -
     }
     expected = expected_of(z, mode, given)
     added = [t for t in given[4:] if t is not None]
-    runs: dict[str, Callable[[], object]]
+    runs: dict[str, Run]
     if direction == "forward":
         fd = define_forward(z, mode)
         read = [*given[:3], *added]

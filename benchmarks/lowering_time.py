@@ -1,6 +1,6 @@
-"""Times definition to host program of deep transformers and large meshes, for `bench.py lowering`.
+"""Times definition to host program of deep transformers and large meshes, for `bench_lowering.py`.
 
-python scripts/lowering_time.py CASE    measures one case in this process, prints one JSON object
+python benchmarks/lowering_time.py CASE    measures one case in this process, prints one JSON object
 
 No rank runs anything: one process lowers the program of a mesh of any size. Times are CPU seconds
 of the process, which other processes lengthen less than wall time.
@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from time import thread_time
 from typing import Any, NamedTuple
 
 HIDDEN, HEADS, WIDE = 256, 16, 1024
 # The value of symbolic extents; no tensor of this size is allocated.
 SIZE = 1 << 14
-REPEATS = 3
 
 
 # ------------------------------------------------------------------ programs
@@ -269,57 +265,6 @@ def measure(name: str) -> dict[str, Any]:
     seconds, text = lower_case(case, case.layers)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return {"seconds": seconds, "characters": len(text), "digest": digest}
-
-
-# ------------------------------------------------------------------ the table
-def run_fresh(script: str, *arguments: str, **environment: str) -> dict[str, Any]:
-    """Runs a script in a new process and returns the JSON object that it prints last."""
-    done = subprocess.run(
-        [sys.executable, script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{Path(script).name} {' '.join(arguments)}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def bench_lowering(only: str = "") -> list[dict[str, Any]]:
-    """Returns a row per case with medians over fresh processes, and the ratios of pairs of cases.
-
-    Each row says whether it is within its limit.
-    """
-    rows: list[dict[str, Any]] = []
-    totals: dict[str, float] = {}
-
-    def emit(**row: Any) -> None:
-        rows.append({"bench": "lowering", **row})
-        print(json.dumps(rows[-1]), flush=True)
-
-    for name in [n for n in CASES if not only or n in only.split(",")]:
-        runs = [run_fresh(__file__, name) for _ in range(REPEATS)]
-        runs.sort(key=lambda r: sum(r["seconds"].values()))
-        every, median = [sum(r["seconds"].values()) for r in runs], runs[REPEATS // 2]
-        totals[name], bar = every[REPEATS // 2], CASES[name].bar_s
-        emit(
-            case=name,
-            s=round(totals[name], 3),
-            s_min=round(every[0], 3),
-            s_max=round(every[-1], 3),
-            bar_s=bar,
-            is_kept=bar is None or totals[name] <= bar,
-            **{f"{phase}_s": round(s, 3) for phase, s in median["seconds"].items()},
-            characters=median["characters"],
-            digest=median["digest"],
-        )
-    for (more, fewer), bar in RATIOS.items():
-        if more in totals and fewer in totals:
-            times = totals[more] / totals[fewer]
-            emit(case=f"{more} / {fewer}", times=round(times, 2), bar=bar, is_kept=times <= bar)
-    return rows
 
 
 if __name__ == "__main__":

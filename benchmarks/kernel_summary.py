@@ -7,7 +7,6 @@ ours. QuACK's ratio is reported separately.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -41,7 +40,7 @@ def is_wrong(row: Row) -> bool:
 
 def geomean(values: Iterable[float]) -> float:
     """Returns the geometric mean, with 4 decimals."""
-    return round(math.exp(statistics.fmean(map(math.log, values))), 4)
+    return round(statistics.geometric_mean(values), 4)
 
 
 def _name(row: Row) -> str:

@@ -1,6 +1,6 @@
 """Allgather + linear, and linear + reduce-scatter, in steps over streams, on the GPUs of a job.
 
-mpirun -np 2 python scripts/bench_streams.py [--op rs] [--json FILE] [--m 8192 --k 8192 --n 28672]
+mpirun -np 2 python benchmarks/stream_time.py [--op rs] [--json FILE] [--m 8192 --k 8192 --n 28672]
     [--forms unchunked,auto,copies]
 
 The steps are compared with the unchunked programs. There are two operations:
@@ -30,7 +30,6 @@ largest round.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -39,10 +38,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from matmul_pairs import Defined, define_gather, define_scatter
-from turns import take_turns
+from turns import Lines, take_turns_on_ranks
 
 from fuser import DataType, multidevice
 from fuser.multidevice import Communicator
@@ -207,8 +204,9 @@ def main() -> None:
     if args.cpu:
         print(f"rank {rank}: {len(runs)} forms agree")
         return
-    found = take_turns(runs, device, rounds=ROUNDS, burst=BURST)
+    found = take_turns_on_ranks(runs, device, rounds=ROUNDS, burst=BURST)
     base = statistics.median(found["unchunked"].ms)
+    lines = Lines(args.json, rank=rank)
     for name, times in found.items():
         row = {
             "bench": "streams",
@@ -219,11 +217,7 @@ def main() -> None:
             **times.row(),
             "to_unchunked": round(statistics.median(times.ms) / base, 3),
         }
-        if rank == 0:
-            print(json.dumps(row), flush=True)
-            if args.json:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+        lines.emit(row)
 
 
 if __name__ == "__main__":

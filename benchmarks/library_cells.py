@@ -7,20 +7,18 @@ where torch's time is at least 0.97 of ours, or ours is at most 2 us more.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from kernel_patterns.library import LIBRARY, LibraryRow
+from turns import Run, Spread, clock_of, spread, take_turns
 
 from fuser import FusionDefinition
 
 CALLS, REPEATS, WARM_UPS = 10, 9, 20
 LEAST_RATIO, MOST_US = 0.97, 2.0
 Row = dict[str, Any]
-Run = Callable[[], object]
 
 
 def is_even(ours_us: float, torch_us: float) -> bool:
@@ -28,32 +26,11 @@ def is_even(ours_us: float, torch_us: float) -> bool:
     return torch_us / ours_us >= LEAST_RATIO or ours_us - torch_us <= MOST_US
 
 
-def _timed(runs: dict[str, Run], calls: int) -> dict[str, list[float]]:
-    """Returns the microseconds per call of each repeat; each run makes `calls` calls."""
-    found: dict[str, list[float]] = {who: [] for who in runs}
-    for _ in range(REPEATS):
-        for who, run in runs.items():
-            if torch.cuda.is_available():
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                start.record()
-                run()
-                stop.record()
-                stop.synchronize()
-                found[who].append(start.elapsed_time(stop) * 1e3 / calls)
-            else:
-                began = time.perf_counter()
-                run()
-                found[who].append((time.perf_counter() - began) * 1e6 / calls)
-    return found
-
-
-def _many(call: Run) -> Run:
-    def run() -> None:
-        for _ in range(CALLS):
-            call()
-
-    return run
+def _timed(runs: dict[str, Run], calls: int, *, device: str, made: int = 1) -> Row:
+    """Returns the summary of the times of runs; each run makes `made` calls."""
+    measures = {who: clock_of(device)(run, calls) for who, run in runs.items()}
+    found = take_turns(measures, rounds=REPEATS, warm_ups=0)
+    return _summary({who: spread(s / made for s in seconds) for who, seconds in found.items()})
 
 
 def _captured(call: Run) -> Run:
@@ -68,11 +45,8 @@ def _captured(call: Run) -> Run:
     return graph.replay
 
 
-def _summary(times: dict[str, list[float]]) -> Row:
-    row: Row = {}
-    for who, found in times.items():
-        median, least, most = statistics.median(found), min(found), max(found)
-        row[who] = [round(x, 2) for x in (median, least, most)]
+def _summary(times: dict[str, Spread]) -> Row:
+    row: Row = {who: found.scaled("us") for who, found in times.items()}
     if "torch" in row:
         ours, theirs = row["ours"][0], row["torch"][0]
         row["ratio"], row["is_even"] = round(theirs / ours, 3), is_even(ours, theirs)
@@ -98,13 +72,13 @@ def measure(name: str, shape: Sequence[int], dtype: torch.dtype, device: str) ->
     for call in calls.values():
         for _ in range(WARM_UPS):
             call()
-    row["eager_us"] = _summary(_timed({who: _many(call) for who, call in calls.items()}, CALLS))
+    row["eager_us"] = _timed(calls, CALLS, device=device)
     if device == "cuda":
         try:
             replays = {who: _captured(call) for who, call in calls.items()}
             for replay in replays.values():
                 replay()
-            row["device_us"] = _summary(_timed(replays, CALLS))
+            row["device_us"] = _timed(replays, 1, device=device, made=CALLS)
         except RuntimeError as error:
             why_not = str(error).splitlines()[0][:200]
             row["device_us"] = {"why_not": why_not, "is_even": peer is None}

@@ -7,20 +7,17 @@ and for torch's autotuning. Only host work such as compilation runs in parallel.
 from __future__ import annotations
 
 import fcntl
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from turns import Measure, Spread, by_clock, by_events, spread, take_turns
 
 REPLAYS, WARM_UPS = 15, 10
 # A delay in cycles of the GPU, about a tenth of a millisecond. Meanwhile the host enqueues a replay
 # and its events, so that they measure the GPU and not the host.
 WAIT_CYCLES = 200_000
-
-Spread = tuple[float, float, float]
 
 
 def set_count(nbytes: int) -> int:
@@ -71,11 +68,12 @@ def take_turns_at_autotuning(turn: Turn) -> None:
 
 
 class Replay:
-    """The calls of one candidate on all input sets, captured in a CUDA graph."""
+    """The calls of one candidate on all input sets, captured in a CUDA graph.
+
+    `measure` replays once and returns the seconds per call.
+    """
 
     def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
-        self.calls = len(sets)
-        self.seconds: list[float] = []
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -88,33 +86,27 @@ class Replay:
         with torch.cuda.graph(self.graph):
             # Kept alive: no output buffer is reused inside a replay.
             self.kept = [fn(*s) for s in sets]
+        measure, count = by_events(self.graph.replay, before=_delay), len(sets)
+        self.measure: Measure = lambda: measure() / count
 
-    def run(self) -> None:
-        """Replays once, and appends the seconds per call."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(WAIT_CYCLES)
-        start.record()
-        self.graph.replay()
-        stop.record()
-        stop.synchronize()
-        self.seconds.append(start.elapsed_time(stop) * 1e-3 / self.calls)
+
+def _delay() -> None:
+    torch.cuda._sleep(WAIT_CYCLES)
 
 
 class Loop:
-    """The calls of one candidate on the CPU, which has no graphs; to try the benchmark
-    itself.
+    """The calls of one candidate on the CPU, which has no graphs; to try the benchmark itself.
+
+    `measure` calls once with each set and returns the seconds per call.
     """
 
     def __init__(self, fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> None:
-        self.fn, self.sets = fn, sets
-        self.seconds: list[float] = []
+        def calls() -> None:
+            for s in sets:
+                fn(*s)
 
-    def run(self) -> None:
-        """Calls once with each set, and appends the seconds per call."""
-        began = time.perf_counter()
-        for s in self.sets:
-            self.fn(*s)
-        self.seconds.append((time.perf_counter() - began) / len(self.sets))
+        measure, count = by_clock(calls), len(sets)
+        self.measure: Measure = lambda: measure() / count
 
 
 def timer(device: str) -> type[Replay] | type[Loop]:
@@ -123,10 +115,7 @@ def timer(device: str) -> type[Replay] | type[Loop]:
 
 
 def time_interleaved(replays: Sequence[Replay | Loop]) -> list[Spread]:
-    """Returns (median, minimum, maximum) seconds per call of each, measured in turns."""
-    for i in range(WARM_UPS + REPLAYS):
-        for replay in replays:
-            if i == WARM_UPS:
-                replay.seconds.clear()
-            replay.run()
-    return [(statistics.median(r.seconds), min(r.seconds), max(r.seconds)) for r in replays]
+    """Returns the spread of the seconds per call of each, measured in turns."""
+    measures = {number: replay.measure for number, replay in enumerate(replays)}
+    found = take_turns(measures, rounds=REPLAYS, warm_ups=WARM_UPS)
+    return [spread(seconds) for seconds in found.values()]

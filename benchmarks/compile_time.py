@@ -1,6 +1,6 @@
-"""Times a definition until its CUDA text, in phases, without a compiler; for `bench.py compile`.
+"""Times a definition until its CUDA text, in phases, without a compiler; for `bench_compile.py`.
 
-python scripts/compile_time.py CASE    measures one case in this process, prints one JSON object
+python benchmarks/compile_time.py CASE    measures one case in this process, prints one JSON object
 
 It measures everything that a first `execute` does before it compiles, with the H200's schedules on
 CPU tensors. Times are CPU seconds of the process, which other processes lengthen less than wall
@@ -20,12 +20,9 @@ from contextlib import contextmanager
 from time import thread_time
 from typing import Any, NamedTuple
 
-from lowering_time import run_fresh
-
 SCHEDULES = "schedules_for(h200)"
 ROWS, COLUMNS = 64, 96
 RANKS = 2
-REPEATS = 3
 
 # The functions of each phase: (module, function). If a phase calls a function of another phase, the
 # call counts for that phase.
@@ -305,51 +302,8 @@ def measure(name: str) -> dict[str, Any]:
         text = fd.fec.program_for(inputs).full_text()
         began = thread_time()
         parse(text)
-        found["parse"] = thread_time() - began
+        found["parse_s"] = round(thread_time() - began, 4)
     return found
-
-
-# ------------------------------------------------------------------ the table
-def bench_compile(only: str = "") -> list[dict[str, Any]]:
-    """Returns the medians of fresh processes, a row per case, and one of what grows how."""
-    rows: list[dict[str, Any]] = []
-    totals: dict[str, float] = {}
-
-    def emit(**row: Any) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-
-    for name in [n for n in CASES if not only or n in only.split(",")]:
-        runs = [run_fresh(__file__, name) for _ in range(REPEATS)]
-        runs.sort(key=lambda r: sum(r["seconds"].values()))
-        every, median = [sum(r["seconds"].values()) for r in runs], runs[REPEATS // 2]
-        totals[name] = every[REPEATS // 2]
-        emit(
-            bench="compile",
-            case=name,
-            ms=round(1e3 * totals[name], 1),
-            ms_min=round(1e3 * every[0], 1),
-            ms_max=round(1e3 * every[-1], 1),
-            bar_ms=CASES[name].bar_ms,
-            **{f"{phase}_ms": round(1e3 * s, 1) for phase, s in median["seconds"].items()},
-            kernels=median["kernels"],
-            characters=median["characters"],
-            digest=median["digest"],
-        )
-        if "parse" in median:
-            lowering = totals[name] - median["seconds"]["define"]
-            emit(
-                bench="compile",
-                case=f"parse {name}",
-                ms=round(1e3 * median["parse"], 1),
-                bar_ms=round(1e3 * lowering, 1),
-            )
-    if totals.keys() >= {*GROWTH}:
-        fewer, more = (totals[name] for name in GROWTH)
-        emit(
-            bench="compile", case="growth", of=GROWTH, times=round(more / fewer, 2), bar=GROWTH_BAR
-        )
-    return rows
 
 
 if __name__ == "__main__":
