@@ -41,8 +41,8 @@ def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
     buffer axis.
 
     The result has, for each tensor axis, a tuple of triples (buffer axis, elements per index,
-    number of indices). The tuple has one triple here. It has several after a reshape that merges
-    buffer axes into one tensor axis.
+    number of indices). The tuple has one triple in this result. Only a reshape that merges buffer
+    axes into one tensor axis needs several triples.
     """
     return tuple(((k, 1, n),) for k, n in enumerate(shape))
 
@@ -54,8 +54,8 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
     `box` has the elements before the restriction. `owned` has a triple (buffer axis, elements per
     index, number of indices) for each buffer axis that the tensor axis runs over, outermost first.
     Returns the smaller box, and the triples of the restricted axis. Returns None if the remaining
-    elements do not form a box. This happens if a range of a merged axis begins and ends within
-    different indices of the outer buffer axis.
+    elements do not form a box. For example, the range may end in the middle of a row of merged
+    axes.
     """
     kept: list[tuple[int, int, int]] = []
     inside = math.prod(count for _, _, count in owned)
@@ -255,7 +255,7 @@ class TrackedBuffer:
     - `made`: the allocation, as a write; None if the caller passed the buffer.
     - `is_filled`: whether all elements are known to be written.
     - `cells`: the accesses, by box. Boxes are grouped by how they were cut from the buffer.
-    - `freed`: the op that freed the buffer; None before that.
+    - `freed`: the op that freed the buffer; None while the buffer is allocated.
     """
 
     owner: TensorView

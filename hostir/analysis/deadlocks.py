@@ -170,7 +170,7 @@ Event = PostedCollective | TransferGroup | Await
 # ------------------------------------------------------------------ rank by rank
 @dataclass(eq=False)
 class _Meeting:
-    """One collective of one team while ranks are followed one by one.
+    """One collective of one team, for the walk that follows each rank separately (`follow`).
 
     `members` are the ranks of the team. `come` maps each member that has already entered the
     collective to the op with which the member did so. `is_alike` becomes False if two members
@@ -188,8 +188,9 @@ class _Meeting:
 
 @dataclass(eq=False)
 class _Open:
-    """A group of transfers that one rank has started. `lonely` has the sends and receives that no
-    peer has matched yet, each with the index of the peer's rank."""
+    """A group of transfers that one rank has started, for the walk that follows each rank
+    separately (`follow`). `lonely` has the sends and receives that no peer has matched yet, each
+    with the index of the peer's rank."""
 
     rank: int
     group: TransferGroup
@@ -202,7 +203,7 @@ class _Open:
 
 
 class _Follower:
-    """Runs through the communications of each rank until the rank blocks or its program ends. Then
+    """Follows each rank through its communications until the rank blocks or its program ends. Then
     reports the ranks that are still blocked.
 
     `events` are the communications and waits of all ranks in program order. `judge` receives
@@ -231,8 +232,8 @@ class _Follower:
         self.brought: dict[tuple[int, int], set[tuple[TensorView, TensorView]]] = {}
 
     def run(self) -> None:
-        """Follows all ranks, passes the matched communications to the judge, and reports ranks that
-        stay blocked."""
+        """Follows all ranks through their communications, passes matched communications to the
+        judge, and reports ranks that stay blocked."""
         while self.runnable:
             i = self.runnable.popleft()
             while self.at[i] < len(self.todo[i]):
@@ -475,10 +476,10 @@ def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
 
 
 def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
-    """Follows the ranks one by one through their communications. Reports ranks that disagree, that
+    """Follows each rank separately through its communications. Reports ranks that disagree, that
     block each other, or whose transfers have no partner.
 
     `events` are the communications and waits of all ranks, in program order. The `judge` receives
-    the findings, and the matched communications, which it checks.
+    the findings and checks the matched communications.
     """
     _Follower(events, ranks, judge).run()

@@ -171,8 +171,9 @@ class Reports:
         return f"{who}: {verb} {buffer.text(use.box)}"
 
     def _elsewhere(self, to: Hashable) -> str:
-        """Returns advice that follows a missing wait, if the stream that must wait is not the
-        current one. The user must then switch to stream `to` for the wait, and back.
+        """Returns advice that is appended to the report of a missing wait, if the stream that must
+        wait is not the current stream. The user must then switch to stream `to` for the wait, and
+        back.
 
         Returns "" if `to` is the current stream.
         """
@@ -397,8 +398,12 @@ class RaceWalk(Walk[Number], Reports):
 
     def _view(self, source: BufferRegion, op: TensorOp) -> BufferRegion:
         """Returns the part of a buffer to which the result of a view op refers. `source` is the
-        part to which the op's operand refers. Axes that the view does not change stay exact, and
-        other axes become unknown."""
+        part to which the op's operand refers.
+
+        The result is exact along axes that the view does not change, and along axes of a reshape
+        that divide or merge buffer axes evenly. Along other axes, the result is all of the
+        operand's part.
+        """
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
             return source.having(sizes, tuple(reshaped(source.shape, source.axes, sizes)))

@@ -82,8 +82,8 @@ def _placements(tv: TensorView, ptype: ParallelType, axis: int) -> str:
     """Returns the placement with which the user should annotate the input `tv`, as text such as
     `Shard(0), Replicate()`.
 
-    This is the declared placement of the input, but with `axis` sharded along the mesh dimension
-    `ptype`.
+    The result is the declared placement of the input, but with `axis` sharded along the mesh
+    dimension `ptype`.
     """
     assert tv.mesh is not None, f"{tv} has no mesh"
     cuts = {c.ptype: k for k, mine in enumerate(placement(tv, DEVICE_TYPES)) for c in mine}

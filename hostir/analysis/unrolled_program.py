@@ -213,7 +213,7 @@ class Unroller(MatchingWalk):
         sites: tuple[Site, ...],
     ) -> None:
         """Does nothing. The base class checks which parts of tensors arrive, but the simulated cost
-        does not depend on them."""
+        does not depend on these parts."""
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
         """Links a send and the matching receive: each `UnrolledOp` gets the other one in its

@@ -117,11 +117,12 @@ class EachOpOnce:
     iteration, and both regions of a branch are visited."""
 
     def value(self, x: Scalar) -> None:
-        """Returns None instead of a value, because this domain evaluates no scalars."""
+        """Returns None instead of the value of a scalar, because this walk visits each op once,
+        whatever the values are."""
         return
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Does nothing, because this domain evaluates no scalars and so needs no value of a loop's
+        """Does nothing, because this walk evaluates no scalars and so needs no value of a loop's
         index."""
 
     def ranges(self, bounds: Sequence[None]) -> Iterator[range]:
@@ -389,8 +390,8 @@ class InFlight(Generic[G]):
       start.
     - `touched`: an analysis's records of the tensors that the communication reads and writes. For a
       group, these are the records of all its transfers.
-    - `site`, `note`: the op, and data of the analysis; both are set by the analysis that needs
-      them.
+    - `site`: the op that started the communication; `note`: data of the analysis. Both are None
+      unless the analysis sets a value.
     """
 
     number: int

@@ -8,7 +8,8 @@ A measurement is a burst of equal calls. On a GPU, the calls of a burst are enqu
 that waits, so that only the GPU's time is measured. A number is the lower quartile of several
 bursts. In a job, a number is that of the slowest rank. Other work on the machine therefore has
 little influence. The host's times are those of single calls without CUDA graphs. If results are
-impossible, all measurements are repeated. If they are impossible again, calibration fails.
+impossible, all measurements are repeated. Calibration fails if three attempts have impossible
+results.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ def rounded(fields: Fields) -> Fields:
 
 def known_before(device: torch.device) -> Machine:
     """Returns the machine description that an earlier calibration wrote for `device`. If there is
-    none, returns the built-in machine "h200"."""
+    none, or if its file cannot be read, returns the built-in machine "h200"."""
     file = measured_file(device)
     try:
         return machine_from_json(file.read_text(), where=str(file))

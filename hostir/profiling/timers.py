@@ -80,8 +80,8 @@ class _WatchedStep:
 
 
 class HostWatch:
-    """Times each recorded step of a program by the host's clock. This is right on a CPU, because
-    the work of a step is done when the call returns.
+    """Times each recorded step of a program by the host's clock. The host's clock suffices on a
+    CPU, because the work of a step is done when the call returns.
 
     - `ops`: the op of each step; `rounds`: the times of each run, complete after `stop`.
     - `doubts`: remarks about uncertain times.
@@ -372,7 +372,7 @@ class Activity:
     seconds of the profile's clock.
 
     `queue` is the device's name of the stream. `range` is the index of the range in which the
-    activity was launched. It is None if the activity was launched outside all ranges.
+    activity was launched, or None if it was launched outside all ranges.
     """
 
     name: str
