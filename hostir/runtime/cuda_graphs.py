@@ -159,9 +159,9 @@ class CaptureBinding(Binding):
 
 
 def _seen_as_words(memory: Any) -> memoryview:
-    """Returns the packed arguments of a kernel as 8-byte words, which are fast to copy.
+    """Returns `memory`, the packed arguments of a kernel, as 8-byte words.
 
-    `memory` is the buffer that has the arguments.
+    Such words are fast to copy.
     """
     return memoryview(memory).cast("B").cast("Q")
 

@@ -115,7 +115,7 @@ class OnlyRunTells(Exception):
 
 
 def as_step(made: Step | Closure) -> Step:
-    """Returns `made` as a step object: a plain function is wrapped in an `Action`."""
+    """Returns `made` as a step of a run: a plain function is wrapped in an `Action`."""
     return Action(made) if callable(made) else made
 
 
@@ -241,7 +241,7 @@ class Receiver(Protocol):
         ...
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Receives the reason `why` no CUDA graph can repeat the steps of this run."""
+        """Receives that no CUDA graph can repeat this run, and the reason `why` for a report."""
         ...
 
 
@@ -330,9 +330,10 @@ class Execution:
         return i
 
     def empty(self, slot: int) -> None:
-        """Drops the tensor in `slot`, unless delayed work or another tensor still uses the slot.
+        """Drops the tensor in `slot`, so that its memory can be freed.
 
-        The caller no longer needs the tensor, so its memory can be freed.
+        A slot is a position in the list of the run's values. The slot keeps its tensor if delayed
+        work or another tensor still uses the slot.
         """
         if not self.holds_work_back and slot not in self._aliased_slots:
             self.slots[slot] = None
@@ -379,7 +380,7 @@ class Execution:
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
             raise DefinitionError(
-                f"{op.name}: its emit reads the scalar {x} only once, for all later runs, but "
+                f"{op.name}: its emit reads the scalar {x} once, for all later runs, but "
                 "HAS_CONTROL_SCALARS = False declares that no scalar decides what the op does. "
                 "Pass the scalar to rt.call, which reads it in each run, or remove "
                 "HAS_CONTROL_SCALARS = False"

@@ -133,8 +133,8 @@ class Frame:
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
         """Returns a function (bytes -> memory) that allocates memory for `tv`.
 
-        Other ranks can map the memory. Memory of a recorded run is not cached, because the
-        recording happens only once.
+        Other ranks can map the memory into their processes, to read the tensor. Memory of a
+        recorded run is not cached, because the recording happens only once.
         """
         if tv in self.storage.shown:
             return self.machine.shard

@@ -134,7 +134,10 @@ class Recorder:
 
     # ------------------------------------------------------------ receiving steps
     def carry_out(self, op: Op) -> None:
-        """Carries out one op, records its steps and reports them to the listeners."""
+        """Runs one op of the program, and records its steps for later runs.
+
+        The steps are also reported to the listeners.
+        """
         self._order.follow(op)
         self._now.carry_out(op)
         if not isinstance(op, Allocate):
@@ -249,7 +252,10 @@ class Recorder:
         self._keep(assign)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Records the reason `why` no CUDA graph can repeat the plan; keeps the first reason."""
+        """Records that no CUDA graph can repeat the plan, and the reason `why` for a report.
+
+        If there are several reasons, the first is kept.
+        """
         self._why_not = self._why_not or why
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
