@@ -1,7 +1,8 @@
-"""The host program: what runs on every rank, in order, and what runs it.
+"""Host programs, which list the operations that every rank of a job runs, and the evaluator that
+runs them.
 
-Nothing is imported until a name is used. `docs/reference/host-operations.md` shows how programs
-are built by hand.
+Importing `hostir` imports no other module: each public name is imported when it is first used.
+`docs/reference/host-operations.md` shows how to build a host program by hand.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ _EXPORTS = {name: module for module, names in _MODULES.items() for name in names
 
 @cache
 def _host_ops() -> dict[str, type]:
-    """Returns all host ops by name."""
+    """Returns the classes of all host ops (operations that exist only in host programs), by class
+    name."""
     return {cls.__name__: cls for cls in import_module("hostir.ir.ops").HOST_OPS}
 
 

@@ -1,4 +1,4 @@
-"""`python -m hostir`; see `hostir.tools.cli`."""
+"""Runs the command line `python -m hostir`. The commands are defined in `hostir.tools.cli`."""
 
 import sys
 

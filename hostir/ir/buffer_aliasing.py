@@ -1,5 +1,5 @@
-"""Finds the tensors of a program that share a buffer: views, parts of tensors, and outputs that
-update an input."""
+"""Finds the tensors of a host program that share a buffer: views, parts of tensors, and outputs
+that update an input in place."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ from multidevice.sharding.streams import is_allocated_per_step
 def _unread(
     program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
 ) -> frozenset[TensorView]:
-    """Returns the results that need not be computed, of ops with several results.
+    """Returns the results that need not be computed, among the results of tensor ops with several
+    results.
 
-    No op reads such a result, the result is no output, and the result is not in `shared`.
+    Such a result is read by no op and is not an output of `program`. `ops` are all ops of the
+    program. Results in `shared`, the tensors that share a buffer, are never returned.
     """
     read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
     read.update(program.inputs, program.outputs)
@@ -40,17 +42,19 @@ def _unread(
 
 
 def _shown(tv: TensorView, shows: Mapping[TensorView, TensorView]) -> Iterator[TensorView]:
-    """Yields the tensor that `tv` is a view of, then the tensor that this tensor is a view of, and
-    so on.
+    """Follows views from `tv` to the owner of its buffer. Yields each tensor on the way, without
+    `tv` and with the owner.
 
-    `shows` maps each view to its source.
+    `shows` maps each view to the tensor of which it is a view. Nothing is yielded if `tv` owns its
+    buffer.
     """
     while tv in shows:
         yield (tv := shows[tv])
 
 
 class WholeShapes:
-    """Evaluates the shapes of the tensors that neither devices nor stream loops divide."""
+    """Evaluates the shapes of undivided tensors, which neither devices nor stream loops divide. The
+    shape of an undivided tensor is the same on all ranks and in all loop iterations."""
 
     def __init__(self, tensors: Iterable[TensorView]) -> None:
         whole = [tv for tv in tensors if not tv.domain.has_devices]
@@ -61,8 +65,10 @@ class WholeShapes:
         self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
 
     def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
-        """Returns the shape of each tensor, if symbols have these `values`. Returns {} if any
-        tensor has no valid shape."""
+        """Returns the shape of each undivided tensor. `values` binds the symbols in the extents.
+
+        Returns {} if some extent cannot be evaluated, is negative, or is not an integer.
+        """
         try:
             extents = self._extents(values)
         except (ArithmeticError, KeyError, ValueError):
@@ -74,8 +80,11 @@ class WholeShapes:
 
 @dataclass(frozen=True)
 class Storage:
-    """The tensors of a program that share buffers. A `Storage` does not change while the program
-    runs."""
+    """The buffer sharing of one host program: which tensors own a buffer, and which tensors are
+    views of others.
+
+    A `Storage` depends only on the program, so all runs of the program use the same one.
+    """
 
     tensors: tuple[TensorView, ...]
     # View, part or in-place output -> the tensor whose memory the view, part or output refers to.
@@ -102,8 +111,8 @@ class Storage:
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
-        """Finds the tensors that own buffers and the views of these tensors, from the effects of
-        the program's ops."""
+        """Computes the buffer sharing of `program` from the effects of its ops. Raises
+        `VerifyError` if a tensor is a view of itself."""
         owners = {v for v in program.inputs if isinstance(v, TensorView)}
         inputs = frozenset(owners)
         shows: dict[TensorView, TensorView] = {}
@@ -173,8 +182,8 @@ class Storage:
         return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
-        """Returns the buffer sharing of a run in which the caller passes buffers for the tensors
-        `given`."""
+        """Returns the buffer sharing of a run in which the caller passes a buffer for each of the
+        tensors `given`. The program does not allocate these tensors."""
         found = frozenset(given)
         return replace(
             self,
@@ -185,30 +194,35 @@ class Storage:
         )
 
     def shown_by(self, tv: TensorView) -> TensorView | None:
-        """Returns the tensor that `tv` is a view of; None if `tv` owns its buffer."""
+        """Returns the tensor of which `tv` is a view. Returns None if `tv` owns its buffer."""
         return self.shows.get(tv)
 
     def view(self, tv: TensorView) -> SymmetricContiguousView | None:
-        """Returns the op that made a view of several ranks' shards, if `tv` is this view or a view
-        of it. Returns None otherwise."""
+        """Returns the `SymmetricContiguousView` op behind `tv`, or None.
+
+        The op is returned for its own result (a view of several ranks' shards as one tensor), and
+        for each view of that result.
+        """
         while tv not in self.views and tv in self.shows:
             tv = self.shows[tv]
         return self.views.get(tv)
 
     @cached_property
     def shown(self) -> frozenset[TensorView]:
-        """The tensors that own a buffer which a `SymmetricContiguousView` shows to other ranks."""
+        """The tensors whose buffers other ranks can read, because a `SymmetricContiguousView` shows
+        these buffers."""
         return frozenset(map(self.root, self.views))
 
     def root(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that owns the buffer in which `tv` is stored."""
+        """Returns the tensor that owns the buffer in which `tv` is stored. If `tv` is no view,
+        returns `tv` itself."""
         while tv in self.shows:
             tv = self.shows[tv]
         return tv
 
     def escapes(self, tv: TensorView) -> bool:
-        """Whether the caller owns the buffer of `tv`, because the buffer is that of an input or an
-        output."""
+        """Whether the caller owns the buffer of `tv`. The caller owns the buffers of the program's
+        inputs and outputs."""
         return self.root(tv) in self.escaping
 
 
@@ -223,7 +237,8 @@ NEEDS = {
 
 
 def buffer_sharing_of(op: Op) -> BufferSharing:
-    """Returns the way in which an operand and a result of an op may share one buffer."""
+    """Returns how an operand and a result of `op` may share one buffer. For example, "never" means
+    that the op must not compute in place."""
     if isinstance(op, HostOp):
         return op.buffer_sharing
     if isinstance(op, LibraryOp):
@@ -232,10 +247,12 @@ def buffer_sharing_of(op: Op) -> BufferSharing:
 
 
 def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
-    """Returns the pairs of tensors of one op that could wrongly overlap in memory, as pairs of
-    effects.
+    """Returns the pairs of tensors of one op that must not share memory, unless the op can compute
+    in place.
 
-    The pairs are each (operand, result), and each (result, later result).
+    `effects` are the effects of the op. Each operand that the op reads is paired with each result,
+    and each result with each later result. A tensor is represented by its `Reads` or `Writes`
+    effect.
     """
     touched = [e for e in effects if isinstance(e, Reads | Writes)]
     return [
@@ -248,9 +265,10 @@ def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
 
 
 def words(op: Op, a: TensorView, b: TensorView, *, is_read: bool) -> str:
-    """Returns the message for a result `b` that shares memory with `a`.
+    """Returns the text of the error for an op whose result `b` shares memory with `a` although the
+    op does not allow this.
 
-    `a` is an operand if `is_read` is True, and another result otherwise.
+    If `is_read` is True, `a` is an operand of `op`. Otherwise `a` is another result.
     """
     if not is_read:
         which = f"{a.label} is two of its results" if a is b else f"results {a.label}, {b.label}"

@@ -1,6 +1,7 @@
-"""`ProgramBuilder`: the methods by which a user builds a host program by hand, op by op.
+"""Defines `ProgramBuilder`, the methods by which a user builds a host program by hand, op by op.
 
-An op is appended to the innermost open region. The docstring of `hostir.ir.program` has an example.
+An op is appended to the innermost region (loop body or branch) that is still open. The docstring of
+`hostir.ir.program` has an example.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from hostir.ir.ops import ForLoop, HirAliasSelect, HostOp, IfThenElse, loop_inde
 
 
 class Buildable(Protocol):
-    """The parts of a program that a builder adds to."""
+    """The attributes of a host program that `ProgramBuilder` changes. `HostIrContainer` has all of
+    these attributes."""
 
     values: Fusion
     ops: tuple[Op, ...]
@@ -32,7 +34,8 @@ class Buildable(Protocol):
 
 
 class ProgramBuilder:
-    """Builds one program. Holds the ops of each open region until the region ends."""
+    """Builds one host program, op by op. While a loop body or branch is open, the builder collects
+    the ops of that region. The loop or branch is appended to the program when its region ends."""
 
     def __init__(self, program: Buildable) -> None:
         self._program = program
@@ -45,7 +48,8 @@ class ProgramBuilder:
         return self._program.values
 
     def seal(self) -> None:
-        """Forbids further changes of the program, because an evaluator holds the program."""
+        """Forbids further changes of the program. An evaluator calls `seal` when it begins to use
+        the program, because recorded runs would not follow a change."""
         self._is_sealed = True
 
     def _check_not_sealed(self, what: str) -> None:
@@ -56,15 +60,16 @@ class ProgramBuilder:
             )
 
     def enter(self) -> None:
-        """Begins a definition: tensors and ops that are defined from now on belong to this
-        program."""
+        """Begins a `with` block of the program: each tensor and op that the block defines belongs
+        to this program."""
         self._guard = FusionGuard(self._values)
 
     def leave(self, error: object) -> None:
-        """Ends the definition that `enter` began. `error` is the exception that caused the end, or
-        None.
+        """Ends the `with` block that `enter` began. `error` is the exception that ended the block,
+        or None.
 
-        Raises `DefinitionError` if an op was defined but never appended to the program.
+        Raises `DefinitionError` if the block defined an op but did not append the op to the
+        program.
         """
         self._guard.close()
         if error is not None:
@@ -88,11 +93,13 @@ class ProgramBuilder:
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
     ) -> TensorView:
-        """Returns a new contiguous tensor.
+        """Returns a new contiguous tensor of the program, without a buffer. `Allocate` gives the
+        tensor a buffer.
 
-        `shape` has global extents: -1 is a new symbolic extent, and 1 is a broadcast. A tensor on a
-        `mesh` is sharded by later calls of `outer_split` and `parallelize`. `memory` says in which
-        memory the tensor is. Raises `DefinitionError` if an extent is below -1 or not an integer.
+        `shape` has global extents: -1 is a new symbolic extent, and 1 is a broadcast axis. A tensor
+        on a `mesh` of devices is sharded by later calls of its methods `outer_split` and
+        `parallelize`. `memory` is the kind of memory, such as global or symmetric. Raises
+        `DefinitionError` if an extent is below -1 or is not an integer.
         """
         tv = self._values.new_tensor(
             [self._axis(i, n) for i, n in enumerate(shape)],
@@ -123,23 +130,23 @@ class ProgramBuilder:
         mesh: object = None,
         memory: MemoryType = MemoryType.global_,
     ) -> TensorView:
-        """Returns a new tensor that is the next input of the program. The parameters are those of
-        `tensor`."""
+        """Returns a new tensor that becomes the next input of the program. The parameters are
+        explained at `tensor`."""
         tv = self.tensor(shape, dtype, mesh=mesh, memory=memory)
         self.add_input(tv)
         return tv
 
     @checked
     def scalar(self, dtype: DtypeLike = DataType.Int) -> Symbol:
-        """Returns a new scalar that is the next input of the program."""
+        """Returns a new scalar of type `dtype` that becomes the next input of the program."""
         symbol = self._values.new_symbol(check_supported(dtype, "scalar"))
         self.add_input(symbol)
         return symbol
 
     @checked
     def add_input(self, value: TensorView | Symbol) -> None:
-        """Makes `value` the next input of the program. Raises `DefinitionError` if `value` is an
-        input already."""
+        """Makes `value` the next input of the program, after all earlier inputs. Raises
+        `DefinitionError` if `value` is already an input."""
         self._check_not_sealed("add_input")
         if value in self._values.inputs:
             raise DefinitionError(f"{value} is an input already")
@@ -149,8 +156,8 @@ class ProgramBuilder:
 
     @checked
     def add_output(self, tv: TensorView, alias_input: TensorView | None = None) -> None:
-        """Makes `tv` an output. If `alias_input` is given, the output updates that input in place;
-        see `Fusion.add_output`."""
+        """Makes `tv` the next output of the program. If `alias_input` is given, the output updates
+        that input in place, as `Fusion.add_output` explains."""
         self._check_not_sealed("add_output")
         if tv.memory is MemoryType.local:
             tv.give_memory()
@@ -158,14 +165,15 @@ class ProgramBuilder:
 
     @checked
     def append(self, *ops: Op | TensorView, into: TensorView | None = None) -> None:
-        """Appends ops to the innermost open region.
+        """Appends ops to the innermost region (loop body or branch) that is open, or to the
+        program.
 
-        A tensor in place of an op appends the ops that compute the tensor and are not yet in the
-        program. The tensor may already have memory, by an `Allocate` or as a name of another
-        tensor. If `into` is given, the last op writes its result into that tensor, for example an
-        input.
+        A tensor may be passed instead of an op. Then all ops that compute the tensor and are not
+        yet in the program are appended. The tensor may already have memory, from an `Allocate` or
+        because it is a view of another tensor. If `into` is given, the last op writes its result
+        into that tensor, such as an input.
 
-        Raises `DefinitionError` if a result does not have the shape and dtype of `into`.
+        Raises `DefinitionError` if the result of the last op differs from `into` in shape or dtype.
         """
         last = ops[-1] if ops else None
         for given in ops:
@@ -176,8 +184,11 @@ class ProgramBuilder:
                 self._append(op)
 
     def _written_into(self, op: Op, into: TensorView) -> Op:
-        """Returns a copy of the op with `into` as its result. Also replaces the op in the
-        definition."""
+        """Returns a copy of `op` that writes its result into the tensor `into`. The copy also
+        replaces `op` in the program's definition.
+
+        Raises `DefinitionError` if `into` cannot hold the result.
+        """
         results = op.fields_of("result")
         out = getattr(op, results[0]) if len(results) == 1 else None
         if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
@@ -244,10 +255,11 @@ class ProgramBuilder:
     def select(
         self, inp: TensorView, axis: int, index: Scalar | int, out: TensorView | None = None
     ) -> TensorView:
-        """Appends a `HirAliasSelect` that selects element `index` of `inp`, and returns its result.
+        """Appends a `HirAliasSelect` op that selects element `index` along an axis of `inp`.
+        Returns the result, a view of `inp` without that axis.
 
-        The result is `out`, or a new tensor if `out` is None. `axis` counts the logical axes
-        without reductions.
+        The result is `out` if given, and otherwise a new tensor. `axis` counts the logical axes of
+        `inp` without reductions.
         """
         axes = inp.domain.no_reductions
         if not -len(axes) <= axis < len(axes):
@@ -271,10 +283,12 @@ class ProgramBuilder:
         *,
         name: str = "",
     ) -> Generator[Symbol]:
-        """Opens a loop from `start` up to `stop` (exclusive) by `step`, and yields the loop's
-        index. Ops are appended to the body of the loop.
+        """Opens a loop for a `with` block and yields the loop's index. Ops that the block appends
+        become the body of the loop.
 
-        If `stop` is an axis, the loop runs over that axis. `name` is the name of the index.
+        The index runs from `start` up to `stop` (exclusive) by `step`. If `stop` is an axis of a
+        tensor, the loop runs over the extent of that axis. `name` is the name of the index in the
+        program's text.
         """
         if isinstance(stop, Axis):
             stop = stop.state
@@ -290,7 +304,8 @@ class ProgramBuilder:
 
     @contextmanager
     def branch(self, predicate: Scalar) -> Generator[None]:
-        """Opens the region that runs if `predicate` is true. A call of `otherwise` may follow."""
+        """Opens a branch for a `with` block. Ops that the block appends run only if `predicate` is
+        true. A `with` block of `otherwise` may follow."""
         IfThenElse(predicate, then=())  # refuses what is no condition before the region is written
         with self._region() as body:
             yield
@@ -298,8 +313,11 @@ class ProgramBuilder:
 
     @contextmanager
     def otherwise(self) -> Generator[None]:
-        """Opens the second region of the last branch. The region runs if the branch's predicate is
-        false."""
+        """Opens the second region of the branch just appended, for a `with` block. Ops that the
+        block appends run if the predicate of the branch is false.
+
+        Raises `DefinitionError` if the last op is not a branch, or has a second region already.
+        """
         block: Sequence[Op] = self._open[-1] if self._open else self._program.ops
         last = block[-1] if block else None
         if not isinstance(last, IfThenElse) or last.orelse:
@@ -314,7 +332,8 @@ class ProgramBuilder:
 
     @checked
     def unit(self, fusion: Fusion) -> int:
-        """Adds a host unit, a fusion that `PostOnStream` runs, and returns the number of the unit.
+        """Adds the host unit `fusion` to the program and returns the number of the unit. A host
+        unit is compiled separately, and a `PostOnStream` op runs it.
 
         Raises `DefinitionError` if the fusion updates an input in place.
         """
@@ -326,8 +345,11 @@ class ProgramBuilder:
 
     @contextmanager
     def _region(self) -> Generator[list[Op]]:
-        """Opens a region and yields the list of its ops. If an exception ends the region, these ops
-        are dropped."""
+        """Opens a region (loop body or branch) and yields the list to which later calls of `append`
+        add ops.
+
+        The caller turns the list into an op. If an exception ends the region, the list is dropped.
+        """
         body: list[Op] = []
         self._open.append(body)
         try:
@@ -337,15 +359,20 @@ class ProgramBuilder:
 
 
 def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
-    """Returns the error of a call that builds a program. The types of `tensors` follow below the
-    message."""
+    """Returns the `DefinitionError` for a wrong call of a method of `ProgramBuilder`.
+
+    `text` is the message. The user's line is added to the text. The full types of `tensors` follow
+    in lines below.
+    """
     words, rows = in_words(text, tensors)
     return DefinitionError(f"{words}{user_code(user_line())}{''.join(map(in_ir, rows))}")
 
 
 def _lined(op: Op, where: str) -> Op:
-    """Returns the op with the user's source line `where`. Host ops in its regions also get the line
-    if they have none."""
+    """Returns a copy of `op` that records `where`, the user's source line that appended the op.
+
+    Host ops inside the regions of `op` also get the line, unless they have a line already.
+    """
     if not isinstance(op, HostOp):
         return op  # a tensor op has the line of its definition
     changes: dict[str, object] = {} if op.where else {"where": where}

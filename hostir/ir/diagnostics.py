@@ -1,5 +1,8 @@
-"""Defines the findings of the checks that unroll a program. A finding names ops, with their source
-lines and loop indices."""
+"""Defines `Finding`, a fault that a check of a host program reports, and the text of such reports.
+
+The checks unroll loops. Therefore a finding names ops with their source lines and with the values
+of loop indices.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,24 @@ Indices = tuple[tuple[Symbol, Number], ...]
 
 @dataclass(frozen=True)
 class Site:
-    """An op, with one value for the index of each loop around the op."""
+    """An op of a host program in one particular loop iteration: `indices` has the value of the
+    index of each loop around the op."""
 
     op: Op
     indices: Indices = ()
 
     def text(self, lines: Mapping[int, int]) -> str:
-        """Returns the place and the text of the op: `line 9 (user.py:3) at i = 2: T3 = Set( T2 )`.
+        """Returns the position and the text of the op: `line 9 (user.py:3) at i = 2: T3 = Set( T2
+        )`.
 
-        `lines` maps the `id` of each op to the op's line number.
+        `lines` maps the `id` of each op to the op's line number. A long text is shortened.
         """
         text = " ".join(op_text(self.op).split())
         text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
         return f"{self.place(lines)}: {text}"
 
     def place(self, lines: Mapping[int, int]) -> str:
-        """Returns the place of the op: `line 9 (user.py:3) at i = 2`.
+        """Returns the position of the op, with loop indices: `line 9 (user.py:3) at i = 2`.
 
         `lines` maps the `id` of each op to the op's line number.
         """
@@ -48,12 +53,15 @@ class Site:
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of a program: the kind of fault, the ops concerned, and the change that would repair
-    the program.
+    """A fault that a check found in a host program.
 
-    `what` describes the fault and `fix` the change. Both may contain `{0}`, `{1}`, ...: these are
-    replaced by the line numbers of the sites. `sites` pairs each op with a note, which may be
-    empty.
+    - `kind` is the kind of fault in a word or two, such as `race`.
+    - `what` describes the fault.
+    - `sites` are the ops concerned, each with a note that may be empty.
+    - `fix` is the change that would repair the program.
+
+    In `fix`, the text `{0}` stands for the line number of the first site, `{1}` for that of the
+    second.
     """
 
     kind: str
@@ -63,28 +71,28 @@ class Finding:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The ops of the sites, in order."""
+        """The ops that the finding names, in the order of its sites."""
         return tuple(site.op for site, _ in self.sites)
 
     @property
     def remedy(self) -> tuple[str, ...]:
-        """The wait that is missing, without a place in the program; () if no wait would repair the
-        fault.
+        """The missing wait that would repair the fault, as texts without line numbers. () if no
+        wait would repair the fault.
 
-        Findings with equal remedies can be repaired by one wait.
+        One wait repairs all findings that have equal remedies.
         """
         who, before, rest = self.fix.partition(" before ")
         return (who, rest.partition(": ")[2]) if before and "must wait for" in who else ()
 
     def short(self, lines: Mapping[int, int]) -> str:
-        """Returns the finding in one line. `lines` maps the `id` of each op to the op's line
-        number."""
+        """Returns the finding in one line: kind, description and line numbers. `lines` maps the
+        `id` of each op to the op's line number."""
         numbers = dict.fromkeys(str(lines.get(id(site.op), 0)) for site, _ in self.sites)
         return f"{self.kind}: {self.what} (line {', '.join(numbers)})"
 
     def text(self, lines: Mapping[int, int]) -> str:
-        """Returns the finding in full: fault, ops and change. `lines` maps the `id` of each op to
-        the op's line number."""
+        """Returns the finding in full: the description, one line per op, and the change that would
+        repair the program. `lines` maps the `id` of each op to the op's line number."""
         numbers = [f"line {lines.get(id(site.op), 0)}" for site, _ in self.sites]
         parts = [f"{self.kind}: {self.what}"]
         parts += [
@@ -96,7 +104,8 @@ class Finding:
 
 
 def line_text(op: Op, lines: Mapping[int, int]) -> str:
-    """Returns the line number of an op and the user's source line: `line 9 (user.py:3)`.
+    """Returns the position of an op for a message: the line number in the program's text and the
+    user's source line, as `line 9 (user.py:3)`.
 
     `lines` maps the `id` of each op to the op's line number.
     """
@@ -104,7 +113,7 @@ def line_text(op: Op, lines: Mapping[int, int]) -> str:
 
 
 def line_numbers(program: HostIrContainer) -> dict[int, int]:
-    """Maps the `id` of each op to the number of the op's line in `str(program)`. Line numbers begin
+    """Maps the `id` of each op to the line number of the op in `str(program)`. Line numbers begin
     at 1."""
     found: dict[int, int] = {}
     _number(program.ops, 3, found)
@@ -126,10 +135,10 @@ def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
 
 
 def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
-    """Returns the text of the findings. Only the first `MAX_SHOWN` are shown, and the others are
-    counted.
+    """Returns the text of the findings of a check, as part of an error message.
 
-    If one wait would repair several findings, only the first of these findings has its full text.
+    Findings that one wait would repair are grouped: the first one is shown in full, each other one
+    in one line. At most `MAX_SHOWN` groups are shown, and the number of further groups is stated.
     """
     alike: dict[object, list[Finding]] = {}
     for finding in findings:
@@ -147,10 +156,11 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
 
 
 def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None = None) -> str:
-    """Returns the program with line numbers, and `->` at the first line of each of `ops`.
+    """Returns the text of the program with line numbers. An arrow `->` marks the first line of each
+    op in `ops`.
 
     `within` selects the line numbers to show. If `within` is None, a long program is shortened to
-    the lines around the arrows.
+    the lines near the arrows.
     """
     found = line_numbers(program)
     marked = {found.get(id(op)) for op in ops}
@@ -172,9 +182,10 @@ def listing(program: HostIrContainer, ops: Iterable[Op], *, within: range | None
 
 
 def refuse(program: HostIrContainer, findings: Iterable[Finding], *, what: str) -> None:
-    """Raises `VerifyError` with the text of the findings, if there are any.
+    """Raises `VerifyError` with all findings of a check and a listing of the program that marks the
+    ops concerned. Does nothing if there are no findings.
 
-    `what` is the beginning of the message.
+    `what` is the first line of the message, which says what is wrong in general.
     """
     found = list(findings)
     if found:

@@ -1,8 +1,8 @@
-"""The effects of an op on buffers, views, communications and streams.
+"""Defines the effects of an op: what the op does to buffers, views, communications and streams.
 
 A host op returns its effects in order (`HostOp.effects`). The effects of a tensor op of the fusion
-IR follow from its operands and results (`tensor_op_effects`). Verification, liveness and the race
-check read effects, so these analyses need no table of ops.
+IR are derived from its operands and results (`tensor_op_effects`). Verification, liveness analysis
+and the race check read only effects. Therefore these analyses need no table of ops.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CALLER = -1
 
 @record
 class Stream:
-    """A stream of a program: either stream number `index` of the evaluator, or a stream with a
-    name.
+    """A stream that a host program refers to, either by number or by name.
 
-    A name denotes a captured stream (`S0`), the program's entry stream (`Default`), or an address.
+    `index` counts the numbered streams that a run creates, from 0. `name` is the name of a captured
+    stream (`S0`), of the program's first stream (`Default`), or an address as nvFuser prints it.
     """
 
     index: Scalar | None = None
@@ -63,9 +63,10 @@ class Stream:
 
 @record
 class Part:
-    """A part of a tensor along one axis. `axis` is counted without reductions.
+    """A part of a tensor along one axis: a single element, or a chunk.
 
-    If `chunks` is None, the part is element `index`. Otherwise the axis is divided into `chunks`
+    `axis` is the position of the axis among the logical axes without reductions. If `chunks` is
+    None, the part is the element `index` of that axis. Otherwise the axis is divided into `chunks`
     equal chunks, and the part is chunk `index`. The size of a chunk is rounded up, so the last
     chunks may be short or empty.
     """
@@ -76,10 +77,10 @@ class Part:
 
 
 def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
-    """Returns (start, length), in elements, of a part along an axis of `size` elements.
+    """Returns (start, length), in elements, of a part of an axis that has `size` elements.
 
-    If `chunks` is None, the part is element `index`. Otherwise the part is chunk `index` of
-    `chunks`.
+    If `chunks` is None, the part is the element `index`. Otherwise the axis is divided into
+    `chunks` equal chunks, and the part is chunk `index`.
     """
     if chunks is None:
         return index, 1
@@ -91,9 +92,11 @@ def bounds(size: int, index: int, chunks: int | None) -> tuple[int, int]:
 # ------------------------------------------------------------------ buffers and names
 @record
 class Makes:
-    """The effect that a tensor gets a new buffer. The buffer has contents if `is_filled`.
+    """The effect of an op that gives `tensor` a new buffer. `is_filled` says whether the op also
+    writes the contents of the buffer.
 
-    If `step` is given, the buffer holds only the block that this iteration of a stream loop uses.
+    If `step` is given, the buffer holds only the block of `tensor` that iteration `step` of a
+    stream loop uses.
     """
 
     tensor: TensorView
@@ -103,16 +106,16 @@ class Makes:
 
 @record
 class Frees:
-    """The effect that the buffer of a tensor is freed. If the tensor is a view of several ranks'
-    shards, the view ends."""
+    """The effect of an op that frees the buffer of `tensor`. If `tensor` is a view of several
+    ranks' shards, the op ends the view instead."""
 
     tensor: TensorView
 
 
 @record
 class Shows:
-    """The effect that `out` becomes a view of `source`, or of the given `part` of `source`. No data
-    moves."""
+    """The effect of an op that makes `out` a view of `source`, or of only the `part` of `source`.
+    No data moves."""
 
     out: TensorView
     source: TensorView
@@ -121,10 +124,11 @@ class Shows:
 
 @record
 class Members:
-    """The members of a team that read or write a tensor in a collective.
+    """The members of a team that read or write a tensor in a collective. A team is the set of ranks
+    that take part.
 
-    If `place` is None, these are all members. Otherwise only the member at position `place` of the
-    team.
+    If `place` is None, all members do. Otherwise only the member at position `place` in the team
+    does, such as the root of a broadcast.
     """
 
     team: TeamOf
@@ -133,8 +137,8 @@ class Members:
 
 @record
 class Reads:
-    """The effect that each rank reads its shard of the tensor. If `by` is given, only these members
-    of a team read."""
+    """The effect of an op that reads `tensor`: each rank reads its own shard. If `by` is given,
+    only these members of a team read."""
 
     tensor: TensorView
     by: Members | None = None
@@ -142,8 +146,8 @@ class Reads:
 
 @record
 class Writes:
-    """The effect that each rank writes its shard of the tensor. If `by` is given, only these
-    members of a team write."""
+    """The effect of an op that writes `tensor`: each rank writes its own shard. If `by` is given,
+    only these members of a team write."""
 
     tensor: TensorView
     by: Members | None = None
@@ -152,11 +156,10 @@ class Writes:
 # ------------------------------------------------------------------ communications
 @record
 class Starts:
-    """The effect that the communication `number` starts, or joins the group of transfers that is
-    open.
+    """The effect of an op that starts the communication `number`. If a group of transfers is open,
+    the communication joins the group instead of starting at once.
 
-    The communication uses the tensors that the op reads and writes until the `Wait` with the same
-    number.
+    The communication uses the tensors that the op reads and writes until its `Wait` op has run.
     """
 
     number: int
@@ -164,20 +167,22 @@ class Starts:
 
 @record
 class OpensGroup:
-    """The effect that a group of transfers is opened. The transfers up to `ClosesGroup` start
-    together."""
+    """The effect of `StartCoalescing`: a group of transfers is opened. The transfers of later ops
+    join the group, until an op with the effect `ClosesGroup` starts all of them together."""
 
 
 @record
 class ClosesGroup:
-    """The effect that all transfers of the open group start, as the communication `number`."""
+    """The effect of `EndCoalescing`: all transfers of the open group start together, as the
+    communication `number`."""
 
     number: int
 
 
 @record
 class Waits:
-    """The effect that the current stream waits for the communication `number`."""
+    """The effect of a `Wait` op: later work on the current stream begins after the communication
+    `number` has ended."""
 
     number: int
 
@@ -185,21 +190,23 @@ class Waits:
 # ------------------------------------------------------------------ streams
 @record
 class Enters:
-    """The effect that `stream` becomes the current stream for later ops."""
+    """The effect of an op that makes `stream` the current stream. Later ops put their work on the
+    current stream."""
 
     stream: Stream
 
 
 @record
 class Captures:
-    """The effect that the name of `stream` is bound to the current stream."""
+    """The effect of an op that gives the current stream the name that `stream` contains."""
 
     stream: Stream
 
 
 @record
 class Joins:
-    """The effect that the current stream waits for all work that was put on `stream` so far."""
+    """The effect of an op that makes the current stream wait for all work that earlier ops put on
+    `stream`."""
 
     stream: Stream
 
@@ -221,21 +228,22 @@ Effect = (
 
 
 def is_computed(effects: Iterable[Effect]) -> bool:
-    """Whether an op with these effects is work for the device.
+    """Whether an op with these effects makes the device compute or copy something.
 
-    An op that only makes views, allocates memory, communicates, or orders streams is no work for
-    the device.
+    The result is False for an op that only makes views, allocates memory, communicates, or orders
+    streams.
     """
     found = [type(e) for e in effects if not isinstance(e, Makes) or e.is_filled]
     return not {Makes, Reads, Writes}.isdisjoint(found) and {Shows, Starts}.isdisjoint(found)
 
 
 def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Returns the effects of an op. Effects of the ops in the op's regions are not included.
+    """Returns the effects of `op`, which is a host op or a tensor op. Effects of the ops inside a
+    loop body or branch are not included.
 
-    `has_buffer` contains the tensors that already have memory. A tensor op writes into these
-    tensors. Any other result becomes a view of the operand if the op can be a view, and gets a new
-    buffer otherwise.
+    `has_buffer` contains the tensors that already have memory. A tensor op writes its result into
+    such a tensor. Any other result becomes a view of the operand if the op is a view op. Otherwise
+    the result gets a new buffer.
     """
     if isinstance(op, TensorOp):
         return tensor_op_effects(op, has_buffer)
@@ -247,9 +255,11 @@ def effects_of(op: Op, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
 
 
 def tensor_op_effects(op: TensorOp, has_buffer: Container[TensorView]) -> tuple[Effect, ...]:
-    """Returns the effects of a tensor op of the fusion IR in a host program.
+    """Returns the effects of a tensor op of the fusion IR when a host program contains the op.
 
-    `has_buffer` contains the tensors that already have memory.
+    `has_buffer` contains the tensors that already have memory. The op writes into these tensors.
+    For any other result, a view op makes a view of its operand, and other ops allocate a new
+    buffer.
     """
     found: list[Effect] = [Reads(v) for v in op.inputs if isinstance(v, TensorView)]
     for out in op.outputs:

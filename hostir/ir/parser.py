@@ -1,4 +1,5 @@
-"""Reads a host program from its short or full text; see `parse`."""
+"""Reads a host program from its short or full text, as the function `parse`. `read_program` reads a
+file."""
 
 from __future__ import annotations
 
@@ -52,14 +53,13 @@ _TYPE_NAME = re.compile(r"[a-z]\w*")
 
 
 def parse(text: str) -> HostIrContainer:
-    """Returns the program that a text describes: the text is `str(container)` or
-    `container.full_text()`.
+    """Returns the host program that `text` describes: `str(container)` or `container.full_text()`.
 
-    The short form has no allocation domains, aliases or kernels. A program in the short form can be
-    printed and compared, but not run. A text without sections is in the short form, unless a
-    comment before the program says `..., full form:`.
+    The short form, `str(container)`, contains no memory layouts, aliases or kernels. Therefore the
+    program can be printed and compared, but cannot run. A text without sections for layouts is read
+    as the short form, unless a comment before the program says `..., full form:`.
 
-    Raises `ParseError` with line, column and the marked line.
+    Raises `ParseError` with the line, the column and the marked line of the text.
     """
     headers = list(_SECTION.finditer(text))
     ends = [*(h.start() for h in headers), len(text)]
@@ -107,10 +107,10 @@ def parse(text: str) -> HostIrContainer:
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:
-    """Parses the body of a program. Returns the ops, and for each `HostUnit` line the number, the
-    text and the position.
+    """Parses the body of a host program. Returns the ops, and the lines that describe host units.
 
-    The inputs and outputs are added to `values`.
+    Each such line is returned by the number of the host unit, as (text, position). The inputs and
+    outputs of the program are added to `values`.
     """
     c = parser.cursor
     c.take("%HostIrContainer")
@@ -138,7 +138,7 @@ def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, 
 
 
 def _team(parser: Parser) -> TeamOf:
-    """Parses a team, such as `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
+    """Parses a team of ranks, such as `(0 1)` or `mesh_x of DeviceMesh{{0 1}{2 3}}`."""
     c = parser.cursor
     if c.at("("):
         return TeamOf(read_ranks(c), (ParallelType.mesh_x,))
@@ -166,7 +166,11 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 
 
 def _index(parser: Parser) -> Symbol:
-    """Parses the index of a loop. The range of the index follows in the text, and is read ahead."""
+    """Parses the name of a loop's index and defines the index as a new symbol.
+
+    The range of the index follows the name in the text. The range is read ahead and then left for
+    the parser of the loop.
+    """
     c = parser.cursor
     name = c.name(_INDEX_NAME, "the index of a loop")
     home = c.pos
@@ -182,7 +186,8 @@ def _index(parser: Parser) -> Symbol:
 
 
 def _stream(parser: Parser) -> Stream:
-    """Parses a stream: a name such as `S0`, or a number such as `( i3 % numberOfStreams )`."""
+    """Parses a stream: a name such as `S0`, or the expression of a number, such as `( i3 %
+    numberOfStreams )`."""
     named = parser.cursor.match(STREAM_NAME)
     if named:
         return Stream(name=named[0])
@@ -214,10 +219,11 @@ _START = re.compile(r"^[ \t]*%HostIrContainer\b", re.MULTILINE)
 
 
 def programs_in(text: str) -> list[tuple[int, str]]:
-    """Returns the host programs in a text, each as (position, program text).
+    """Returns all host programs that `text` contains, each as (position, text of the program).
 
-    A dump is found by its heading and last line. A text without dumps has one program per line that
-    begins with `%HostIrContainer`. Each program includes the comment before it.
+    A dump is recognised by its heading and its last line. If `text` has no dumps, each line that
+    begins with `%HostIrContainer` begins a program. The comment lines before a program are
+    included.
     """
     dumps = [(d.start(), d[0]) for d in _DUMP.finditer(text) if _START.search(d[0])]
     if dumps:
@@ -227,10 +233,10 @@ def programs_in(text: str) -> list[tuple[int, str]]:
 
 
 def _with_comment(text: str, start: int) -> int:
-    """Returns the position where the comment before a program begins, given the position `start` of
-    the program.
+    """Returns the position of the first comment line before the program that begins at the position
+    `start`. Returns `start` if there is no comment.
 
-    The comment says in which form the program is.
+    The comment must be included, because it says whether the program is in the full form.
     """
     while start > 0:
         line = text.rfind("\n", 0, start - 1) + 1
@@ -241,14 +247,14 @@ def _with_comment(text: str, start: int) -> int:
 
 
 def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
-    """Returns the host program in the file at `path`; `-` is the standard input.
+    """Returns the host program in the file at `path`. The path `-` means the standard input.
 
-    Other lines, such as the output of a job, may surround a dump or precede a program. If the file
-    has several programs, `number` selects one, counted from 0. Errors have the line numbers of the
-    file.
+    The file may also contain other lines, such as the output of a job, around a dump or before a
+    program. If the file has several programs, `number` selects one, counted from 0. Line numbers in
+    errors are those of the file.
 
     Raises:
-        InputError: the file does not exist, or is not a text.
+        InputError: the file does not exist, or is not a text file.
         ParseError: the file has no program, or has several programs and `number` is None.
     """
     try:

@@ -1,5 +1,8 @@
-"""Prints a host program as text. Three forms exist: short (for reading), full (can be run again),
-and names only.
+"""Prints a host program as text. The text has one of three forms:
+
+- short: for reading, without memory layouts, aliases and kernels;
+- full: the complete program, which can be parsed and run again;
+- names only: one line per op, in which a tensor is only a number.
 
 `hostir.ir.parser` reads the short and the full form.
 """
@@ -30,7 +33,8 @@ _TYPE = re.compile(r"\b(T\d+)_\w+\[[^\[\]]*\](?: \(DeviceMesh\{[^()]*\}\))?")
 
 
 class Printable(Protocol):
-    """The parts of a program that its text shows; `HostIrContainer` has these attributes."""
+    """The attributes of a host program that appear in its text. `HostIrContainer` has all of these
+    attributes."""
 
     values: Fusion
     ops: tuple[Op, ...]
@@ -38,21 +42,24 @@ class Printable(Protocol):
     units: Mapping[int, Fusion]
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Returns every tensor: first inputs, then the tensors of the ops in program order, then
-        outputs."""
+        """Returns every tensor of the program once: first the inputs, then the tensors of the ops
+        in program order, then the outputs."""
         ...
 
 
 def dumped(program: Printable, form: str) -> str:
-    """Returns the text of a dump. `form` is "short", "names", or any other word for the full
-    form."""
+    """Returns the text of a program for a dump, which the variable `FUSER_DUMP` asks for.
+
+    `form` is "short" or "names". Any other word selects the full form.
+    """
     if form == "names":
         return names_text(program)
     return short_text(program) if form == "short" else full_text(program, first_line="")
 
 
 def short_text(program: Printable) -> str:
-    """Returns the short form of a program: inputs, outputs and ops, for reading."""
+    """Returns the short form of a program's text, for reading: the inputs, outputs, ops and host
+    units."""
     values = program.values
     ins, outs = (", ".join(map(value_text, vs)) for vs in (values.inputs, values.outputs))
     units = "".join(f"\n\n  {unit_line(n, f)}" for n, f in program.units.items())
@@ -61,14 +68,16 @@ def short_text(program: Printable) -> str:
 
 
 def full_text(program: Printable, *, first_line: str) -> str:
-    """Returns `first_line`, followed by the complete program. `parse` can read the text."""
+    """Returns the full form of a program's text, which `hostir.parse` reads back. `first_line` is
+    put before the program."""
     return first_line + _sections(program, lines_text(program.ops))
 
 
 def meaning_text(program: Printable) -> str:
-    """Returns the full form without the user's source lines, which may differ between ranks.
+    """Returns the full form of a program's text without the user's source lines, because these may
+    differ between ranks.
 
-    Ranks compare these texts to check that they run the same program.
+    The ranks compare these texts to check that all of them run the same program.
     """
     return FULL_FORM + _sections(program, "")
 
@@ -88,13 +97,15 @@ def _sections(program: Printable, lines: str) -> str:
 
 
 def unit_line(number: int, unit: Fusion) -> str:
-    """Returns the line for host unit `number` in a program's text."""
+    """Returns the line that describes a host unit in the text of a program. A host unit is a fusion
+    that is compiled separately, and `number` identifies the host unit."""
     ins, outs = value_text(tuple(unit.inputs)), value_text(tuple(unit.outputs))
     return f"HostUnit{number}: Inputs={ins} -> Outputs={outs}"
 
 
 def names_text(program: Printable) -> str:
-    """Returns the program with one line per op. Tensors appear only by number, without types."""
+    """Returns the program as text for reading: one line per op, in which a tensor is only a number,
+    such as `T3`."""
     text = short_text(program)
     first, *_ = text.lstrip("\n").splitlines()
     *_, last = text.rstrip("\n").splitlines()

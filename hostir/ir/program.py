@@ -1,6 +1,6 @@
-"""The host program `HostIrContainer`: its ops, its tensors and scalars, and its kernels.
+"""Defines `HostIrContainer`, a host program: its ops, its tensors and scalars, and its kernels.
 
-A program is made by the compiler's lowering, read from text, or built by hand:
+A host program is made by the compiler's lowering, read from text, or built by hand:
 
     hic = HostIrContainer()
     with hic:
@@ -35,8 +35,12 @@ R = TypeVar("R")
 def _by_hand(
     method: Callable[Concatenate[ProgramBuilder, P], R],
 ) -> Callable[Concatenate[HostIrContainer, P], R]:
-    """Returns a method of `HostIrContainer` that calls the given method of the container's
-    `ProgramBuilder`."""
+    """Turns `method` of `ProgramBuilder` into a method of `HostIrContainer`, with the same
+    signature and docstring.
+
+    The new method calls `method` on the container's own builder. Users can therefore write
+    `container.append(op)`.
+    """
 
     @wraps(method)
     def call(program: HostIrContainer, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,11 +51,15 @@ def _by_hand(
 
 @dataclass(eq=False, repr=False)
 class HostIrContainer:
-    """A host program. All ranks run the same program.
+    """A host program: the ops that every rank of the job runs, in order.
 
-    `values` is a fusion that owns the tensors. It also has the program's inputs, outputs, aliases
-    and the sets of equal extents. `groups` are the kernels by number, and `units` the fusions that
-    `PostOnStream` runs. A pass makes a new container with other `ops`.
+    - `values` is a fusion that holds the program's tensors, inputs and outputs. The outputs that
+      update an input in place and the sets of equal extents are also part of `values`.
+    - `groups` are the kernels, by number. `LaunchKernel` launches a kernel.
+    - `units` are the host units, by number: fusions that are compiled separately. `PostOnStream`
+      runs a host unit.
+
+    A compiler pass never changes a container, but returns a new container with other `ops`.
     """
 
     values: Fusion = field(default_factory=Fusion)
@@ -67,18 +75,18 @@ class HostIrContainer:
 
     @property
     def inputs(self) -> list[Value]:
-        """The tensors and scalars that the caller passes, in order."""
+        """The tensors and scalars that the caller passes to a run of the program, in order."""
         return self.values.inputs
 
     @property
     def outputs(self) -> list[TensorView]:
-        """All outputs, one per call of `add_output`. Outputs that only update an input are
-        included."""
+        """All outputs of the program, one per call of `add_output`. An output that only updates an
+        input in place is included."""
         return self.values.outputs
 
     @property
     def aliases(self) -> list[Alias]:
-        """The outputs that update an input in place."""
+        """The pairs of an output and the input that this output updates in place."""
         return self.values.aliases
 
     def with_ops(self, ops: tuple[Op, ...]) -> HostIrContainer:
@@ -86,8 +94,8 @@ class HostIrContainer:
         return replace(self, ops=ops)
 
     def tensors(self) -> tuple[TensorView, ...]:
-        """Returns every tensor: first inputs, then the tensors of the ops in program order, then
-        outputs."""
+        """Returns every tensor of the program once: first the inputs, then the tensors of the ops
+        in program order, then the outputs."""
         seen: dict[TensorView, None] = {}
         for value in (*self.inputs, *_values(self.ops), *self.outputs):
             if isinstance(value, TensorView):
@@ -95,21 +103,23 @@ class HostIrContainer:
         return tuple(seen)
 
     def communications(self) -> tuple[Communication, ...]:
-        """Returns all collectives, in program order."""
+        """Returns all collectives (`Communication` ops) of the program, in program order. Ops
+        inside loops and branches are included."""
         return tuple(op for op in walk(self.ops) if isinstance(op, Communication))
 
     def started(self) -> tuple[StartsCommunication, ...]:
-        """Returns all ops that start a communication, in program order."""
+        """Returns all ops that start a communication, in program order: collectives, permutations,
+        transfers, and ends of groups of transfers."""
         return tuple(op for op in walk(self.ops) if isinstance(op, StartsCommunication))
 
     def devices(self) -> tuple[int, ...]:
-        """Returns the sorted ranks in the meshes of all tensors; () for a program without a
-        mesh."""
+        """Returns the ranks in the meshes of the program's tensors, sorted. Returns () if no tensor
+        has a mesh."""
         return ranks_of(tv.mesh for tv in self.tensors() if tv.mesh is not None)
 
     def check_full(self) -> None:
-        """Raises `VerifyError` if the program was read from the short form, which lacks kernels and
-        cannot run."""
+        """Raises `VerifyError` if the program was read from its short text form. Such a program
+        cannot run, because the short form does not contain the kernels."""
         if self.is_short:
             raise VerifyError(printer.SHORT_FORM)
 
@@ -142,17 +152,18 @@ class HostIrContainer:
         return printer.short_text(self)
 
     def full_text(self, *, first_line: str = printer.FULL_FORM) -> str:
-        """Returns the complete program as text, which `parse` can read.
+        """Returns the complete program as text. `hostir.parse` reads the text back.
 
-        `first_line` says that the text is in the full form. The heading of a dump may take its
-        place.
+        `first_line` is the first line of the text, a comment that says that the text is in the full
+        form. A dump passes its heading instead.
         """
         return printer.full_text(self, first_line=first_line)
 
     def names_text(self) -> str:
-        """Returns the program with one line per op. Tensors appear only by number.
+        """Returns the program as text for reading: one line per op, with tensors shown by their
+        number only.
 
-        The text is for reading and cannot be parsed. Example:
+        The text cannot be parsed back. Example:
 
         `T5_l_float[iS18{2}]\\n   = HirAliasSelect( T3_g_float[iS12{4}], .. )` -> `T5 =
         HirAliasSelect( T3, .. )`
@@ -169,13 +180,14 @@ def _values(ops: tuple[Op, ...]) -> Iterator[object]:
 
 
 def equal(a: HostIrContainer, b: HostIrContainer) -> bool:
-    """Whether two programs are structurally equal: their values, ops, kernels and host units. The
-    numbers in the names of tensors must also be equal."""
+    """Whether two host programs are structurally equal: the same tensors, scalars, ops, kernels and
+    host units. The numbers in the names of tensors must also be equal."""
     return container_key(a) == container_key(b)
 
 
 def container_key(p: HostIrContainer) -> tuple[object, ...]:
-    """Returns a key that is equal for structurally equal programs."""
+    """Returns a key of the program `p` for comparisons: two programs have the same key exactly if
+    they are structurally equal."""
     return (
         values_key(p.values, p.tensors()),
         tuple(op_key(op) for op in p.ops),

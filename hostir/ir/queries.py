@@ -1,4 +1,5 @@
-"""Questions about a whole host program that several packages ask."""
+"""Answers questions about a whole host program, such as whether its ranks communicate. Several
+packages call these functions."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from hostir.ir.program import HostIrContainer
 
 
 def has_streams(program: HostIrContainer) -> bool:
-    """Whether a program has regions, parts of tensors, streams or communications.
+    """Whether a host program has loops, branches, parts of tensors, streams or communications.
 
-    `verify` alone does not decide whether such a program is correct.
+    `verify` alone does not decide whether such a program is correct. The checks of
+    `hostir.analysis` must also run, because they unroll loops.
     """
     host_ops = [op for op in program.ops if isinstance(op, HostOp)]
     return any(op.regions or any(map(_is_undecided, op.effects())) for op in host_ops)
@@ -27,31 +29,38 @@ def _is_undecided(effect: Effect) -> bool:
 
 
 def has_communications(program: HostIrContainer) -> bool:
-    """Whether ranks synchronise in some op of the program."""
+    """Whether some op of the program makes ranks wait for each other, in a communication or a
+    barrier."""
     return any(isinstance(op, HostOp) and op.ranks_meet for op in walk(program.ops))
 
 
 def only_allocates(program: HostIrContainer) -> bool:
-    """Whether a program has no inputs and computes nothing. The outputs of such a program are like
-    `torch.empty`."""
+    """Whether a program has no inputs, and no op of the program reads or writes the contents of a
+    buffer. The outputs of such a program are uninitialised, as with `torch.empty`."""
     return not program.inputs and not any(map(_touches, walk(program.ops)))
 
 
 def _touches(op: Op) -> bool:
-    """Whether an op reads or writes the contents of buffers."""
+    """Whether an op reads or writes the contents of buffers. The op of a loop or branch does not
+    count, only the ops inside."""
     return not isinstance(op, HostOp) or any(isinstance(e, Reads | Writes) for e in op.effects())
 
 
 def computations(program: HostIrContainer) -> Iterator[Op]:
-    """Yields all ops of the program, then all ops of its kernels and host units."""
+    """Yields all ops of the host program, then all ops of the fusions in its kernels and host
+    units."""
     yield from walk(program.ops)
     for fusion in (*(g.fusion for g in program.groups.values()), *program.units.values()):
         yield from fusion.exprs
 
 
 def free_inputs(program: HostIrContainer) -> frozenset[int]:
-    """Returns the positions of the scalar inputs on which neither a shape nor a control scalar
-    depends."""
+    """Returns the positions of the scalar inputs whose values affect neither a shape nor a control
+    scalar.
+
+    A control scalar decides which ops run, how often, and on which parts of tensors. A later call
+    may pass other values for the returned inputs, and still replay the recorded run.
+    """
     kernels = (tv for group in program.groups.values() for tv in group.fusion.tensors())
     free = binding.free_inputs(program.values, (*program.tensors(), *kernels))
     deciding = control_symbols(program)
@@ -59,8 +68,8 @@ def free_inputs(program: HostIrContainer) -> frozenset[int]:
 
 
 def control_symbols(program: HostIrContainer) -> frozenset[Symbol]:
-    """Returns the symbols in control scalars: scalars that decide which ops run, how often, and on
-    which parts of tensors."""
+    """Returns the symbols in the control scalars of a program. Control scalars decide which ops
+    run, how often, and on which parts of tensors. A loop bound is an example."""
     scalars = (
         x
         for op in walk(program.ops)

@@ -1,4 +1,5 @@
-"""The rules for the sizes and dtypes of the results of tensor ops, and the comparison of axes."""
+"""Checks that the results of the tensor ops in a host program have the sizes and dtypes that follow
+from their operands. Also compares the axes of two tensors."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ _UNKNOWN: Mapping[Symbol, Number] = {}
 
 
 def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
-    """Raises `VerifyError` if some results of a tensor op have a buffer and other results have
-    none.
+    """Raises `VerifyError` if only some results of the tensor op `op` have a buffer. A run either
+    writes all results into existing buffers, or allocates all of them.
 
     `has_buffer` contains the tensors that have a buffer.
     """
@@ -60,8 +61,8 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
     """Raises `VerifyError` if the sizes or the dtype of a result do not follow from the operands of
     `op`.
 
-    Sizes are compared if they are constants, or if `values` binds their symbols. Dtypes are always
-    compared.
+    `values` binds symbols in the extents to numbers. A size whose symbols have no value is not
+    compared. Dtypes are always compared.
     """
     if isinstance(op, AttentionOp | ProductOp):
         _check_letters(op, values)
@@ -82,9 +83,10 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
 
 
 def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number]) -> None:
-    """Requires that all axes that `op` labels with the same letter have one size.
+    """Requires that all axes to which `op` gives the same letter have one size.
 
-    An op labels each axis with a letter, as in `torch.einsum`. The op itself checks dtypes.
+    A product or attention op labels each axis of its tensors with a letter, as in `torch.einsum`.
+    The op itself checks dtypes.
     """
     by_letter: dict[str, list[_Axis]] = {}
     for field, tv in op.tensors():
@@ -99,11 +101,11 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
 
 
 def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
-    """Requires that devices cut the heads of keys (`groups`) in the same way as the heads of
-    queries (`heads`).
+    """Requires that devices split the heads of the keys (`groups`) in the same way as the heads of
+    the queries (`heads`) of an attention op.
 
-    A broadcast axis (a single head of keys or of a bias) is exempt, because all devices read this
-    head.
+    Each device then has the keys that its queries need. A broadcast axis (a single head of keys or
+    of a bias) is exempt, because all devices have this head.
     """
     several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
     for one, other in zip(*several, strict=False):
@@ -148,10 +150,12 @@ def check_kept_axes(
     *,
     cut: int | None = None,
 ) -> None:
-    """Requires that `out` has the axes of `source`, except the axis at position `gone`.
+    """Raises `VerifyError` unless `out` has the same axes as `source`, apart from the axis at
+    position `gone`.
 
-    If `gone` is None, `out` has all axes. The axis at position `cut` may be cut over different
-    devices in `source` and `out`.
+    If `gone` is None, `out` must have all axes of `source`. Sizes and the splits over devices are
+    compared. The axis at position `cut` may be split over other devices in `out` than in `source`.
+    `values` binds the symbols in extents.
     """
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
@@ -165,8 +169,12 @@ def _axes(tv: TensorView) -> list[_Axis]:
 
 
 def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
-    """Yields groups of axes that must have one size: first the axes of operands, last the axis of
-    the result."""
+    """Yields groups of axes of a tensor op: all axes of one group must have the same size.
+
+    In each group, the axes of operands come first and the axis of the result comes last. For a sum
+    over products, one group has the summed axes of the operands only. Raises `VerifyError` if an
+    operand and the result differ in the number of dimensions.
+    """
     out = op.out_tensor
     roots = out.domain.maybe_root
     places = {a.number: k for k, a in enumerate(out.domain.no_reductions)}
@@ -197,10 +205,10 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
 def _check_sizes(
     op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
 ) -> None:
-    """Requires that all `axes` have one size and are cut over the same devices.
+    """Requires that all `axes` have the same size and are split over the same devices.
 
-    A single element (a broadcast) fits any size, except in the last axis of the list. If `is_cut`,
-    the devices are not compared.
+    An axis with one element (a broadcast) fits any size, unless it is the last one in `axes`. If
+    `is_cut` is True, the devices are not compared. `values` binds the symbols in extents.
     """
     sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
     whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
@@ -222,8 +230,8 @@ def _check_sizes(
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
-    """Returns the device parallel types that cut the axis at `position`. Positions are counted
-    without reductions."""
+    """Returns the parallel types of the mesh dimensions and streams that split the logical axis of
+    `tv` at `position`. Positions are counted without reductions."""
     return {cut.ptype for cut in placement(tv)[position]}
 
 

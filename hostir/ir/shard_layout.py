@@ -1,4 +1,5 @@
-"""Computes the memory that a rank allocates for a tensor: the dense local shard."""
+"""Computes sizes and strides of a tensor's local shard: the part of the tensor that one rank
+stores."""
 
 from __future__ import annotations
 
@@ -18,41 +19,44 @@ from multidevice.sharding.streams import block_extents
 
 
 def parts(tv: TensorView) -> tuple[int, ...]:
-    """Returns the number of shards along each logical axis. Reductions are left out."""
+    """Returns the number of shards into which the devices of the mesh split each logical axis of
+    `tv`. Reduction axes are left out."""
     cuts = placement(tv, DEVICE_TYPES)
     return tuple(math.prod(cut.devices for cut in mine) for mine in cuts)
 
 
 def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
-    """Returns the number of elements that a rank allocates. An expanded broadcast counts as one
-    element.
+    """Returns the number of elements that one rank allocates for its shard of `tv`. An expanded
+    axis counts as one element, because memory holds only one.
 
-    If `per_step`, counts only the block of one iteration of a stream loop.
+    If `per_step` is True, only the block that one iteration of a stream loop uses is counted.
     """
     return memory_layout.elements(tv, block_extents(tv) if per_step else local_extents(tv))
 
 
 def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
-    """Returns the number of bytes of a tensor of this shape in memory. An expanded axis counts as
-    one element."""
+    """Returns the number of bytes in memory of a shard of `tv` that has this `shape`. An expanded
+    axis counts as one element, because memory holds only one."""
     expanded = memory_layout.expanded_positions(tv)
     kept = [n for k, n in enumerate(shape) if k not in expanded]
     return math.prod(kept) * nbytes_of(tv.dtype())
 
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the stride of each logical axis in a dense local shard of these sizes. Expanded
-    broadcasts have stride 0."""
+    """Returns the strides, in elements, of the logical axes of `tv` when a shard of these `sizes`
+    is newly allocated. Expanded axes have stride 0."""
     return memory_layout.dense_strides_of(tv, [max(n, 1) for n in sizes])
 
 
 def viewed_strides(
     tv: TensorView, sizes: Sequence[int], strides: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns the strides to report for a view that is returned to the caller.
+    """Returns the strides of a view that the program returns to the caller. `strides` are the
+    strides that the view has in memory.
 
-    In an input, the stride of an axis with one element is arbitrary. In a dense result, this stride
-    is computed from the memory order, as in an allocated tensor.
+    The stride of an axis with one element is arbitrary if the view belongs to an input. For a
+    contiguous `tv`, such a stride is replaced by the stride that a newly allocated tensor would
+    have.
     """
     if 1 not in sizes or not memory_layout.is_contiguous(tv):
         return strides
@@ -61,10 +65,10 @@ def viewed_strides(
 
 
 def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the number of elements from the first to the last element of a tensor in memory, gaps
+    """Returns the number of elements in memory from the first to the last element of a tensor, gaps
     included.
 
-    `strides` are in elements.
+    `strides` are in elements. The result is 0 if the tensor has no elements.
     """
     if 0 in shape:
         return 0
@@ -75,16 +79,16 @@ def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def is_repeated(out: torch.Tensor) -> bool:
-    """Whether `out` has an expanded axis, that is, several elements with stride 0. Torch refuses to
-    write such a tensor."""
+    """Whether several elements of `out` have the same memory address, because an axis is expanded
+    (stride 0). Torch refuses to write into such a tensor."""
     if out.is_contiguous() and out.numel():
         return False
     return any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True))
 
 
 def write(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies `value` into the memory of `out`. Along an expanded axis, only one element is
-    written."""
+    """Copies `value` into the memory of `out`, which may have expanded axes (stride 0). Only one
+    element is written along an expanded axis, because torch refuses to write such an axis."""
     for axis, (n, step) in enumerate(zip(out.shape, out.stride(), strict=True)):
         if n > 1 and not step:
             out, value = out.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
@@ -92,8 +96,10 @@ def write(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share memory. For meta tensors, whether they would share memory if they
-    had any."""
+    """Whether two tensors have the same torch storage.
+
+    Meta tensors have no memory address. For meta tensors, the storage objects are compared instead.
+    """
     one, other = a.untyped_storage(), b.untyped_storage()
     if a.is_meta:
         return one._cdata == other._cdata  # pyright: ignore[reportPrivateUsage]

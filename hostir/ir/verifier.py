@@ -1,4 +1,5 @@
-"""The structural rules of a host program. The rules are checked after every pass."""
+"""Checks the structural rules of a host program, such as "a tensor is written before it is read".
+The rules are checked after every compiler pass."""
 
 from __future__ import annotations
 
@@ -56,27 +57,27 @@ from hostir.ir.shape_rules import check_buffers, check_results
 
 
 def verify(program: HostIrContainer, *, after: str = "construction") -> None:
-    """Raises `VerifyError` for a program that breaks a structural rule, in its ops or in their
-    regions.
+    """Raises `VerifyError` if a host program breaks a structural rule, in its ops or inside loops
+    and branches.
 
-    The message begins with a sentence that names the op, the rule, and the pass `after` which the
-    rule was broken. The types of tensors and the marked lines of the program follow. The rules:
+    The message names the op, the rule, and the compiler pass `after` which the rule was broken. The
+    types of tensors and the marked lines of the program follow. The rules:
 
-    - Buffers: a tensor has one buffer (an allocation, a part of another buffer, or a declared
-      alias), and both have one dtype. The tensor is used after its allocation and before its
-      `Deallocate`.
+    - Buffers: a tensor has one buffer. The buffer comes from an allocation, is part of another
+      buffer, or belongs to the input that the tensor updates. A view has the dtype of its source. A
+      tensor is used after its allocation and before its `Deallocate`.
     - Contents: a tensor is written before it is read. In a branch, an earlier iteration of the loop
       may have written the tensor.
     - Deallocation: if any buffer is deallocated, every buffer that the caller does not own is
       deallocated exactly once. A loop deallocates only buffers that the loop allocates.
     - Communications: every communication has a later `Wait`. The buffers of the communication are
-      not used before the `Wait`. The team is in the meshes.
+      not used before the `Wait`. All ranks of its team are in the meshes of the program.
     - Views of other ranks' shards: no rank writes a shard while a view shows the shard. The region
       that makes the view also deallocates the view.
-    - Kernel groups exist and agree with their launches.
-    - Inputs and open loops bind every symbol, and the axes of tensors are well-formed.
+    - Kernels: a launch names an existing kernel group and passes operands that fit the kernel.
+    - Symbols: an input or an open loop binds every symbol. The axes of tensors are well-formed.
 
-    `hostir.analysis.races` checks the order of streams.
+    Waits between streams are checked by `hostir.analysis.races`.
     """
     try:
         checker = _Checker(program, Storage.of(program))
@@ -100,11 +101,11 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
 def _refusal(
     program: HostIrContainer, text: str, after: str, shown: str, culprit: Op | None = None
 ) -> VerifyError:
-    """Returns the error for a broken rule: a sentence in the user's terms, followed by details in
-    the IR.
+    """Returns the error for a broken rule: first a sentence in the user's terms, then details in
+    terms of the program's text.
 
-    `text` is the rule's message, `after` the pass after which the rule was broken, and `shown` the
-    marked lines of the program. `culprit` is the op that breaks the rule.
+    `text` is the message of the rule, and `after` the compiler pass after which the rule was
+    broken. `shown` has the marked lines of the program. `culprit` is the op that breaks the rule.
     """
     rule, _, details = text.partition("\n")
     if culprit is not None:
@@ -121,18 +122,18 @@ def _refusal(
 
 
 def _subject(op: Op) -> str:
-    """Returns the op as the beginning of a message, such as `The launch of kernel group 1`, `Op
-    matmul` or `Wait`."""
+    """Returns the phrase that names an op at the beginning of a message, such as `The launch of
+    kernel group 1`, `Op matmul` or `Wait`."""
     if isinstance(op, HostOp):
         return op.subject
     return f"Op {op.name}" if isinstance(op, TensorOp) else op.name
 
 
 def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
-    """Returns the numbered lines of the ops around `index`, with `->` at `culprit`.
+    """Returns the numbered lines of the program around its op at position `index`. An arrow `->`
+    marks `culprit`.
 
-    `index` counts the ops of the program. `culprit` is the op at `index`, or an op in one of its
-    regions.
+    `culprit` is the op at `index`, or an op inside this loop or branch.
     """
     ops, numbers = program.ops, line_numbers(program)
     last = ops[min(index + 2, len(ops) - 1)]
@@ -142,7 +143,8 @@ def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
 
 @dataclass
 class _InFlight:
-    """A communication in flight: the communication has started and has no `Wait` yet."""
+    """A communication in flight: one that has started and for which no `Wait` has run yet. `reads`
+    and `writes` are the tensors that the communication uses."""
 
     op: Op
     reads: tuple[TensorView, ...]
@@ -153,8 +155,8 @@ class _InFlight:
 
 @dataclass
 class _Steps:
-    """The facts about a loop whose body is being checked: the buffers and communications of the
-    loop's earlier iterations."""
+    """The facts about a loop while its body is checked: the buffers and communications that earlier
+    iterations of the loop may have left."""
 
     # The tensors that the loop allocates, and the views that the loop makes.
     makes: set[TensorView]
@@ -166,7 +168,11 @@ class _Steps:
 
 @dataclass
 class _Checker:
-    """Checks the ops of a program in order, and tracks which buffers and communications exist."""
+    """Checks the ops of one host program in order.
+
+    The checker tracks, from op to op, which buffers exist, which have contents, and which
+    communications have not ended.
+    """
 
     program: HostIrContainer
     storage: Storage
@@ -192,7 +198,8 @@ class _Checker:
     at: Op | None = None
 
     def line(self, op: Op) -> str:
-        """Returns the line of an op in `str(program)` and in the user's program."""
+        """Returns the position of an op for a message: the line in `str(program)` and the line of
+        the user's source."""
         return line_text(op, line_numbers(self.program))
 
     def __post_init__(self) -> None:
@@ -221,8 +228,8 @@ class _Checker:
         self.awaited = {op.number for op in ops if isinstance(op, Wait)}
 
     def check(self, op: Op) -> None:
-        """Checks one op against the effects of the earlier ops, then checks the ops of its
-        regions."""
+        """Checks one op against the state that the earlier ops left, and updates the state. Then
+        checks the ops of the loop body or branches of `op`."""
         self.at = op
         if not isinstance(op, TensorOp | HostOp):
             raise VerifyError("this kind of op cannot be in a host program")
@@ -254,9 +261,11 @@ class _Checker:
             self._branch(op)
 
     def _present(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that the same ranks have all tensors of an op that does not communicate.
+        """Requires that each rank has all tensors that `op` uses or none, because the op does not
+        communicate.
 
-        Ops in branches are not checked: `hostir.analysis.races` knows which ranks reach these ops.
+        Ops in branches are not checked: only `hostir.analysis.races` knows which ranks reach these
+        ops.
         """
         if self.is_branch or isinstance(op, StartsCommunication):
             return
@@ -272,7 +281,8 @@ class _Checker:
                 )
 
     def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that a result overlaps no tensor that the op must not overwrite."""
+        """Requires that no result of `op` overlaps an operand in memory, unless the op can compute
+        in place. Results must not overlap each other."""
         for one, other in pairs(effects):
             a, b, is_read = one.tensor, other.tensor, isinstance(one, Reads)
             how = buffer_sharing_of(op) if is_read else "never"
@@ -282,7 +292,8 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Returns the views from `tv` up to the owner of its buffer that permute axes."""
+        """Returns the views with permuted axes between `tv` and the owner of its buffer. Elements
+        of two tensors have the same addresses only if these lists are equal."""
         found: list[TensorView] = []
         while tv in self.storage.shows:
             if tv in self.turned:
@@ -291,7 +302,8 @@ class _Checker:
         return found
 
     def _symbols(self, op: Op) -> None:
-        """Requires that inputs or open loops bind all symbols in the op's scalars and shapes."""
+        """Requires that inputs of the program or open loops bind all symbols in the scalars and
+        shapes of `op`."""
         for value in (*op.inputs, *op.scalars):
             if isinstance(value, Scalar):
                 self._bound(symbols(value), self.indices)
@@ -373,8 +385,8 @@ class _Checker:
         }
 
     def _no_view_left(self) -> None:
-        """Requires that a region deallocates the views of several ranks' shards that the region
-        made."""
+        """Requires that the region which has just ended deallocated every view of several ranks'
+        shards that the region made."""
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
             until = f"until {view} is deallocated, in the region that made it"
@@ -382,8 +394,8 @@ class _Checker:
             raise VerifyError(f"{shown}: Deallocate {{ {view} }} is missing")
 
     def finish(self) -> None:
-        """Checks the whole program after its last op: waits, outputs, aliases, axes, symbols and
-        leaks."""
+        """Checks what depends on the whole program, after its last op: missing waits, unwritten
+        outputs, in-place updates, axes, symbols, and buffers that are never freed."""
         if self.group is not None:
             raise VerifyError("StartCoalescing without EndCoalescing")
         self._no_view_left()
@@ -515,8 +527,8 @@ class _Checker:
         self.freed_at[tv] = self.at
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
-        """Requires that no view shows the buffer of `tv` to other ranks. `what` says in the message
-        how `tv` is used."""
+        """Requires that other ranks cannot read the buffer of `tv` at this op. `what` says in the
+        message how the op uses `tv`, such as `written`."""
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
                 shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
@@ -532,11 +544,12 @@ class _Checker:
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
-        """Requires that no communication in flight uses the buffer of `tv`.
+        """Requires that no communication in flight uses the buffer of `tv`, so that the current op
+        may use it.
 
-        If `is_write` is False, only communications that write the buffer count. Only communications
-        that started on every path count. Parts of one buffer are compared by
-        `hostir.analysis.races`.
+        If `is_write` is False, the op reads `tv`, which conflicts only with a communication that
+        writes the buffer. Communications that started in only one branch are not checked. Parts of
+        one buffer are not compared, because `hostir.analysis.races` does so.
         """
         for number, communication in self.in_flight.items():
             busy = communication.writes
@@ -554,7 +567,8 @@ class _Checker:
         return self._whole(a) is self._whole(b)
 
     def _whole(self, tv: TensorView) -> TensorView:
-        """Follows views of whole tensors from `tv` to their source, and returns that source."""
+        """Returns the tensor that `tv` stands for, if `tv` is a view of a whole tensor. The search
+        stops at a view of only a part."""
         while tv in self.storage.shows and tv not in self.storage.parts:
             tv = self.storage.shows[tv]
         return tv
@@ -596,12 +610,13 @@ class _Checker:
         raise VerifyError(f"a second Wait for communication {number}")
 
     def _nothing(self, effect: object) -> None:
-        """Does nothing, because the structural rules do not depend on streams."""
+        """Does nothing. `_nothing` handles the effects on streams, on which no structural rule
+        depends."""
 
     # ------------------------------------------------------------ what ops are checked against
     def kernel(self, group: int) -> Fusion:
-        """Returns the fusion of kernel group `group`. Raises `VerifyError` if no kernel group has
-        that number."""
+        """Returns the fusion of the kernel group with number `group`. Raises `VerifyError` if the
+        program has no such kernel group."""
         found = self.program.groups.get(group)
         if found is None:
             self.program.check_full()
@@ -609,8 +624,8 @@ class _Checker:
         return found.fusion
 
     def unit(self, number: int) -> Fusion:
-        """Returns the fusion of host unit `number`. Raises `VerifyError` if no host unit has that
-        number."""
+        """Returns the fusion of the host unit with this number. Raises `VerifyError` if the program
+        has no such host unit."""
         found = self.program.units.get(number)
         if found is None:
             self.program.check_full()

@@ -1,4 +1,5 @@
-"""The ops that exist only in host programs, which may also contain tensor ops of the fusion IR.
+"""The ops that exist only in host programs. A host program may also contain tensor ops of the
+fusion IR.
 
 Question: what does an op of a host program hold, and what does it do?
 Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice.sharding`.

@@ -1,7 +1,7 @@
-"""The base class of host ops, the interfaces that the methods of ops use, and the check of op
-fields.
+"""Defines `HostOp`, the base class of the ops of host programs, and the interfaces that the methods
+of ops use.
 
-The fields of an op are checked when the op is created: a value of a wrong type is refused.
+The module also checks the fields of a new op: a value of a wrong type raises `ArgumentError`.
 """
 
 from __future__ import annotations
@@ -59,37 +59,39 @@ Work = Mapping[TensorView, int]
 
 
 class ProgramAround(Protocol):
-    """The properties of a whole program that `HostOp.verify_in` reads."""
+    """The facts about a whole host program that an op needs to check itself
+    (`HostOp.verify_in`)."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The ranks of the meshes of all tensors."""
+        """The ranks in the meshes of all tensors of the program."""
         ...
 
     @property
     def meshes(self) -> Collection[DeviceMesh | None]:
-        """The meshes of all tensors. None is included for tensors without a mesh."""
+        """The meshes of all tensors of the program. None is included if some tensor has no mesh."""
         ...
 
     @property
     def streams(self) -> Collection[str]:
-        """The names of the streams that some op captures (`GetCurrentStream`) or enters
-        (`SetCurrentStream`)."""
+        """The names of the streams that some op of the program captures (`GetCurrentStream`) or
+        enters (`SetCurrentStream`)."""
         ...
 
     @property
     def twice(self) -> Collection[int]:
-        """The communication numbers that more than one op starts, which is an error."""
+        """The communication numbers that more than one op of the program starts. Such a program is
+        wrong, because a `Wait` names its communication by number."""
         ...
 
     def kernel(self, group: int) -> Fusion:
-        """Returns the fusion of the kernel group with number `group`. Raises `VerifyError` if no
-        kernel group has that number."""
+        """Returns the fusion that the kernel with the number `group` computes. Raises `VerifyError`
+        if the program has no such kernel."""
         ...
 
     def unit(self, number: int) -> Fusion:
-        """Returns the fusion of the host unit with number `number`. Raises `VerifyError` if no host
-        unit has that number."""
+        """Returns the fusion of the host unit with this number. A host unit is a fusion that is
+        compiled separately. Raises `VerifyError` if the program has no such host unit."""
         ...
 
 
@@ -100,13 +102,14 @@ PEER_COPIES = "CUDA"
 
 @dataclass(frozen=True, eq=False)
 class Movement:
-    """The data that the communication of one op moves between ranks.
+    """The data that one communication op moves between ranks.
 
     A movement has one of three kinds:
 
     - a collective: every member of `team` takes part, and `collective` describes the collective;
     - a permutation: every member of `team` takes part, and `peers` are positions in the team;
-    - one end of a transfer between two ranks: `team` is None, and `peers` has one global rank.
+    - the send or the receive of a transfer between two ranks: `team` is None, and `peers` has one
+      global rank.
     """
 
     # The name of the communication's type in messages.
@@ -125,18 +128,20 @@ class Movement:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the ranks copy out of each other's memory, without a communication library."""
+        """Whether ranks copy out of each other's memory (peer copies), without a communication
+        library such as NCCL."""
         return self.backend == PEER_COPIES
 
     @property
     def tensors(self) -> tuple[TensorView, ...]:
-        """The tensor sent and the tensor received, in this order. One end of a transfer has only
-        one of the two."""
+        """The tensor sent and the tensor received, in this order. A send or a receive has only one
+        of the two."""
         return tuple(tv for tv in (self.sent, self.received) if tv is not None)
 
     @property
     def both(self) -> tuple[TensorView, TensorView]:
-        """The pair (tensor sent, tensor received) of a collective or a permutation."""
+        """The pair (tensor sent, tensor received) of a collective or a permutation. Must not be
+        used for a send or a receive, which has only one tensor."""
         assert self.sent is not None and self.received is not None, f"{self.kind} has one end"
         return self.sent, self.received
 
@@ -147,8 +152,8 @@ class Movement:
 
     @cached_property
     def expanded(self) -> Mapping[TensorView, tuple[int, ...]]:
-        """For each tensor, the expanded axes: memory holds only one element along an expanded
-        axis."""
+        """The expanded axes of each tensor that moves, by index. Memory holds only one element
+        along an expanded axis, so only that element is sent."""
         return {tv: expanded_positions(tv) for tv in self.tensors}
 
 
@@ -158,8 +163,8 @@ _Named = Any
 
 
 class LocalShapes(Protocol):
-    """The interface that evaluates the sizes of local shards, for one run or for all inputs of
-    equal sizes."""
+    """The interface that evaluates the sizes of a rank's local shards, for one run or for all
+    inputs of equal sizes."""
 
     @property
     def rank(self) -> int:
@@ -169,8 +174,8 @@ class LocalShapes(Protocol):
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
         """Returns the shape of this rank's shard of `tv`.
 
-        With `stream_index`, returns the shape of the block that this iteration of a stream loop
-        uses.
+        If `stream_index` is given, returns the shape of the block of the shard that this iteration
+        of a stream loop uses.
         """
         ...
 
@@ -178,10 +183,10 @@ class LocalShapes(Protocol):
 class Runtime(Protocol):
     """The interface through which `HostOp.emit` runs an op on one rank.
 
-    An op describes its work once, as calls of these methods. The implementation
+    An op describes its work once, as calls of these methods. An implementation
     (`hostir.runtime.execute`) does the work at once, records the work for later runs, or follows
-    the calls in a dry run without data. Methods evaluate tensor names, sizes and peers at once, on
-    the host. Work for the device is put on the current stream.
+    the calls in a dry run on tensors without data. Methods evaluate sizes, peers and the tensors
+    that names refer to at once, on the host. Work for the device is put on the current stream.
     """
 
     @property
@@ -191,58 +196,60 @@ class Runtime(Protocol):
 
     @property
     def team(self) -> Team:
-        """The ranks of all meshes of the program."""
+        """The ranks in all meshes of the program: the ranks that run the program together."""
         ...
 
     # -------------------------------------------------------------- questions
     def number(self, x: Scalar) -> Number:
-        """Returns the current value of a scalar."""
+        """Returns the value that the scalar `x` has at this point of the run."""
         ...
 
     def integer(self, x: Scalar) -> int:
-        """Returns the current value of an integer scalar."""
+        """Returns the value that the integer scalar `x` has at this point of the run."""
         ...
 
     def is_named(self, tv: TensorView) -> bool:
-        """Whether `tv` is a view of another tensor, or is stored in a buffer that the caller
-        passed."""
+        """Whether `tv` has memory without an allocation by the program: as a view of another
+        tensor, or in a buffer that the caller passed."""
         ...
 
     # -------------------------------------------------------------- buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
-        """Allocates the buffer for this rank's shard of `tv`, filled with zeros if `is_cleared`.
+        """Allocates the buffer for this rank's shard of `tv`. If `is_cleared` is True, the buffer
+        is filled with zeros.
 
-        With `stream_index`, the buffer holds only the block that this iteration of a stream loop
-        uses.
+        If `stream_index` is given, the buffer holds only the block of the shard that this iteration
+        of a stream loop uses.
         """
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Frees the buffer of `tv`. If `tv` is a view of several ranks' shards, ends the view."""
+        """Frees the buffer of `tv`. If `tv` is a view of several ranks' shards, ends the view
+        instead."""
         ...
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
-        """Makes `out` a view of a part of `inp`. If `part` is None, `out` is a view of all of
-        `inp`.
+        """Makes `out` a view of `part` of `inp`, or of all of `inp` if `part` is None. No data
+        moves.
 
-        A part is one element along an axis that `out` lacks, or a chunk of an axis. No data moves.
+        A part is one element along an axis that `out` lacks, or a chunk of an axis.
         """
         ...
 
     def name_as_shaped(self, out: TensorView, inp: TensorView) -> None:
-        """Makes `out` a view of all elements of `inp`, in the local shape of `out`. `inp` must be
-        dense."""
+        """Makes `out` a view of all elements of `inp`, with the local shape of `out`. `inp` must be
+        dense in memory. No data moves."""
         ...
 
     def show_shards(self, op: _Named) -> None:
-        """Synchronises the ranks of `op`, a `SymmetricContiguousView`, and makes the result of `op`
-        a view of all ranks' shards."""
+        """Runs a `SymmetricContiguousView` op: waits for the other ranks that have shards, then
+        makes the result a view of all their shards."""
         ...
 
     # -------------------------------------------------------------- work on the current stream
     def call(self, work: Callable[..., object], *operands: TensorView | Scalar) -> None:
-        """Calls `work` on the current stream. The arguments are the run's tensors and numbers for
-        `operands`."""
+        """Calls the function `work` on the current stream. The arguments of `work` are the torch
+        tensors and numbers that `operands` stand for in this run."""
         ...
 
     def copy_part(
@@ -252,49 +259,52 @@ class Runtime(Protocol):
         axis: int,
         bounds: Callable[[LocalShapes], tuple[int, int]],
     ) -> None:
-        """Copies a range of `inp` along `axis` into `out`. The range is (start, length) =
-        `bounds(shapes)`."""
+        """Copies a range of `inp` along the axis number `axis` into `out`.
+
+        `bounds` computes the range as (start, length), in elements, from the local shapes of the
+        run.
+        """
         ...
 
     def launch(self, op: _Named) -> None:
-        """Launches the kernel of `op`, a `LaunchKernel`, on the current stream."""
+        """Launches the kernel that a `LaunchKernel` op names, on the current stream."""
         ...
 
     def run_unit(self, op: _Named) -> None:
-        """Runs the host unit of `op`, a `PostOnStream`. The unit allocates the results that have no
-        buffer."""
+        """Runs the host unit that a `PostOnStream` op names, on the current stream. Results without
+        a buffer are allocated by the host unit."""
         ...
 
     # -------------------------------------------------------------- communications
     def post(self, op: _Named, team: Team, root: int) -> None:
-        """Starts the collective of `op`, a `Communication`, among the ranks of `team`.
+        """Starts the collective of a `Communication` op among the ranks of `team`.
 
-        `root` is a global rank, or -1 if this type of collective has no root.
+        `root` is the global rank of the root, or -1 if this type of collective has no root.
         """
         ...
 
     def permute(self, op: _Named, team: Team, to: int, source: int) -> None:
-        """Starts `op`, a `CollectivePermute`: sends to the global rank `to` and receives from the
-        global rank `source`."""
+        """Starts a `CollectivePermute` op: this rank sends to the global rank `to` and receives
+        from the global rank `source`."""
         ...
 
     def transfer(self, op: _Named, peer: int) -> None:
-        """Starts `op`, a `P2PCommunication`, with the global rank `peer`. If a group is open, adds
-        the transfer to the group."""
+        """Starts the send or receive of a `P2PCommunication` op, with the global rank `peer`. If a
+        group of transfers is open, only adds the transfer to the group."""
         ...
 
     def open_group(self, op: Op) -> None:
-        """Opens a group of transfers, for the `StartCoalescing` `op`. Later transfers are added to
-        the group."""
+        """Opens a group of transfers for a `StartCoalescing` op. Later transfers are added to the
+        group, until `close_group` starts all of them."""
         ...
 
     def close_group(self, op: _Named) -> None:
-        """Starts all transfers of the open group as one communication with the number of `op`, an
-        `EndCoalescing`."""
+        """Starts all transfers of the open group together, as one communication. The communication
+        has the number of the `EndCoalescing` op."""
         ...
 
     def wait(self, number: int) -> None:
-        """Makes the current stream wait for the communication `number`.
+        """Makes the current stream wait for the end of the communication with this number.
 
         Does nothing if this rank does not take part in the communication.
         """
@@ -302,35 +312,39 @@ class Runtime(Protocol):
 
     # -------------------------------------------------------------- streams and control flow
     def enter(self, stream: Stream) -> None:
-        """Makes `stream` the current stream."""
+        """Makes `stream` the current stream. Later work is put on the current stream."""
         ...
 
     def capture(self, stream: Stream) -> None:
-        """Binds the name of `stream` to the stream that is current now."""
+        """Gives the current stream the name that `stream` contains, so that later ops can refer to
+        the stream."""
         ...
 
     def join(self, stream: Stream) -> None:
-        """Makes the current stream wait for all work that was put on `stream` so far."""
+        """Makes the current stream wait for all work that earlier ops put on `stream`. The host
+        does not wait."""
         ...
 
     def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
-        """Runs the ops of `body` once for each value in `steps`, with `index` bound to the
-        value."""
+        """Runs the ops of the loop body `body` once for each value in `steps`. The symbol `index`
+        is bound to the value."""
         ...
 
     def run(self, ops: Sequence[Op]) -> None:
-        """Runs the ops of a region, in order. Ops that do not concern this rank, such as ops on
-        tensors of other ranks, are left out."""
+        """Runs the ops of a region (a whole program, loop body or branch), in order.
+
+        Ops that do not concern this rank are left out, such as ops on tensors of other ranks.
+        """
         ...
 
 
 # ------------------------------------------------------------------ the base
 class HostOp(Op):
-    """Base class of the ops of host programs.
+    """Base class of host ops: the ops that exist only in host programs.
 
     Every op class declares its fields, its text (`TEXT`, or `template` and `variants`), its
-    `effects`, and how the op runs (`emit`). All other methods and class variables have defaults,
-    which an op overrides if the defaults do not fit.
+    `effects`, and how the op runs (`emit`). All other methods and class variables have defaults. An
+    op class overrides those defaults that do not fit.
     """
 
     # Texts of earlier versions, which the parser still reads.
@@ -345,13 +359,13 @@ class HostOp(Op):
         complete_fields(self)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects of the op, in order. Effects of the ops in the op's regions are not
-        included."""
+        """Returns what the op does to buffers, views, communications and streams, in order. Effects
+        of ops inside a loop body or branch are not included."""
         raise NotImplementedError(f"{type(self).__name__} declares no effects")
 
     def emit(self, rt: Runtime) -> None:
-        """Runs the op: calls the methods of `rt` that do its work. An op with regions runs the ops
-        of a region."""
+        """Runs the op on one rank, by calling the methods of `rt` that do its work. A loop or
+        branch calls `rt` to run the ops inside."""
         raise NotImplementedError(f"{type(self).__name__} does not define emit")
 
     @property
@@ -361,15 +375,17 @@ class HostOp(Op):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """The way in which an operand and a result may share one buffer; see `BufferSharing`."""
+        """How an operand and a result may share one buffer, as a value of `BufferSharing`. By
+        default, elements of both must have the same addresses."""
         return "same"
 
     @cached_property
     def movement(self) -> Movement | None:
-        """The data that the op's communication moves; None for an op that starts no communication.
+        """The data that the op's communication moves between ranks; None for an op that starts no
+        communication.
 
         By default, ranks send the tensor that the effects read and receive the tensor that the
-        effects write. The team is taken from the effects.
+        effects write. The team of ranks is also taken from the effects.
         """
         effects = self.effects()
         if not any(isinstance(e, Starts) for e in effects):
@@ -384,24 +400,24 @@ class HostOp(Op):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView] | None:
-        """The pair (operand, result) of an op whose result has the operand's values with another
-        placement.
+        """The pair (operand, result) of an op that copies the operand's values to other ranks or
+        places.
 
-        None for an op that starts no communication, and for one end of a transfer.
+        None for an op that starts no communication. Also None for a send or a receive, which has
+        only one tensor.
         """
         movement = self.movement
         return None if movement is None or len(movement.tensors) < 2 else movement.both
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether the ranks of a team synchronise in the op. By default, True for an op that starts
-        a communication."""
+        """Whether several ranks wait for each other in the op. By default, True for an op that
+        starts a communication."""
         return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
 
     @property
     def has_dry_run(self) -> bool:
-        """Whether a dry run, on tensors without contents, learns everything about the op that later
-        runs repeat.
+        """Whether a dry run, on tensors without contents, can record the op for later runs.
 
         By default, True for an op that only uses buffers and views. Streams and communications are
         created in real runs, because all ranks must first agree. Loops are excluded because a dry
@@ -413,10 +429,11 @@ class HostOp(Op):
 
     def work(self, sizes: Sizes) -> Work | None:
         """Returns how many bytes the device of one rank reads and writes for the op, per tensor.
+        The cost model (`hostir.cost`) estimates the op's time from the bytes.
 
-        Returns None for an op without work for the device. By default, each tensor in the effects
-        is read or written once. `sizes` returns the local shape of a tensor. The cost model
-        (`hostir.cost`) turns the bytes into time. Raises `UnsupportedError` if the work is unknown.
+        By default, each tensor in the effects is read or written once. Returns None if the op gives
+        the device no work. `sizes` returns the local shape of a tensor. Raises `UnsupportedError`
+        if the work is unknown.
         """
         effects = self.effects()
         if not is_computed(effects):
@@ -425,14 +442,15 @@ class HostOp(Op):
         return {tv: held_nbytes(tv, sizes(tv)) for tv in dict.fromkeys(touched)}
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if the op does not fit the rest of its program. By default, checks
-        nothing."""
+        """Raises `VerifyError` if the op does not fit the rest of its program, for example if a
+        kernel that the op names does not exist. By default, checks nothing."""
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `VerifyError` if the shape of a result does not fit the operands.
+        """Raises `VerifyError` if the shape of a result does not fit the shapes of the operands.
 
-        By default, a view of a whole tensor must have the axes of that tensor. A view of one
-        element along an axis must have all other axes. `values` binds the symbols in extents.
+        By default, only views are checked. A view of a whole tensor must have the axes of that
+        tensor. A view of one element along an axis must have all other axes. `values` binds the
+        symbols in extents.
         """
         for effect in self.effects():
             if isinstance(effect, Shows):
@@ -446,7 +464,8 @@ class HostOp(Op):
 
 
 def missing_slots(cls: type[HostOp]) -> list[str]:
-    """Returns which of the required definitions (text, `effects`, `emit`) an op class lacks."""
+    """Returns which required parts the host op class `cls` does not declare: its text, `effects` or
+    `emit`."""
     filled = {
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),
@@ -457,8 +476,8 @@ def missing_slots(cls: type[HostOp]) -> list[str]:
 
 
 def checked_slots(cls: type[HostOp]) -> type[HostOp]:
-    """Returns the class unchanged. Raises `TypeError` if the class lacks its text, `effects` or
-    `emit`."""
+    """Returns the host op class `cls` unchanged, after a check. Raises `TypeError` if the class
+    does not declare its text, `effects` or `emit`."""
     if missing := missing_slots(cls):
         raise TypeError(f"{cls.__name__}: a host op declares {' and '.join(missing)}")
     return cls
@@ -477,7 +496,7 @@ def complete_fields(op: Op) -> None:
     """Converts the fields of a new op in place: numbers in operands become constants, and lists
     become tuples.
 
-    Raises `ArgumentError` naming op and field for a value of a wrong type.
+    Raises `ArgumentError` with the names of the op and the field if a value has a wrong type.
     """
     for name, kind, hint, known in _fields(type(op)):
         given: Any = getattr(op, name)
@@ -505,10 +524,10 @@ def _completed(given: Any, kind: str, hint: Any) -> Any:
 
 @cache
 def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...]:
-    """Returns (name, kind, type, accepted classes) for each field of an op class.
+    """Returns (name, kind, type, accepted classes) for each field of the op class `cls`.
 
-    `complete_fields` adds a class to the accepted classes once a value of that class has passed the
-    check.
+    The set of accepted classes saves time. `complete_fields` adds a class to the set when a value
+    of that class has passed the check.
     """
     return tuple(
         (f.name, f.metadata["kind"], _hint(cls.__module__, f.type), set[type[object]]())
@@ -519,9 +538,9 @@ def _fields(cls: type[Op]) -> tuple[tuple[str, str, Any, set[type[object]]], ...
 
 @cache
 def _hint(module: str, text: str) -> Any:
-    """Evaluates the annotation `text` in a module's namespace.
+    """Evaluates the type annotation `text` in the namespace of the module named `module`.
 
-    `get_type_hints` is not used because it would take a millisecond per class.
+    `typing.get_type_hints` is not used, because it takes a millisecond per class.
     """
     return eval(text, vars(sys.modules[module]))
 
@@ -556,8 +575,8 @@ def _words(hint: Any) -> str:
 
 
 def _got(given: object, hint: Any) -> str:
-    """Returns the end of a message about a value of a wrong type: the value `given`, and advice on
-    how to get the type `hint`.
+    """Returns the end of an error message about a field of a wrong type: the value `given`, and
+    advice on how to get a value of type `hint`.
 
     For a tensor, the tensor's full text follows on a new line.
     """

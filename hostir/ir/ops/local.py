@@ -1,11 +1,13 @@
-"""The host ops of one rank: buffers and views, work on the device, streams, control flow.
+"""Defines the host ops that concern only one rank: buffers and views, work on the device, streams
+and control flow.
 
-A host program is not in SSA form. An op writes a tensor whose buffer `Allocate` made, or a tensor
-that is a view of part of another buffer. The `out` of a library op is therefore a destination. The
-`out` of a view op is a new name for the memory of the operand.
+A host program is not in SSA form, so an op does not create the tensor of its result. The op writes
+into the buffer that an `Allocate` made, or into a view of part of another buffer. The `out` of a
+library op is therefore a destination. The `out` of a view op is a new name for the memory of its
+operand.
 
-Indices are scalar expressions over loop indices, `rank` and `numberOfStreams`, so all ranks run one
-program.
+Indices are scalar expressions over loop indices, `rank` and `numberOfStreams`. Therefore one
+program fits all ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from multidevice.sharding.streams import dropped_axes_of, stream_axis
 
 # ------------------------------------------------------------------ buffers
 class Allocate(HostOp):
-    """Allocates a buffer for this rank's shard of `buffer`.
+    """Allocates a buffer for this rank's shard of the tensor `buffer`.
 
     `zero_init` fills the buffer with zeros. If the allocation domain has a stream axis, the buffer
     holds only the block that iteration `stream_index` of a stream loop uses.
@@ -68,34 +70,37 @@ class Allocate(HostOp):
     OLDER = ("{buffer} = ALLOCATE(mem_type={mem_type}, zero_init={zero_init})",)
 
     def template(self) -> str:
-        """Returns the text template of the op, with or without a stream index."""
+        """Returns the text template of `Allocate`. The template mentions `stream_index` only if the
+        op has one."""
         return _allocate_template(self.stream_index is not None)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields both text templates that the parser reads: without and with a stream index."""
+        """Yields both text templates of `Allocate` for the parser: without and with a stream
+        index."""
         yield {"stream_index": None}, _allocate_template(False)
         yield {}, _allocate_template(True)
 
     @property
     def mem_type(self) -> str:
-        """The kind of memory, as the op's text names it: `global` or `symmetric`."""
+        """The kind of memory that `Allocate` allocates, as its text names the kind: `global` or
+        `symmetric`."""
         return self.buffer.memory.text
 
     @property
     def size(self) -> Scalar:
-        """The number of elements of the local shard. With a stream index, the number of elements of
-        a full block."""
+        """The number of elements that `Allocate` allocates on one rank. With a stream index, the
+        number of elements of a full block."""
         return allocated_elements(self.buffer, per_step=self.stream_index is not None)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the tensor gets a new buffer. The buffer has contents if the op
-        fills the buffer with zeros."""
+        """Returns the effect of `Allocate`: the tensor gets a new buffer. The buffer has contents
+        only if `zero_init` is set."""
         return (Makes(self.buffer, is_filled=self.zero_init, step=self.stream_index),)
 
     def emit(self, rt: Runtime) -> None:
-        """Allocates the buffer. If the tensor already has memory, only fills that memory with zeros
-        if `zero_init` is set."""
+        """Runs `Allocate`. If the tensor already has memory, nothing is allocated. `zero_init` then
+        fills that memory with zeros."""
         if not rt.is_named(self.buffer):
             rt.allocate(self.buffer, self.stream_index, is_cleared=self.zero_init)
         elif self.zero_init:
@@ -104,8 +109,8 @@ class Allocate(HostOp):
             rt.call(_clear, self.buffer)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the tensor is in local or shared memory, which only kernels
-        have."""
+        """Raises `VerifyError` if `Allocate` names a tensor in local or shared memory, which only
+        kernels can allocate."""
         if self.buffer.memory not in (MemoryType.global_, MemoryType.symmetric):
             raise VerifyError(
                 f"{self.buffer} is not in global memory, but {self.buffer.memory.text}"
@@ -125,26 +130,30 @@ def _allocate_template(has_index: bool) -> str:
 
 
 class Deallocate(HostOp):
-    """Frees the buffer of a tensor. No later op may use the tensor or a view of the tensor."""
+    """Frees the buffer of the tensor `buffer`. No later op may use the tensor or a view of the
+    tensor."""
 
     buffer: TensorView = operand()
     TEXT = "Deallocate {\n  {buffer}\n}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the buffer is freed."""
+        """Returns the effect of `Deallocate`: the buffer is freed."""
         return (Frees(self.buffer),)
 
     def emit(self, rt: Runtime) -> None:
-        """Frees the buffer. If the tensor is a view of several ranks' shards, these ranks
-        synchronise first."""
+        """Runs `Deallocate`. If the tensor is a view of several ranks' shards, waits for these
+        ranks, then ends the view."""
         rt.deallocate(self.buffer)
 
 
 # ------------------------------------------------------------------ launches
 @dataclass(frozen=True)
 class KernelGroup:
-    """A kernel: its number, its fusion of tensors in global memory, and the scheduler that accepts
-    the fusion."""
+    """A kernel of a host program: its number, the fusion that the kernel computes, and the
+    scheduler that accepts the fusion.
+
+    All inputs and outputs of the fusion are in global memory.
+    """
 
     number: int
     fusion: Fusion
@@ -152,9 +161,10 @@ class KernelGroup:
 
 
 class LaunchKernel(HostOp):
-    """Launches the kernel of kernel group `group` on the current stream.
+    """Launches the kernel with the number `group` on the current stream.
 
-    Each tensor of `outs` must have a buffer already, or be a view of another tensor.
+    `ins` and `outs` are its operands and results. Each tensor of `outs` must already have a buffer,
+    or be a view of another tensor.
     """
 
     ins: tuple[TensorView | Scalar, ...] = operands()
@@ -165,30 +175,32 @@ class LaunchKernel(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op at the beginning of a message: `The launch of kernel group 1`."""
+        """The phrase that names the launch at the beginning of a message: `The launch of kernel
+        group 1`."""
         return f"The launch of kernel group {self.group}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the op reads all tensors of `ins` and writes all tensors of
-        `outs`."""
+        """Returns the effects of `LaunchKernel`: the kernel reads all tensors of `ins` and writes
+        all tensors of `outs`."""
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
-        """Launches the kernel on the current stream."""
+        """Runs `LaunchKernel`: launches the kernel on the current stream."""
         rt.launch(self)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` unless the operands fit the kernel group's fusion: number, dtype,
-        extents and mesh are compared."""
+        """Raises `VerifyError` unless the operands of the launch fit the fusion of the kernel.
+        Their number, dtypes, extents and meshes must agree."""
         fusion = program.kernel(self.group)
         _check_operands(self, fusion, f"group {self.group}", _kernel_kind)
 
 
 class PostOnStream(HostOp):
-    """Runs a host unit on the current stream. A host unit is a fusion that is compiled separately.
+    """Runs the host unit with the number `unit` on the current stream. A host unit is a fusion that
+    is compiled separately.
 
-    The unit writes into the results that have a buffer. The op allocates buffers for all other
-    results.
+    `ins` and `outs` are its operands and results. The host unit writes into the results that have a
+    buffer, and allocates buffers for all other results.
     """
 
     ins: tuple[TensorView | Scalar, ...] = operands()
@@ -200,35 +212,36 @@ class PostOnStream(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op at the beginning of a message: `The launch of host unit 0`."""
+        """The phrase that names the op at the beginning of a message: `The launch of host unit
+        0`."""
         return f"The launch of host unit {self.unit}"
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """`freely`: an operand and a result may share a buffer, because the unit computes all
-        results before it writes any."""
+        """`freely`: an operand and a result may share a buffer, because the host unit computes all
+        results before it writes any of them."""
         return "freely"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the op reads all tensors of `ins` and writes all tensors of
-        `outs`."""
+        """Returns the effects of `PostOnStream`: the host unit reads all tensors of `ins` and
+        writes all tensors of `outs`."""
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
-        """Runs the host unit on the current stream."""
+        """Runs `PostOnStream`: runs the host unit on the current stream."""
         rt.run_unit(self)
 
     def work(self, sizes: Sizes) -> Work:
-        """Raises `UnsupportedError`, because the cost of a host unit is unknown before the unit is
-        scheduled."""
+        """Raises `UnsupportedError`, because the cost of a host unit is unknown until the host unit
+        is scheduled."""
         raise UnsupportedError(
             f"cost: PostOnStream (HostUnit{self.unit}) has no known cost before the unit is "
             f"scheduled{user_code(self.where)}"
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` unless the operands fit the host unit's fusion: number, dtype,
-        number of axes and mesh are compared.
+        """Raises `VerifyError` unless the operands of the op fit the fusion of the host unit. Their
+        number, dtypes, numbers of axes and meshes must agree.
 
         Also raises `VerifyError` if the host unit updates an input in place.
         """
@@ -248,11 +261,11 @@ def _computes(
 
 # ----- the properties that a launch must share with the fusion that it runs
 def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
-    """Returns dtype, extents and mesh of an operand: a launch and its kernel must agree about
-    these.
+    """Returns the properties of `value`, an operand of a kernel, that the launch must have in
+    common with the kernel: dtype, extents and mesh.
 
-    `like` is the launch's operand. If `like` is a slice of `value`, the axes that `like` lacks are
-    left out.
+    `like` is the operand of the launch. If `like` is a slice of `value`, the axes that `like` lacks
+    are left out.
     """
     if isinstance(value, TensorView):
         shape = list(map(str, value.shape()))
@@ -263,8 +276,11 @@ def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = 
 
 
 def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Returns dtype, number of axes and mesh of an operand: the op and its host unit must agree
-    about these. `like` is ignored."""
+    """Returns the properties of `value` that an operand of `PostOnStream` must have in common with
+    its host unit: dtype, number of axes and mesh.
+
+    `like` is ignored. The parameter exists because `_kernel_kind` has the same signature.
+    """
     if isinstance(value, TensorView):
         return (value.dtype(), value.ndim, value.mesh)
     return value.dtype
@@ -276,9 +292,11 @@ def _check_operands(
     where: str,
     kind: Callable[..., object],
 ) -> None:
-    """Raises `VerifyError` if the operands differ from the inputs and outputs of the fusion.
+    """Raises `VerifyError` if the operands and results of the launch `op` do not fit the inputs and
+    outputs of `fusion`.
 
-    `kind` returns the properties that must be equal. `where` names the fusion in messages.
+    `kind` returns the properties of an operand that must be equal on both sides. `where` names the
+    fusion in messages.
     """
     for what, mine, theirs in (
         ("inputs", op.ins, fusion.inputs),
@@ -293,8 +311,8 @@ def _check_operands(
 
 
 def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
-    """Returns the end of a message: the first property in which operand `a` differs from `b`, a
-    value of the fusion."""
+    """Returns the end of an error message: the first property in which the operand `a` of a launch
+    differs from `b`, the value that the fusion expects."""
     if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
         return ""
     if a.dtype() is not b.dtype():
@@ -308,8 +326,8 @@ def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
 class LocalSlice(HostOp):
     """Copies this rank's part of the replicated tensor `inp` into `out`, without communication.
 
-    `axis` counts the logical axes without reductions. `ptype` is the mesh dimension that cuts the
-    axis: the index of the part is `mesh.coordinate(rank, ptype)` in the mesh of `out`.
+    `axis` counts the logical axes without reductions. `ptype` is the mesh dimension that splits the
+    axis. The position of the part is the rank's coordinate along `ptype` in the mesh of `out`.
     """
 
     out: TensorView = result()
@@ -320,26 +338,26 @@ class LocalSlice(HostOp):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView]:
-        """The pair (replicated tensor, sharded copy)."""
+        """The pair (replicated tensor, sharded copy) of `LocalSlice`."""
         return self.inp, self.out
 
     def work(self, sizes: Sizes) -> Work:
-        """Returns the bytes of the slice for the operand and for the result. The rest of the
-        operand is not read."""
+        """Returns the bytes that `LocalSlice` reads and writes: the size of the slice, for operand
+        and result. The rest of the operand is not read."""
         part = held_nbytes(self.out, sizes(self.out))
         return {self.inp: part, self.out: part}
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the op reads `inp` and writes `out`."""
+        """Returns the effects of `LocalSlice`: the op reads `inp` and writes `out`."""
         return (Reads(self.inp), Writes(self.out))
 
     def emit(self, rt: Runtime) -> None:
-        """Copies the slice on the current stream."""
+        """Runs `LocalSlice`: copies this rank's part on the current stream."""
         rt.copy_part(self.out, self.inp, self.axis, self.bounds)
 
     def bounds(self, shapes: LocalShapes) -> tuple[int, int]:
-        """Returns (start, length) of this rank's part along the op's axis, in elements. `shapes`
-        has the local sizes."""
+        """Returns the range (start, length) of this rank's part along the axis of `LocalSlice`, in
+        elements. `shapes` evaluates local sizes."""
         mesh = self.out.mesh
         assert mesh is not None, f"{self.out} has no mesh"
         length = shapes.local_shape(self.out)[self.axis]
@@ -350,8 +368,8 @@ class LocalSlice(HostOp):
         return mesh.coordinate(shapes.rank, self.ptype) * length, length
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the axis or the mesh dimension does not exist, or if the dtypes
-        differ."""
+        """Raises `VerifyError` if the axis or the mesh dimension of `LocalSlice` does not exist, or
+        if the dtypes differ."""
         mesh = self.out.mesh
         if mesh is None or mesh.size_of(self.ptype) < 2:
             raise VerifyError(f"LocalSlice: {self.out} has no {self.ptype.text} to slice along")
@@ -365,8 +383,11 @@ class LocalSlice(HostOp):
             )
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `VerifyError` unless `ptype` cuts the axis in `out` but not in `inp`, and all
-        other axes are equal."""
+        """Raises `VerifyError` unless the mesh dimension `ptype` splits the axis in `out` but not
+        in `inp`. All other axes must be equal.
+
+        `values` binds the symbols in extents.
+        """
         check_kept_axes(self, self.inp, self.out, None, values, cut=self.axis)
         if self.inp.domain.no_reductions[self.axis].is_broadcast:
             return  # all parts of an expanded axis are the same element
@@ -380,8 +401,8 @@ class LocalSlice(HostOp):
 
 
 class HirAliasSelect(HostOp):
-    """Makes `out` a view of element `index` of `inp` along the logical axis `axis`. `out` has all
-    other axes. No data moves.
+    """Makes `out` a view of the element `index` of `inp` along the logical axis `axis`. `out` has
+    all other axes. No data moves.
 
     If `axis` is a reduction, `out` is a view of all of `inp`. An axis of local size 1 (a device
     axis or a broadcast) has one element, which every index selects.
@@ -396,27 +417,33 @@ class HirAliasSelect(HostOp):
 
     @cached_property
     def position(self) -> int | None:
-        """The index of the selected axis among the logical axes without reductions; None if the
+        """The index of the selected axis of `inp`, counted without reductions. None if the selected
         axis is a reduction."""
         kept = [a.number for a in self.inp.domain.no_reductions]
         return kept.index(self.axis.number) if self.axis.number in kept else None
 
     @cached_property
     def part(self) -> Part | None:
-        """The selected element of `inp`; None if `out` is a view of the whole of `inp`."""
+        """The part of `inp` of which `out` is a view: one element of an axis. None if `out` is a
+        view of the whole of `inp`."""
         return None if self.position is None else Part(self.position, self.index)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: `out` becomes a view of the selected element."""
+        """Returns the effect of `HirAliasSelect`: `out` becomes a view of the selected element of
+        `inp`."""
         return (Shows(self.out, self.inp, self.part),)
 
     def emit(self, rt: Runtime) -> None:
-        """Makes `out` a view of the selected element. No data moves."""
+        """Runs `HirAliasSelect`: makes `out` a view of the selected element of `inp`. No data
+        moves."""
         rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the axis is not an axis of `inp`, the result has a wrong number
-        of axes, or a constant index is out of range."""
+        """Raises `VerifyError` if the selected axis is not an axis of `inp`, or `out` has a wrong
+        number of axes.
+
+        A constant index outside of the axis also raises `VerifyError`.
+        """
         if self.axis not in self.inp.domain.logical:
             raise VerifyError(
                 f"HirAliasSelect: the selected axis is not an axis of {self.inp}"
@@ -436,8 +463,8 @@ class HirAliasSelect(HostOp):
 
 
 class ShardByStream(HostOp):
-    """Makes `out` a view of chunk `stream_index` of `inp`, along the axis that the stream axis of
-    `out` cuts. No data moves.
+    """Makes `out` a view of chunk `stream_index` of `inp`. The stream axis of `out` says which axis
+    is divided into chunks. No data moves.
 
     The size of a chunk is rounded up, so the last chunks may be short or empty.
     """
@@ -450,21 +477,25 @@ class ShardByStream(HostOp):
 
     @cached_property
     def part(self) -> Part:
-        """The chunk of `inp` that `out` is a view of."""
+        """The part of `inp` of which `out` is a view: a chunk of the axis that the stream axis
+        divides."""
         position, count = stream_cut(self.out)
         return Part(position, self.stream_index, count)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: `out` becomes a view of the chunk."""
+        """Returns the effect of `ShardByStream`: `out` becomes a view of a chunk of `inp`."""
         return (Shows(self.out, self.inp, self.part),)
 
     def emit(self, rt: Runtime) -> None:
-        """Makes `out` a view of the chunk. No data moves."""
+        """Runs `ShardByStream`: makes `out` a view of a chunk of `inp`. No data moves."""
         rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the numbers of axes differ, `out` has no stream axis, or a
-        constant index is out of range."""
+        """Raises `VerifyError` if `inp` and `out` differ in the number of axes, or `out` has no
+        stream axis.
+
+        A constant index outside of the number of chunks also raises `VerifyError`.
+        """
         if self.out.ndim != self.inp.ndim:
             raise VerifyError(f"ShardByStream: {self.out} and {self.inp} differ in rank")
         position, chunks = stream_cut(self.out)
@@ -472,8 +503,8 @@ class ShardByStream(HostOp):
 
 
 def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
-    """Raises `VerifyError` if a constant `index` is not in `0 <= index < extent`. Other indices are
-    checked in runs.
+    """Raises `VerifyError` if the constant `index` is not in `0 <= index < extent`. An index that
+    is not constant is checked when the program runs.
 
     `op` and `where` name the op and the indexed axis in the message.
     """
@@ -483,10 +514,11 @@ def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
 
 
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
-    """Returns (axis, number of chunks) of the stream axis of `tv`.
+    """Returns (axis, number of chunks): the logical axis of `tv` that a stream loop divides, and
+    the number of its chunks.
 
-    The axis is the index of the logical axis that the stream axis cuts, counted without reductions.
-    Raises `VerifyError` if the tensor has no stream axis.
+    The axis is an index, counted without reductions. Raises `VerifyError` if `tv` has no stream
+    axis.
     """
     axis = stream_axis(tv)
     if axis is None:
@@ -498,8 +530,8 @@ class SymmetricContiguousView(HostOp):
     """Makes `out` a view of the shards of all ranks as one tensor, in which the shards follow each
     other.
 
-    `inp`, the tensor with the shards, is in symmetric memory. If several ranks have shards, the op
-    is a barrier of these ranks. The `Deallocate` of the view is a second barrier. Writes of a rank
+    `inp` is the sharded tensor, in symmetric memory. If several ranks have shards, the op is a
+    barrier of these ranks. The `Deallocate` of the view is a second barrier. Writes of a rank
     before the first barrier are visible through the view. Between the two barriers, no rank may
     write.
     """
@@ -510,7 +542,7 @@ class SymmetricContiguousView(HostOp):
 
     @cached_property
     def team(self) -> TeamOf | None:
-        """The ranks whose shards the view shows; None if there is only one rank."""
+        """The ranks whose shards the view `out` shows; None if only one rank has a shard."""
         mesh, cuts = self.inp.mesh, placement(self.inp, DEVICE_TYPES)
         along = {cut.ptype for mine in cuts for cut in mine}
         if mesh is None or not along:
@@ -519,22 +551,22 @@ class SymmetricContiguousView(HostOp):
         return team if team.size > 1 else None
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: `out` becomes a view of `inp`. If several ranks have shards, the op
-        also reads `inp`."""
+        """Returns the effects of `SymmetricContiguousView`: `out` becomes a view of `inp`. If
+        several ranks have shards, the op also reads `inp`."""
         reads = () if self.team is None else (Reads(self.inp),)
         return (*reads, Shows(self.out, self.inp))
 
     def emit(self, rt: Runtime) -> None:
-        """Maps the shards of all ranks of the team. If there is only one shard, reshapes that
-        shard."""
+        """Runs `SymmetricContiguousView`: maps the shards of all ranks into the memory of this
+        process. If only one rank has a shard, makes `out` a view of that shard."""
         if self.team is None:
             rt.name_as_shaped(self.out, self.inp)
         else:
             rt.show_shards(self)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the operand is not in symmetric memory, or if the result is
-        sharded or on another mesh."""
+        """Raises `VerifyError` if `inp` is not in symmetric memory. If several ranks have shards,
+        `out` must be replicated on the mesh of `inp`."""
         if self.inp.memory is not MemoryType.symmetric:
             raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
         if self.team is None:
@@ -548,84 +580,92 @@ class SymmetricContiguousView(HostOp):
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether several ranks have shards, so that the op is a barrier."""
+        """Whether several ranks have shards of `inp`. The op is then a barrier, in which these
+        ranks wait for each other."""
         return self.team is not None
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Checks nothing, because devices cut the axes of `inp` but no axis of `out`. `verify`
-        compares the meshes."""
+        """Checks nothing: devices split the axes of `inp` but no axis of `out`, so the sizes
+        differ.
+
+        `SymmetricContiguousView.verify` compares the meshes instead.
+        """
 
 
 # ------------------------------------------------------------------ streams
 class StreamOp(HostOp):
-    """Base class of the ops that name a stream."""
+    """Base class of the host ops that refer to a stream, by its number or its name."""
 
     stream: Stream = attr(kw_only=False)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The index of a numbered stream; () for a stream with a name."""
+        """The scalar that is the number of the stream; () for a stream with a name."""
         return () if self.stream.index is None else (self.stream.index,)
 
 
 class SetCurrentStream(StreamOp):
-    """Makes `stream` the current stream: the work of later ops is put on `stream`."""
+    """Makes `stream` the current stream: later ops put their work on `stream`."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "SetCurrentStream(Stream {stream})"
     OLDER = ("SetCurrentStream to Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the op's stream becomes the current stream."""
+        """Returns the effect of `SetCurrentStream`: the op's stream becomes the current stream."""
         return (Enters(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
-        """Makes the op's stream the current stream of the run."""
+        """Runs `SetCurrentStream`: makes the op's stream the current stream of the run."""
         rt.enter(self.stream)
 
 
 class GetCurrentStream(StreamOp):
-    """Binds the name `stream` to the current stream, so that later ops can refer to it."""
+    """Gives the current stream the name `stream`, so that later ops can refer to the current
+    stream."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "Stream {stream} = GetCurrentStream()"
     OLDER = ("GetCurrentStream into Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the name is bound to the current stream."""
+        """Returns the effect of `GetCurrentStream`: the current stream gets a name."""
         return (Captures(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
-        """Binds the name to the current stream of the run."""
+        """Runs `GetCurrentStream`: gives the current stream of the run the name in `stream`."""
         rt.capture(self.stream)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if `stream` is a numbered stream, because a number already denotes a
-        stream of the evaluator."""
+        """Raises `VerifyError` if `GetCurrentStream` is given the number of a stream instead of a
+        new name. A number already denotes a stream of the run."""
         if self.stream.index is not None:
             raise VerifyError(f"GetCurrentStream: Stream {self.stream} is a numbered stream")
 
 
 class Synchronize(StreamOp):
-    """Makes the current stream wait for all work that was put on `stream` so far. The host does not
-    wait."""
+    """Makes the current stream wait for all work that earlier ops put on `stream`. The host does
+    not wait."""
 
     stream: Stream = attr(kw_only=False)
     TEXT = "Synchronize(Stream {stream})"
     OLDER = ("Synchronize Stream {stream}",)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: later work of the current stream begins after the earlier work of
-        `stream` has ended."""
+        """Returns the effect of `Synchronize`: later work on the current stream begins after all
+        earlier work on the op's stream has ended."""
         return (Joins(self.stream),)
 
     def emit(self, rt: Runtime) -> None:
-        """Makes the current stream wait for the op's stream."""
+        """Runs `Synchronize`: makes the current stream wait for the op's stream."""
         rt.join(self.stream)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if no `GetCurrentStream` or `SetCurrentStream` names the stream.
-        Stream names that are addresses are always accepted."""
+        """Raises `VerifyError` if `Synchronize` names a stream that no `GetCurrentStream` or
+        `SetCurrentStream` of the program names.
+
+        A name that is an address is always accepted.
+        """
         name = self.stream.name
         if not name or name in program.streams or name.startswith("0x"):
             return
@@ -640,15 +680,16 @@ Index = Symbol
 
 
 def loop_index(name: str, start: ScalarLike, stop: ScalarLike) -> Symbol:
-    """Returns a new symbol for the index of a loop, with the range [start, stop - 1]."""
+    """Returns a new symbol for the index of a loop. The range of the symbol is from `start` to
+    `stop - 1`."""
     return Symbol(name, DataType.Index, lo=sc.int_value(start) or 0, hi=sc.sub(stop, 1))
 
 
 class ForLoop(HostOp):
-    """Runs `body` once for each index = start, start + step, ... below stop.
+    """Runs the ops of `body` once for each value of `index`: start, start + step, ... below stop.
 
-    If `axis` is given, `stop` is the extent of that axis, and the op's text shows the axis instead
-    of the bounds.
+    If `axis` is given, `stop` is the extent of that axis. The program's text then shows the axis
+    instead of the bounds.
     """
 
     index: Index = attr()
@@ -665,26 +706,29 @@ class ForLoop(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op at the beginning of a message: `The loop over i3`."""
+        """The phrase that names the loop at the beginning of a message: `The loop over i3`."""
         return f"The loop over {self.index}"
 
     def template(self) -> str:
-        """Returns the text template of the op, with an axis or with bounds and step."""
+        """Returns the text template of `ForLoop`: over an axis, or with start, stop and (unless 1)
+        step."""
         return _loop_template(self.axis is not None, self.step is not sc.ONE)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields all text templates that the parser reads."""
+        """Yields all text templates of `ForLoop` for the parser: over an axis, or with bounds, with
+        and without a step."""
         yield {"start": sc.ZERO, "step": sc.ONE}, _loop_template(True, False)
         yield {"axis": None}, _loop_template(False, True)
         yield {"axis": None, "step": sc.ONE}, _loop_template(False, False)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects, because the ops of the body have their own effects."""
+        """Returns no effects, because the ops of the loop body have their own effects."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """Runs the body once per iteration. Raises `ExecutionError` if the step is below 1."""
+        """Runs the body of `ForLoop` once per iteration. Raises `ExecutionError` if the step has a
+        value below 1."""
         start, stop, step = map(rt.integer, (self.start, self.stop, self.step))
         if step < 1:
             raise ExecutionError(
@@ -693,7 +737,7 @@ class ForLoop(HostOp):
         rt.run_loop(self.index, range(start, stop, step), self.body)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the step is a constant below 1."""
+        """Raises `VerifyError` if the step of `ForLoop` is a constant below 1."""
         if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
             raise VerifyError(f"its step is {self.step}, expected at least 1")
 
@@ -705,7 +749,8 @@ def _loop_template(has_axis: bool, has_step: bool) -> str:
 
 
 class IfThenElse(HostOp):
-    """Runs `then` on the ranks where `predicate` is true, and `orelse` on all other ranks."""
+    """Runs the ops of `then` on each rank where `predicate` is true, and the ops of `orelse` on all
+    other ranks."""
 
     predicate: Scalar = operand()
     then: tuple[Op, ...] = region()
@@ -714,18 +759,21 @@ class IfThenElse(HostOp):
 
     @property
     def subject(self) -> str:
-        """The op at the beginning of a message: `The branch`."""
+        """The phrase that names the branch at the beginning of a message: `The branch`."""
         return "The branch"
 
     @property
     def has_dry_run(self) -> bool:
-        """True, because the dry run and the real run take the same branch."""
+        """True: a dry run, on tensors without contents, can record a branch, because a real run
+        takes the same branch."""
         return True
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects, because the ops of both regions have their own effects."""
+        """Returns no effects, because the ops in both regions of the branch have their own
+        effects."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """Evaluates the predicate once and runs one of the two regions."""
+        """Evaluates the predicate of `IfThenElse` once and runs the ops of one of the two
+        regions."""
         rt.run(self.then if rt.number(self.predicate) else self.orelse)

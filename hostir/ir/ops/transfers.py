@@ -1,8 +1,9 @@
-"""The host ops that move data between ranks, and the op that waits for the end of a communication.
+"""Defines the host ops that move data between ranks, and the op that waits for the end of a
+communication.
 
-A communication starts on the current stream, at the op that declares it. The communication uses its
-buffers until the `Wait` with the same number. Collectives, transfers and groups of transfers share
-one numbering.
+A communication starts on the current stream, when its op runs. The communication uses its buffers
+until the `Wait` with the same number. Collectives, transfers and groups of transfers share one
+numbering.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
 
 
 def library_name(backend: str) -> str:
-    """Returns the name of a communication library for messages.
+    """Returns the name of a communication library for messages, such as `NCCL`.
 
-    The library `CUDA` is called `peer copies`, because peer copies also exist between CPU ranks.
+    The `backend` CUDA is called `peer copies`, because ranks on CPUs also copy out of each other's
+    memory.
     """
     return "peer copies" if backend.upper() == PEER_COPIES else backend.upper()
 
@@ -62,7 +64,8 @@ TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 @dataclass(frozen=True)
 class AxisOrder:
-    """The order in which the axes of a local shard lie in memory.
+    """The memory order of the axes of a local shard: which axis is outermost, and which is
+    contiguous.
 
     `axes` are axis indices, outermost first; None if memory has the order of the logical axes.
     `expanded` are the indices of expanded axes: memory holds one element along an expanded axis.
@@ -73,14 +76,15 @@ class AxisOrder:
 
     @staticmethod
     def of(tv: TensorView) -> AxisOrder:
-        """Returns the memory order that the allocation domain of `tv` declares."""
+        """Returns the memory order that the tensor `tv` declares, from its allocation domain."""
         axes = tuple(p for p, _ in memory_order(tv))
         is_logical = axes == tuple(range(len(axes)))
         return AxisOrder(None if is_logical else axes, memory_layout.expanded_positions(tv))
 
 
 class StartsCommunication(HostOp):
-    """Base class of the ops that start a communication. `number` identifies the communication."""
+    """Base class of the host ops that start a communication. The `Wait` with the same `number`
+    waits for the end of the communication."""
 
     number: int = attr()
 
@@ -96,26 +100,30 @@ class StartsCommunication(HostOp):
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, ...]:
-        """The memory orders of the tensors that move. The base class has no tensors, so the tuple
-        is empty.
+        """The memory orders of the tensors that the communication moves. The base class has no such
+        tensors, so the tuple is empty.
 
-        A communication copies elements in memory order, so sender and receiver must agree about it.
+        A communication copies elements in memory order, so the tensors of sender and receiver must
+        have the same order.
         """
         return ()
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """`never`: the operand and the result need separate buffers."""
+        """`never`: the operand and the result of a communication need separate buffers.
+        `Communication` overrides this rule."""
         return "never"
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if another op starts a communication with the same number."""
+        """Raises `VerifyError` if another op of the program starts a communication with the same
+        number."""
         if self.number in program.twice:
             raise VerifyError(f"there are two communications {self.number}")
 
 
 def _check_team(team: TeamOf, program: ProgramAround) -> None:
-    """Raises `VerifyError` if a rank of `team` is in no tensor's mesh."""
+    """Raises `VerifyError` if a rank of `team` is in the mesh of no tensor of the program. Such a
+    rank would not run the program."""
     if not program.devices or team.mesh in program.meshes:
         return
     known = {*program.devices}
@@ -128,11 +136,11 @@ def _check_team(team: TeamOf, program: ProgramAround) -> None:
 
 
 def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
-    """Returns the constant value of `position`, a root or a peer. Returns None for a symbolic
-    scalar.
+    """Returns the value of `position`, the root or a peer of a communication, if the value is
+    constant. Returns None otherwise.
 
-    `field` names the op's field in messages. Raises `VerifyError` for a scalar that is not an
-    integer.
+    `field` is the name of the op's field, for the message. Raises `VerifyError` if `position` is
+    not an integer scalar.
     """
     if not sc.is_int(position):
         raise VerifyError(
@@ -169,46 +177,48 @@ class Communication(StartsCommunication):
 
     @property
     def name(self) -> str:
-        """The op in a sentence: `Communication 3 (Allgather)`."""
+        """The phrase that names the collective in a sentence: `Communication 3 (Allgather)`."""
         return f"Communication {self.number} ({self.type})"
 
     @cached_property
     def collective(self) -> Collective:
-        """The facts about this type of collective."""
+        """The facts about this type of collective, for example whether it has a root, or
+        reduces."""
         return COLLECTIVES[self.type]
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory orders of `inp` and `out`."""
+        """The memory orders of the axes of `inp` and of `out`."""
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def template(self) -> str:
-        """Returns the text template of the op. `root` and `red_op` appear only if they are set."""
+        """Returns the text template of `Communication`. The template mentions `root` and `red_op`
+        only if the op has a root, or a reduction other than a sum."""
         return _communication_template(self.root is not None, self.red_op)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields all text templates that the parser reads, with and without a root, for each
-        reduction."""
+        """Yields all text templates of `Communication` for the parser: with and without a root, for
+        each reduction."""
         for has_root in (False, True):
             root: dict[str, object] = {} if has_root else {"root": None}
             for red_op in RED_OPS:
                 yield {**root, "red_op": red_op}, _communication_template(has_root, red_op)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: team members read `inp` and write `out`, and the communication
-        starts.
+        """Returns the effects of `Communication`: team members read `inp` and write `out`, and the
+        collective starts.
 
-        If the type of collective has a root, only the root reads or writes the tensor that exists
-        only at the root.
+        If this type of collective has a root, one of the two tensors may exist only at the root.
+        Only the root reads or writes this tensor.
         """
         row = self.collective
         reads, writes = self._members(row.inp), self._members(row.out)
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the collective if this rank is in a team. Raises `ExecutionError` if the root is
-        not in the team."""
+        """Starts the collective on this rank, if the rank is in a team. Raises `ExecutionError` if
+        the root is no position in the team."""
         team = self.team.ranks(rt.rank)
         if team:
             root = -1 if self.root is None else member(team, rt.integer(self.root), self)
@@ -216,13 +226,13 @@ class Communication(StartsCommunication):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """The way in which this type of collective may share one buffer between operand and
-        result."""
+        """How the operand and the result of this type of collective may share one buffer."""
         return self.collective.sharing
 
     @cached_property
     def movement(self) -> Movement:
-        """A collective from `inp` to `out` within the team."""
+        """The data that the collective moves: from `inp` to `out`, between the members of the
+        team."""
         return Movement(
             self.type,
             self.inp,
@@ -235,19 +245,19 @@ class Communication(StartsCommunication):
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if the number is in use, or if a team member is in no tensor's
-        mesh."""
+        """Raises `VerifyError` if another communication of the program has the same number, or if a
+        team member is in no tensor's mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def _members(self, side: Side) -> Members:
-        """Returns the team members that read or write the tensor on one side of the collective:
-        all, or only the root."""
+        """Returns the team members that read the operand or write the result, whichever `side`
+        describes: all members, or only the root."""
         return Members(self.team, self.root if side.at_root else None)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the root, reduction, team, meshes or dtypes do not fit the type
-        of collective."""
+        """Raises `VerifyError` if the root, the reduction, the team, the meshes or the dtypes do
+        not fit the type of collective."""
         row = self.collective
         if (self.root is not None) != row.is_rooted:
             rule = "needs a root" if row.is_rooted else "takes no root"
@@ -278,8 +288,8 @@ def _communication_template(has_root: bool, red_op: RedOp) -> str:
 
 
 def member(team: Team, position: int, op: Op) -> int:
-    """Returns the global rank at `position` in a team. Raises `ExecutionError` if the team has no
-    such position."""
+    """Returns the global rank of the member at `position` in `team`. Raises `ExecutionError` if the
+    team has no such position. `op` is named in the message."""
     if not 0 <= position < len(team):
         raise ExecutionError(
             f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"
@@ -288,7 +298,8 @@ def member(team: Team, position: int, op: Op) -> int:
 
 
 class P2PCommunication(StartsCommunication):
-    """Starts to send `buffer` to the global rank `peer`, or to receive `buffer` from that rank."""
+    """Starts one half of a transfer between two ranks: this rank sends `buffer` to the global rank
+    `peer`, or receives `buffer` from `peer`."""
 
     buffer: TensorView = operand()
     peer: Scalar = operand()
@@ -301,31 +312,31 @@ class P2PCommunication(StartsCommunication):
 
     @property
     def name(self) -> str:
-        """The op in a sentence: `P2PCommunication 3 (send)`."""
+        """The phrase that names the op in a sentence: `P2PCommunication 3 (send)`."""
         return f"P2PCommunication {self.number} ({self.type})"
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory order of the buffer, twice: one buffer is the source or the destination of the
-        transfer."""
+        """The memory order of the buffer, twice: the one buffer is both the operand of a send and
+        the result of a receive."""
         order = AxisOrder.of(self.buffer)
         return order, order
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: a send reads the buffer or a receive writes the buffer, and the
-        communication starts."""
+        """Returns the effects of `P2PCommunication`: a send reads the buffer, a receive writes the
+        buffer, and the communication starts."""
         touch = Reads if self.type == "send" else Writes
         return (touch(self.buffer), Starts(self.number))
 
     @cached_property
     def movement(self) -> Movement:
-        """One end of a transfer between two ranks."""
+        """The data that the op moves: its buffer, sent to the peer or received from the peer."""
         ends = (self.buffer, None) if self.type == "send" else (None, self.buffer)
         return Movement(self.type, *ends, None, self.backend, peers={"peer": self.peer})
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the transfer. Raises `ExecutionError` if the peer is not one of the program's
-        ranks."""
+        """Starts the send or receive on this rank. Raises `ExecutionError` if the peer is not one
+        of the program's ranks."""
         peer = rt.integer(self.peer)
         if peer not in rt.team:
             raise ExecutionError(
@@ -335,7 +346,8 @@ class P2PCommunication(StartsCommunication):
         rt.transfer(self, peer)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the buffer has no mesh, or if the peer is a constant below 0."""
+        """Raises `VerifyError` if the buffer of `P2PCommunication` has no mesh, or if its peer is a
+        constant below 0."""
         if self.buffer.mesh is None:
             raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
         peer = _constant(self, "peer", self.peer)
@@ -344,8 +356,8 @@ class P2PCommunication(StartsCommunication):
 
 
 class CollectivePermute(StartsCommunication):
-    """Starts to send `inp` to the team member `send_peer` and to receive `out` from the member
-    `recv_peer`.
+    """Starts a permutation: each team member sends `inp` to the member `send_peer` and receives
+    `out` from the member `recv_peer`.
 
     Peers are positions in the team. A member that sends to itself makes a local copy.
     """
@@ -364,30 +376,31 @@ class CollectivePermute(StartsCommunication):
 
     @property
     def name(self) -> str:
-        """The op in a sentence: `CollectivePermute 3`."""
+        """The phrase that names the op in a sentence: `CollectivePermute 3`."""
         return f"CollectivePermute {self.number}"
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory orders of `inp` and `out`."""
+        """The memory orders of the axes of `inp` and of `out`."""
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: all members read `inp` and write `out`, and the communication
-        starts."""
+        """Returns the effects of `CollectivePermute`: all team members read `inp` and write `out`,
+        and the communication starts."""
         team = Members(self.team)
         return (Reads(self.inp, team), Writes(self.out, team), Starts(self.number))
 
     @cached_property
     def movement(self) -> Movement:
-        """A permutation from `inp` to `out` within the team."""
+        """The data that the permutation moves: from `inp` to `out`, between the members of the
+        team."""
         peers = {"send_peer": self.send_peer, "recv_peer": self.recv_peer}
         kind = type(self).__name__
         return Movement(kind, self.inp, self.out, self.team, self.backend, peers=peers)
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the permutation if this rank is in a team. Raises `ExecutionError` if a peer is
-        not in the team."""
+        """Starts the permutation on this rank, if the rank is in a team. Raises `ExecutionError` if
+        a peer is no position in the team."""
         team = self.team.ranks(rt.rank)
         if team:
             to, source = (
@@ -396,14 +409,14 @@ class CollectivePermute(StartsCommunication):
             rt.permute(self, team, to, source)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if the number is in use, or if a team member is in no tensor's
-        mesh."""
+        """Raises `VerifyError` if another communication of the program has the same number, or if a
+        team member is in no tensor's mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if a tensor has no mesh, the dtypes differ, or a constant peer is
-        not in the team."""
+        """Raises `VerifyError` if `inp` or `out` has no mesh, their dtypes differ, or a constant
+        peer is no position in the team."""
         for tv in (self.inp, self.out):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh")
@@ -424,32 +437,33 @@ class StartCoalescing(HostOp):
     TEXT = "StartCoalescing"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: a group of transfers is opened."""
+        """Returns the effect of `StartCoalescing`: a group of transfers is opened."""
         return (OpensGroup(),)
 
     def emit(self, rt: Runtime) -> None:
-        """Opens a group of transfers in the run."""
+        """Runs `StartCoalescing`: opens a group, to which later transfers are added."""
         rt.open_group(self)
 
 
 class EndCoalescing(StartsCommunication):
-    """Starts all transfers since `StartCoalescing` as one communication. A single `Wait` waits for
-    all of them."""
+    """Starts all transfers since `StartCoalescing` together, as the communication `number`. A
+    single `Wait` waits for all of these transfers."""
 
     number: int = attr(kw_only=False)
     TEXT = "EndCoalescing {number}"
 
     @property
     def name(self) -> str:
-        """The op in a sentence: `EndCoalescing 3`."""
+        """The phrase that names the op in a sentence: `EndCoalescing 3`."""
         return f"EndCoalescing {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: the group is closed and starts as the communication `number`."""
+        """Returns the effect of `EndCoalescing`: all transfers of the open group start, as the
+        communication `number`."""
         return (ClosesGroup(self.number),)
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the transfers of the group."""
+        """Runs `EndCoalescing`: starts all transfers of the open group together."""
         rt.close_group(self)
 
 
@@ -467,31 +481,33 @@ class Wait(HostOp):
 
     @property
     def name(self) -> str:
-        """The op in a sentence: `Wait 3`."""
+        """The phrase that names the op in a sentence: `Wait 3`."""
         return f"Wait {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects: later work on the current stream begins after the communication has
-        ended."""
+        """Returns the effect of `Wait`: later work on the current stream begins after the
+        communication has ended."""
         return (Waits(self.number),)
 
     def emit(self, rt: Runtime) -> None:
-        """Makes the current stream wait for the communication."""
+        """Runs `Wait`: makes the current stream wait for the end of the communication."""
         rt.wait(self.number)
 
 
 class ShareMemHandles(HostOp):
     """Announces the buffers that other ranks copy from or to.
 
-    The op does nothing in a run: a run maps the memory of another rank before the first copy.
+    The op does nothing in a run, because a run maps the memory of another rank before the first
+    copy.
     """
 
     buffers: tuple[TensorView, ...] = operands()
     TEXT = "ShareMemHandles({buffers})"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects, because the op only announces buffers."""
+        """Returns no effects, because `ShareMemHandles` only announces buffers."""
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """Does nothing, because a run maps the memory of another rank before the first copy."""
+        """Does nothing, because a run maps the memory of another rank before the first copy.
+        Programs of nvFuser contain `ShareMemHandles`."""
