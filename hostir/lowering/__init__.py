@@ -8,7 +8,7 @@ Files, in reading order:
 - `params`: the options of lowering.
 - `pipeline`: all stages from fusion to program, in order; `lower_streams`.
 - `segments`: the ops of each segment.
-- `stream_loops`: loops over streams: segments and communications in steps.
-- `loop_steps`: the index of a loop, and the part of each tensor that a step has.
+- `stream_loops`: loops over streams, which run segments and communications one block at a time.
+- `loop_steps`: the index of a loop, and the part of each tensor that one iteration uses.
 - `slices`: views of parts of tensors, kernels over parts, and the first random number of a shard.
 """

@@ -1,4 +1,4 @@
-"""Input classes: the properties of inputs on which the compiled program depends.
+"""Computes input classes: the properties of inputs on which the compiled program depends.
 
 All inputs of one class share the whole host program. The inputs of one class have equal dtypes,
 devices and memory layouts of local shards, and lead to the same concretized fusion. Sizes stay
@@ -39,19 +39,19 @@ SMALLEST_SIZE = 8
 
 @dataclass(frozen=True)
 class InputClass:
-    """A class of inputs that share one program.
+    """A class of inputs that share one compiled program.
 
-    `key` is equal for inputs of one class. `sizes` are the sizes of the inputs for which the class
-    was created.
-
-    - `layouts`: the layout of each input. None for a scalar, and for a tensor whose declared
+    - `key`: a value that is equal for all inputs of one class, and differs between classes.
+    - `sizes`: the sizes of the inputs for which the class was created.
+    - `layouts`: the memory layout of each input. None for a scalar, and for a tensor whose declared
       allocation domain has transformed axes.
     - `repeated`: per input, the indices of the axes that have stride 0 although the declaration
       does not say so.
-    - `device`: the kind of device.
-    - `knows_rows`: the key includes all decisions that schedulers derive from the extents of
+    - `device`: the kind of device, `cuda` or `cpu`.
+    - `knows_rows`: whether `key` includes the decisions that schedulers derive from the extents of
       reductions.
-    - `is_small`: all inputs together are small (`schedule/horizontal.py`).
+    - `is_small`: whether all inputs together are so small that independent kernels may share one
+      launch (`schedule/horizontal.py`).
     """
 
     key: Hashable
@@ -64,13 +64,15 @@ class InputClass:
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
-        """Returns the class of inputs that have these sizes and the declared layouts."""
+        """Returns the class of inputs of `fusion` that have these `sizes` and the memory layouts
+        that the fusion declares."""
         count = len(fusion.inputs)
         return InputClass(None, sizes, (None,) * count, ((),) * count)
 
 
 class Classifier:
-    """Computes the input classes for one fusion."""
+    """Computes the input class of each call, for one fusion. Facts about the fusion that do not
+    depend on a call are computed only once."""
 
     def __init__(self, fusion: Fusion) -> None:
         self._layouts = [
@@ -94,7 +96,8 @@ class Classifier:
         sizes: Mapping[Symbol, int],
         device: torch.device,
     ) -> InputClass:
-        """Returns the class of the given inputs. `sizes` maps symbols to global sizes."""
+        """Returns the input class of the tensors and scalars that a call passes. `sizes` maps the
+        symbols of the fusion to global sizes."""
         layouts = tuple(
             known.layout_of(given)
             if known is not None and known.order is not None and isinstance(given, torch.Tensor)
@@ -125,10 +128,11 @@ class Classifier:
 
 
 def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
-    """Gives every tensor input of `fusion` the memory layout that `input_class` has for this input.
-    `fusion` is changed in place.
+    """Gives every tensor input of `fusion` the memory layout that the input has in `input_class`.
+    The fusion is changed in place.
 
-    Returns the numbers of the axes along which memory has one element.
+    Returns the numbers of the axes that have stride 0 in the inputs, so that memory has one element
+    along the axis.
     """
     repeated: set[int] = set()
     known = zip(fusion.inputs, input_class.layouts, input_class.repeated, strict=True)
@@ -141,16 +145,16 @@ def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
 
 # ------------------------------------------------------------------ sizes that nobody chose
 def default_size(program: HostIrContainer) -> int:
-    """Returns a value for a size that the user did not choose: at least 8, and divisible by the
-    sizes of all meshes."""
+    """Returns a value for a size that the user of a command line tool did not choose: at least 8,
+    and divisible by the number of ranks of every mesh."""
     meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
     unit = math.lcm(*(mesh.size for mesh in meshes))
     return -(-SMALLEST_SIZE // unit) * unit
 
 
 def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
-    """Returns the names of the integer symbols in the shapes of the inputs, and of the integer
-    inputs."""
+    """Returns the names of the sizes that a user can choose for a program: integer symbols in the
+    shapes of inputs, and integer inputs."""
     found: dict[str, None] = {}
     for value in program.inputs:
         scalars = value.shape() if isinstance(value, TensorView) else [value]
@@ -161,10 +165,11 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
 
 
 def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Returns a value for every symbol that inputs bind: the value in `sizes`, or a default.
+    """Returns a value for every symbol that the program's inputs bind: the value in `sizes`, or a
+    default.
 
-    If an axis has one device per index, the default is the number of devices. Raises `InputError`
-    for a name that no input has.
+    The default for an axis with one device per index is the number of devices. Raises `InputError`
+    if `sizes` contains a name that no input has.
     """
     known = size_symbols(program)
     for name in sizes:

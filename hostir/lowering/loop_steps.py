@@ -1,11 +1,12 @@
-"""The steps of one loop over streams, and the part of each tensor that a step has. A step is one
-iteration of the loop.
+"""Lowers one loop over streams: its index, its streams, and the part of each tensor that one
+iteration uses. An iteration is also called a step.
 
 - `LoweringState`: the program that is created: its tensors, kernels and counters.
 - `LoopContext`: the facts that all ops of a loop share: index, blocks, streams.
-- `LoopBody`: the ops of the loop so far: before the loop, in each step, at the end of each step.
-- `OperandSlicer`: makes a view of a step's part of an operand, and allocates memory for the step's
-  result.
+- `LoopBody`: the ops of the loop so far: before the loop, in each iteration, at the end of each
+  iteration.
+- `OperandSlicer`: makes a view of the part of an operand that an iteration reads, and allocates
+  memory for the iteration's result.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ from multidevice.sharding.streams import (
 # ------------------------------------------------------------------ the program
 @dataclass
 class LoweringState:
-    """The program that is created from a fusion: its tensors, its kernels, and counters.
+    """The host program while it is created from a fusion: its tensors, its kernels, and counters.
 
-    `fusion` is complete, sharded and finalized, and does not change. `values` owns the tensors of
-    the program. `twins` maps each tensor of `fusion` to the program's tensor.
+    `fusion` is complete, sharded and finalized, and does not change. `values` is a copy that owns
+    the tensors of the host program. `twins` maps each tensor of `fusion` to its copy.
     """
 
     fusion: Fusion
@@ -79,8 +80,8 @@ class LoweringState:
     def of(
         cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
     ) -> LoweringState:
-        """Returns the state before the first segment is lowered. The program has tensors, but no
-        ops."""
+        """Returns the state before the first segment of `fusion` is lowered. The host program has
+        tensors, but no ops."""
         # The program has copies of the tensors, so that changes do not affect the fusion.
         values, twins = fusion.copy()
         values.exprs = ()
@@ -88,33 +89,34 @@ class LoweringState:
 
     @property
     def step_backend(self) -> str:
-        """The library of transfers between ranks in the steps of a loop."""
+        """The name of the communication library for transfers between ranks inside stream loops."""
         return self.params.step_backend or self.backend_name
 
     @property
     def copies_in_turn(self) -> bool:
-        """Whether peer copies of a loop run one after another: the next step's transfer waits for
-        this step's transfer.
+        """Whether the peer copies of a stream loop run one after another: the transfer of the next
+        iteration waits for the transfer of this iteration.
 
-        If an op computes the data of the next transfer, this op waits instead.
+        If an op computes the data of the next transfer, that op waits instead.
         """
         return self.step_backend == PEER_COPIES and not self.params.standalone
 
     def next_communication(self) -> int:
-        """Returns a new number for a communication."""
+        """Returns a new number for a communication. A `Wait` names its communication by this
+        number."""
         self._communications += 1
         return self._communications - 1
 
     def next_stream(self) -> Stream:
-        """Returns a new name for a captured stream."""
+        """Returns a stream with a new name, such as `S0`, for a `GetCurrentStream` op."""
         self._streams += 1
         return Stream(name=f"S{self._streams - 1}")
 
 
 # ------------------------------------------------------------------ one loop
 def stepping_axis(tv: TensorView) -> StreamAxis:
-    """Returns the stream axis of a tensor that a loop computes. Such a tensor must have a stream
-    axis."""
+    """Returns the stream axis of `tv`, a tensor that a loop over streams computes. Each iteration
+    of the loop computes one part along this axis."""
     axis = stream_axis(tv)
     assert axis is not None, f"{tv} is in a loop without a stream axis"
     return axis
@@ -122,23 +124,25 @@ def stepping_axis(tv: TensorView) -> StreamAxis:
 
 @dataclass(frozen=True)
 class LoopContext:
-    """Facts that all ops of a loop share: the loop's index, the streams, and the block of each
-    step.
+    """Facts that all ops of a loop over streams share: the loop's index, the streams, and the block
+    that each iteration computes.
 
         y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
         x [iDIDx{2}], y [istream{2}]    the same with offset_by_rank: block (i9 + rank) % 2
         y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the digits of a step are
                                         streamIdx // 4 and streamIdx % 4
 
-    - `axis`: the axis that the loop runs over; None if the loop counts to `count`.
-    - `step`, `block`: the number of the step in the order of exchanges, and the number of the
-      step's block. Both differ from `index` if each device begins with its own block
-      (`begins_at_rank`), or if a device's own block is last.
-    - `digits`: for each stream axis, (the axis's number of steps, the number of steps per element
-      of the axis).
+    - `count`: the number of iterations.
+    - `axis`: the tensor axis that the loop runs over; None if the loop counts to `count`.
+    - `step`: the number of the iteration in the order of transfers. In a loop that only exchanges
+      blocks, `step` is index + 1, because a device's own block is last.
+    - `block`: the number of the block that the iteration computes.
+    - `begins_at_rank`: whether each device begins with its own block.
+    - `digits`: for each stream axis, (the axis's number of parts, the number of iterations per
+      part).
     - `entry`: the stream on which the loop begins.
-    - `shares_streams`: whether steps share the available streams. Otherwise each step has its own
-      stream.
+    - `shares_streams`: whether iterations share the available streams. Otherwise each iteration has
+      its own stream.
     """
 
     index: Symbol
@@ -153,10 +157,10 @@ class LoopContext:
 
     @classmethod
     def of(cls, program: LoweringState, ops: Sequence[TensorOp]) -> LoopContext:
-        """Returns the context of the loop that computes these ops.
+        """Returns the context of the loop over streams that computes `ops`.
 
-        Raises `UnsupportedError` if some ops need the same block on all devices, and others need
-        different blocks.
+        Raises `UnsupportedError` if in one iteration some ops need the same block on all devices,
+        and others need different blocks.
         """
         entry, values, params = program.next_stream(), program.values, program.params
         # The name of the loop's index follows from a tensor that it computes.
@@ -199,25 +203,28 @@ class LoopContext:
 
     @property
     def stream(self) -> Stream:
-        """The stream on which a step runs."""
+        """The stream on which an iteration of the loop runs, as an expression of the loop's
+        index."""
         return Stream(sc.mod(self.index, NUMBER_OF_STREAMS) if self.shares_streams else self.index)
 
     def repeat(self, *body: Op) -> ForLoop:
-        """Returns the loop that runs `body` in every step."""
+        """Returns a `ForLoop` op that runs the ops of `body` in every iteration of this loop."""
         if self.axis is not None:
             return ForLoop(index=self.index, axis=self.axis, body=body)
         return ForLoop(index=self.index, stop=self.count, body=body)
 
     def block_of(self, tv: TensorView) -> Scalar:
-        """Returns the number of the part of a tensor that this step has."""
+        """Returns the number of the part of `tv` that the current iteration of the loop uses, as an
+        expression of the loop's index."""
         swizzle = stepping_axis(tv).swizzle
         number = self.block if swizzle is None else self.step
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Returns the index along the stream axis `ptype`, for a step with this number.
+        """Returns the index along the stream axis of type `ptype`, for the iteration with this
+        `number`.
 
-        If a loop has several stream axes, each axis is one digit of the step's number.
+        If a loop has several stream axes, each axis is one digit of the iteration's number.
         """
         count, inner = self.digits[ptype]
         if sc.int_value(self.count) == 0:
@@ -227,10 +234,10 @@ class LoopContext:
         return sc.mod(sc.floordiv(number, inner), count)
 
     def next_stream_waits(self) -> Op:
-        """Returns an op that makes the next step's stream wait for all work that was put on this
-        step's stream so far.
+        """Returns an op that makes the stream of the next loop iteration wait for all work that
+        this iteration has put on its stream so far.
 
-        For step i9 of 3:
+        For iteration i9 of 3:
 
             IF i9 + 1 < 3: SetCurrentStream(Stream i9 + 1); Synchronize(Stream i9);
             SetCurrentStream(Stream i9)
@@ -246,10 +253,11 @@ class LoopContext:
 
 
 def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
-    """Returns the device parallel type along which devices may have different blocks in one step.
+    """Returns the mesh dimension along which devices may work on different blocks in one iteration
+    of the loop that computes `ops`.
 
     Returns None if devices gather or reduce one block together. Raises `UnsupportedError` if the
-    loop has both kinds of communication.
+    loop has both kinds of communication and each device must begin with its own block.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
@@ -266,16 +274,16 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
 
 
 def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
-    """Whether every transfer of the loop is an exchange in which each device sends a different
-    block."""
+    """Whether every transfer of the stream loop that computes `ops` is an exchange. In an exchange,
+    each device sends a different block to another device."""
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
 
 
 @dataclass(frozen=True)
 class LoopBody:
-    """The ops of one loop so far: the ops before the loop, the ops of a step, and the ops at the
-    end of a step."""
+    """The ops of one stream loop so far: `before` the loop, in each iteration (`steps`), and at the
+    end of each iteration (`last`)."""
 
     before: list[Op] = field(default_factory=list[Op])
     steps: list[Op] = field(default_factory=list[Op])
@@ -284,8 +292,8 @@ class LoopBody:
 
 # ------------------------------------------------------------------ the operands of a step
 class OperandSlicer:
-    """Makes the view of the part of an operand that a step reads, and allocates memory for the
-    step's result.
+    """Makes the view of the part of an operand that one iteration of a stream loop reads, and
+    allocates memory for the result of the iteration.
 
         T1 [istream{3}(i0), i1] = relu( T0 [istream{3}(i0), i1] )
 
@@ -294,8 +302,8 @@ class OperandSlicer:
                  step:    T3 = ShardByStream( T1, stream_index=i3 )
             or   step:    T1 = ALLOCATE(.., stream_index=i3)     if only this loop reads it
 
-    If a stream axis is a whole logical axis, the part lacks this axis (`HirAliasSelect`). A step
-    makes only one view of each part.
+    If a stream axis is a whole logical axis, the part lacks this axis (`HirAliasSelect`). An
+    iteration makes only one view of each part.
     """
 
     def __init__(self, program: LoweringState, loop: LoopContext, body: LoopBody) -> None:
@@ -306,21 +314,22 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- operands
     def operands(self, op: TensorOp) -> list[object]:
-        """Returns the operands of an op in a step: for each tensor, the step's part or the whole
-        tensor."""
+        """Returns the operands that `op` has inside the stream loop: for each tensor, the part that
+        one iteration uses, or the whole tensor."""
         return [
             self.operand(op, k) if isinstance(v, TensorView) else v for k, v in enumerate(op.inputs)
         ]
 
     def operand(self, op: TensorOp, index: int) -> TensorView:
-        """Returns the tensor that a step reads for operand number `index` of an op."""
+        """Returns the tensor that one iteration of the stream loop reads for the operand number
+        `index` of `op`: a part, or the whole operand."""
         v = op.inputs[index]
         found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
         return self._without_repeated(op, index, found)
 
     def part(self, tv: TensorView) -> TensorView:
-        """Returns the view of a step's part of `tv`, where `tv` is divided into the steps of this
-        loop."""
+        """Returns the view of the part of `tv` that one iteration of the stream loop uses. The loop
+        divides `tv` into such parts."""
         if tv not in self._parts:
             if is_allocated_per_step(tv):
                 return self._program.twins[tv]
@@ -328,13 +337,17 @@ class OperandSlicer:
         return self._parts[tv]
 
     def slice_whole(self, op: nodes.Reshard) -> None:
-        """Makes the view of a step's part of a tensor that was computed before the loop. `op` is
-        the reshard that takes this part."""
+        """Makes the view of the part of an operand that one iteration of the stream loop uses. The
+        operand is computed before the loop.
+
+        `op` is the reshard that takes the part. Its result then refers to the view.
+        """
         self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
         self._wholes[op.out] = op.inp
 
     def whole(self, v: object, op: TensorOp) -> object:
-        """Returns the operand `v` of `op` as it is before the loop, with the parts of all steps.
+        """Returns the operand `v` of `op` as a whole tensor, which exists before the stream loop
+        and has the parts of all iterations.
 
         Raises `UnsupportedError` for a tensor that only the loop computes.
         """
@@ -357,12 +370,12 @@ class OperandSlicer:
     def _without_repeated(
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
-        """Appends views that remove each broadcast axis of an operand that becomes a stream axis of
-        the result.
+        """Removes from an operand of `op` those broadcast axes that become stream axes of the
+        result. Appends the view ops to the loop's iteration and returns the last view.
 
-        Every step reads the same element along these axes, because slices of the result lack the
-        stream axis. `found` is the operand or its part. Axes of the stream types in `keep` are not
-        removed.
+        One iteration computes one element of the result along a stream axis, so its slice of the
+        result lacks the axis. `found` is the operand with this `index`, or its part. Axes of the
+        stream types in `keep` are not removed.
         """
         operand = op.inputs[index]
         is_part = found.ndim < operand.ndim
@@ -385,11 +398,10 @@ class OperandSlicer:
         *,
         keep: Collection[ParallelType] = (),
     ) -> TensorView:
-        """Returns a view of one part of `source`, as the stream axes of `tv` cut it. With several
-        stream axes, the part is taken axis by axis.
+        """Returns a view of part `number` of `source`, which the stream axes of `tv` divide into
+        parts. With several stream axes, one view per axis is made.
 
-        `number` is the number of the part. Along the stream axes in `keep`, the part is a block of
-        one element.
+        Along the stream axes in `keep`, the view keeps an axis of one element.
         """
         like = self._program.twins[tv]
         elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]
@@ -406,13 +418,18 @@ class OperandSlicer:
         return source
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
-        """Returns a view of the step's part of `source`, as the stream axes of `tv` cut it."""
+        """Returns a view of the part of `source` that one iteration of the stream loop uses. The
+        stream axes of `tv` divide `source` into parts."""
         return self.part_at(tv, source, self._loop.block_of(tv))
 
     # -------------------------------------------------------------- results
     def result(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that a step writes. It is the step's part of a buffer made before the
-        loop, or a separate buffer of the step."""
+        """Returns the tensor that one iteration of the stream loop writes, for the result `tv`, and
+        allocates its memory.
+
+        The tensor is a part of a buffer that is allocated before the loop, or a separate buffer of
+        the iteration.
+        """
         twin = self._program.twins[tv]
         twin.give_memory()
         if is_allocated_per_step(tv):
@@ -425,10 +442,10 @@ class OperandSlicer:
         return self.part(tv)
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
-        """Allocates a buffer with one slot per stream, and returns a view of the slot of this
-        step's stream.
+        """Allocates a buffer for `tv` with one slot per stream, and returns a view of the slot of
+        the current iteration's stream. `twin` is the host program's copy of `tv`.
 
-        One slot per stream is enough, because steps on one stream run one after another.
+        One slot per stream is enough, because iterations on the same stream run one after another.
         """
         position = stepping_axis(tv).position
         room, out = slots(twin, position), selected(twin, position)
@@ -441,8 +458,8 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- matrices of a batch
     def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
-        """Returns an op of a step whose operands and result keep the stream axes in `keep`, with
-        one element each.
+        """Returns the form of `op` for one loop iteration in which operands and result keep the
+        stream axes in `keep`, with one element each.
 
         A matmul that computes a row of each matrix:
 
@@ -467,8 +484,8 @@ class OperandSlicer:
 
 
 def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
-    """Returns a view of the only element of a tensor along the axis `position`. The view op is
-    appended to `into`.
+    """Returns a view of `tv` without the axis at `position`, which has only one element. The view
+    op is appended to the list `into`.
 
     Along axis 0:
 
@@ -481,11 +498,11 @@ def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
 
 
 def rows_or_columns(op: TensorOp) -> list[ParallelType]:
-    """Returns the stream axes along which a step computes one row or one column of each matrix of a
-    batch.
+    """Returns the stream axes along which one loop iteration computes one row or one column of each
+    matrix of a batch. `op` is the matmul or linear op.
 
-    These axes are kept with one element. Without these axes, an operand would have the shape of a
-    single matrix or of a different batch.
+    Views of operands and result must keep these axes, with one element. Without these axes, an
+    operand would have the shape of a single matrix or of a different batch.
     """
     if isinstance(op, nodes.MatmulOp) and max(op.a.ndim, op.b.ndim) > 2:
         alone = [op.a.ndim - 2, None], [None, op.b.ndim - 1]
@@ -501,8 +518,11 @@ def rows_or_columns(op: TensorOp) -> list[ParallelType]:
 
 
 def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
-    """Returns the broadcast axes of an operand that correspond to stream axes of the result. Stream
-    axes in `keep` do not count."""
+    """Returns the positions of the broadcast axes of operand number `index` that correspond to
+    stream axes of the result of `op`.
+
+    Stream axes of the types in `keep` are ignored.
+    """
     axes = op.inputs[index].domain.no_reductions
     places = (
         _operand_position(op, index, axis)
@@ -513,8 +533,8 @@ def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> 
 
 
 def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
-    """Returns the position of the axis of operand number `index` that corresponds to a stream axis
-    of the result."""
+    """Returns the position of the axis of operand number `index` of `op` that corresponds to the
+    stream axis `axis` of the result. Returns None if there is none."""
     domain = op.out_tensor.domain
     number = domain.no_reductions[axis.position].number
     if number not in domain.root_numbers and domain.root:
@@ -524,8 +544,11 @@ def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
 
 
 def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
-    """Whether one slot per stream is enough memory for a tensor: each stream needs only one element
-    at a time, and no op outside of the loop uses the tensor."""
+    """Whether one slot per stream is enough memory for `tv`, a tensor that a stream loop computes.
+
+    Each stream must need only one element at a time, and no op outside of the loop may use the
+    tensor.
+    """
     fusion = program.fusion
     made_by = [op for op in (fusion.definition(tv),) if op is not None]
     return (
@@ -540,7 +563,8 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
 
 
 def _takes_whole(op: TensorOp) -> bool:
-    """Whether an op may need more of an operand than the part of one step."""
+    """Whether `op` may need more of an operand than the part that one iteration of a stream loop
+    uses."""
     is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
     is_view = isinstance(op, VIEW_OPS) and not is_copy(op)
     return is_border or is_view or bool(rows_or_columns(op))

@@ -1,4 +1,4 @@
-"""The options of lowering a sharded fusion to a host program."""
+"""Defines `LowerParams`, the options of lowering a sharded fusion to a host program."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from fuser.support.errors import ArgumentError, DefinitionError
 
 @dataclass(frozen=True)
 class LowerParams:
-    """The options of lowering. The defaults are those of `FusionDefinition.execute`.
+    """The options of lowering a sharded fusion to a host program. The defaults are those of
+    `FusionDefinition.execute`.
 
     - `propagate`: tensors without annotation are sharded like their neighbours.
     - `standalone`: ops that torch can compute remain separate ops. Results that the caller does not
       get have no `Allocate`, as in nvFuser's `MultiDeviceExecutor`.
-    - `offset_by_rank`: on each rank, a loop begins with the rank's own block. Blocks of other
-      devices are received in a ring instead of broadcast. The option has no effect on a loop whose
-      iterations gather or reduce blocks.
+    - `offset_by_rank`: on each rank, a stream loop begins with the rank's own block. Blocks of
+      other devices are received in a ring instead of broadcast. The option has no effect on a loop
+      whose iterations gather or reduce blocks.
     - `inter_stream_synchronization`: the stream of the next loop iteration waits until the transfer
       of this iteration has been posted.
-    - `stream_slots`: if each iteration of one loop uses one element of a tensor, the tensor has one
-      slot per stream.
+    - `stream_slots`: saves memory. If each iteration of one loop uses one element of a tensor, the
+      tensor has one slot per stream instead of all elements.
     - `backend`: the library of communications; "" for the library of the device.
     - `step_backend`: the library of transfers between ranks in loop iterations; "" for `backend`.
     """
@@ -39,10 +40,10 @@ class LowerParams:
 
 
 def check_number_of_streams(number: object, *, of: str) -> None:
-    """Raises `ArgumentError` if `number` is not an integer, and `DefinitionError` if `number` is
-    below 1.
+    """Raises `ArgumentError` if `number`, a number of streams, is not an integer, and
+    `DefinitionError` if `number` is below 1.
 
-    `of` is the name of the call in the message.
+    `of` is the name of the user's call in the message.
     """
     if not isinstance(number, int) or isinstance(number, bool):
         raise ArgumentError(f"{of}: number_of_streams={number!r}: expected an integer")

@@ -52,24 +52,27 @@ NO_SIZES: Mapping[Symbol, int] = {}
 
 
 class KeepsDump(Protocol):
-    """The interface of a function that stores the text of a compiler stage if the user asked for
-    this dump."""
+    """The interface of a function that stores the text of a compiler stage, if the user asked for a
+    dump of this stage."""
 
     def __call__(self, name: str, text: Callable[[], str], note: str = "", /) -> None:
-        """Stores the text of the stage `name`. `text` returns the text, and `note` is added to the
-        heading."""
+        """Stores the text of the stage `name` as a dump. `text` is called to make the text only if
+        the user asked for this dump. `note` is added to the heading."""
 
 
 class Overlap(Protocol):
-    """The interface of a function that divides tensors of a decomposed fusion into pipelined steps.
+    """The interface of a function that pipelines a sharded fusion, so that communication overlaps
+    with computation.
 
-    The function returns the library of transfers between ranks in these steps, or "" for the
-    library of all other communications.
+    The function divides tensors into blocks, which are computed in the iterations of stream loops.
     """
 
     def __call__(self, fusion: Fusion, /) -> str:
-        """Adds the steps to the fusion in place. Returns the library of the transfers in these
-        steps."""
+        """Divides tensors of `fusion` into blocks for stream loops, in place.
+
+        Returns the name of the library of transfers between ranks inside these loops. Returns "" if
+        the library of all other communications is used.
+        """
         ...
 
 
@@ -78,8 +81,8 @@ def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
 
 
 class Built(NamedTuple):
-    """The result of compiling a fusion: its segments, the verified host program, and the shardings
-    before overlap was added."""
+    """The result of compiling a fusion: its segments, the verified host program, and its shardings.
+    The shardings are those before pipelining was added."""
 
     segmented: SegmentedFusion
     program: HostIrContainer
@@ -87,10 +90,12 @@ class Built(NamedTuple):
 
 
 class KernelFacts(NamedTuple):
-    """Facts about inputs and device on which the choice of kernels depends.
+    """Facts about the inputs and the device on which the choice of kernels depends.
 
-    - `sizes`: representative sizes. Schedulers decide alike for all sizes of the input class.
-    - `row_parts`: the parameter of the same name of `segment_fusion`.
+    - `sizes`: representative sizes. Schedulers make the same choices for all sizes of the input
+      class.
+    - `row_parts`: the number of partial sums by which a kernel may also reduce columns while it
+      reads rows; 0 to forbid such kernels. `segment_fusion` has the same parameter.
     - `are_joined`: independent pointwise kernels may become one kernel.
     - `has_clusters`: a long row may be reduced by a cluster of CUDA blocks.
     """
@@ -102,7 +107,8 @@ class KernelFacts(NamedTuple):
 
     @classmethod
     def of(cls, input_class: InputClass, settings: Settings) -> KernelFacts:
-        """Returns the facts for a class of inputs and the options (`settings`) of a call."""
+        """Returns the facts that follow from `input_class` and from `settings`, the options of a
+        call."""
         target = target_of(input_class.device, settings.argument("schedules_for"))
         is_cuda = target.kind == "cuda"
         is_joined = is_cuda and input_class.is_small and not settings.disabled("horizontal_fusion")
@@ -127,11 +133,12 @@ def build_program(
     overlap: Overlap | None = None,
     settings: Settings = NO_SETTINGS,
 ) -> Built:
-    """Compiles a fusion for a class of inputs.
+    """Compiles the fusion `definition` to a host program for one class of inputs.
 
     `definition` is not changed. `backend_name` is the library that communications name. `overlap`
-    may add pipelined steps to tensors. `dump` stores the text of each stage, and `settings` are the
-    options of the call. Raises `FuserError` for a fusion that cannot be lowered.
+    divides tensors into blocks, so that communication and computation can overlap; None divides no
+    tensor. `dump` stores the text of each stage, and `settings` are the options of the call. Raises
+    `FuserError` for a fusion that cannot be lowered.
     """
     dump("fusion_ir_original", lambda: fusion_text(definition))
     check_types(definition)
@@ -158,7 +165,7 @@ def lower_sharded(
     dump: KeepsDump = _no_dump,
     facts: KernelFacts = NO_FACTS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
-    """Returns the segments and the verified host program of a fusion that is already sharded and
+    """Returns the segments and the verified host program of `fusion`, which is already sharded and
     finalized.
 
     `facts` are facts about inputs and device. The other parameters are those of `build_program`.
@@ -181,10 +188,11 @@ def lower_sharded(
 def _shard(
     fusion: Fusion, params: LowerParams, overlap: Overlap | None, repeated: Collection[int]
 ) -> tuple[ShardingResult, LowerParams]:
-    """Shards the fusion in place. Returns the shardings, and `params` with the library that
-    `overlap` chose.
+    """Shards `fusion` in place. Returns the shardings, and `params` with the communication library
+    that `overlap` chose.
 
-    `repeated` are the numbers of the axes along which memory has one element.
+    `repeated` are the numbers of the axes that have stride 0 in the inputs, so that memory has one
+    element along the axis.
     """
     libraries: list[str] = []
 
@@ -204,8 +212,8 @@ def _shard(
 def _segment(
     fusion: Fusion, loops: streams.StreamLoops, params: LowerParams, facts: KernelFacts
 ) -> SegmentedFusion:
-    """Divides a sharded fusion into kernels, which schedulers accept, and the ops between these
-    kernels.
+    """Divides a sharded fusion into segments: kernels that a scheduler accepts, and the ops between
+    these kernels.
 
     `loops` are the stream loops of the fusion. `facts` are facts about inputs and device.
     """
@@ -242,12 +250,12 @@ def _segment(
 def lower_streams(
     program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
 ) -> HostIrContainer:
-    """Returns the program in which tensors with stream axes are computed in loops over streams,
-    with their communications.
+    """Returns a host program in which loops over streams compute the tensors of `program` that have
+    a stream axis. The communications of these tensors are part of the loops.
 
     Holds before: the program has only tensor ops, and the tensors have their final meshes and
     parallel types. Holds after: the program equals that of `MultiDeviceExecutor`, and
-    `HostIrEvaluator` can run it.
+    `HostIrEvaluator` can run the program.
 
         T1[istreamIdx2{i0}, iS3{i1}] = Set( T0[iS0{i0}, iS1{i1}] )
         -> T1 = ALLOCATE(..); S0 = GetCurrentStream(); FOR i ..: waits; FOR i ..: T3 = Set( T2 )
@@ -278,7 +286,8 @@ def lower_streams(
 
 
 def check_stream(tv: TensorView) -> None:
-    """Raises `UnsupportedError` if a stream axis is not a logical axis of its tensor."""
+    """Raises `UnsupportedError` if a stream axis of `tv` is the result of a split or merge, and not
+    a logical axis."""
     for axis in tv.domain.loop:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(

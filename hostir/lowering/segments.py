@@ -1,4 +1,4 @@
-"""Lowers segments, in run order, to a host program.
+"""Lowers the segments of a fusion, in run order, to the ops of a host program.
 
     kernel          Allocate each output, LaunchKernel
     library op      Allocate the output, the op
@@ -62,11 +62,13 @@ def lower(
     params: LowerParams = DEFAULT,
     loops: StreamLoops | None = None,
 ) -> HostIrContainer:
-    """Returns the host program of a segmented fusion.
+    """Returns the host program of a fusion that is divided into segments (kernels and the ops
+    between kernels).
 
-    The fusion is complete, sharded and finalized. `loops` are its stream loops, or None to compute
-    them here. `backend_name` is the library that communications name. The program has no
-    deallocations yet: `hostir.passes.deallocation.run_passes` adds them.
+    The fusion must be complete, sharded and finalized. `loops` are the stream loops of the fusion;
+    if None, `lower` computes the loops. `backend_name` is the library that communications name. The
+    program has no deallocations yet: `hostir.passes.deallocation.run_passes` adds the
+    deallocations.
     """
     found = StreamLoops(segmented.fusion) if loops is None else loops
     program = LoweringState.of(segmented.fusion, found, params, backend_name)
@@ -87,8 +89,11 @@ def lower(
 
 
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
-    """Returns the segments in run order. The segments of one of the stream `loops` are together, at
-    the first place where all their inputs are ready."""
+    """Returns the segments in run order, in groups. The segments that one stream loop computes are
+    one group, and any other segment is a group.
+
+    A group comes after all groups that compute its inputs.
+    """
     groups: dict[object, list[Segment]] = {}
     for segment in segments:
         key: object = loops.loop_of(segment.exprs[0]) or segment
@@ -112,8 +117,8 @@ def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segm
 
 # ------------------------------------------------------------------ one segment
 class SegmentLowering:
-    """Lowers the segments that are not in a loop over streams. `ops` has the ops of the program so
-    far.
+    """Lowers the segments that are not in a loop over streams. `ops` has the ops of the host
+    program so far.
 
         y [i0] = sum( x [i0, i1] )   ->   y = ALLOCATE(..); LaunchKernel ( 0, Inputs:{x}, ..:{y} )
 
@@ -126,7 +131,8 @@ class SegmentLowering:
         self._program, self._in_place = program, in_place
 
     def add(self, segment: Segment) -> None:
-        """Adds the ops of one segment to the program."""
+        """Appends the ops that run one segment to the host program. A segment is a kernel, a
+        library op, a view or a communication."""
         lower = {
             "kernel": self._kernel,
             "library": self._library,
@@ -138,11 +144,11 @@ class SegmentLowering:
         self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
 
     def update_inputs(self, lines: Mapping[TensorView, str]) -> None:
-        """Copies each output that updates an input into that input, unless the output was computed
-        in place.
+        """Copies each output that updates an input into that input, unless a kernel computed the
+        output in place.
 
-        The copies are the last ops, because earlier ops may read the old values. `lines` has the
-        user's source line of each output.
+        The copies are the last ops of the program, because earlier ops may read the old values.
+        `lines` has the user's source line of each output.
         """
         for alias in self._program.values.aliases:
             if alias.out not in self._in_place and alias.out is not alias.into:
@@ -220,8 +226,11 @@ class SegmentLowering:
         self.ops.append(Allocate(tv))
 
     def _with_aliases(self, segment: Segment, fusion: Fusion) -> Fusion:
-        """Returns the kernel's fusion with an alias for each buffer that the kernel both reads and
-        writes."""
+        """Returns the fusion of a kernel, with an alias for each buffer that the kernel both reads
+        and writes.
+
+        The alias tells the kernel that an output and an input have the same memory.
+        """
         targets = {o.number: self._in_place.get(self._program.twins[o]) for o in segment.outputs}
         read = {v.number for v in fusion.inputs if isinstance(v, TensorView)}
         pairs = [
@@ -241,8 +250,8 @@ class SegmentLowering:
 def _in_place_outputs(
     program: LoweringState, segments: Sequence[Segment]
 ) -> dict[TensorView, TensorView]:
-    """Returns the outputs that update an input and that a kernel may write into the input's buffer
-    directly."""
+    """Maps each output that a kernel may write directly into the buffer of an input to this input.
+    Only outputs that update an input are considered."""
     aliases = program.values.aliases
     original = {twin: tv for tv, twin in program.twins.items()} if aliases else {}
     counts = Counter(a.out for a in aliases)
@@ -256,8 +265,8 @@ def _in_place_outputs(
 
 
 def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment]) -> bool:
-    """Whether the kernel that computes `out` may overwrite the buffer of `into`, because no op can
-    observe this.
+    """Whether the kernel that computes `out` may write into the buffer of the input `into`, because
+    no op can observe this.
 
     Three conditions must hold. One kernel writes the whole buffer. No other op reads the old value
     then or later, also not through a view. Within the kernel, element i of `into` is read only for
@@ -274,8 +283,11 @@ def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment])
 
 
 def _is_packed(tv: TensorView) -> bool:
-    """Whether a communication reads the result of an op whose memory layout torch may choose
-    differently from the declared layout."""
+    """Whether a communication sends `tv`, and torch may choose another memory layout for `tv` than
+    its declared layout.
+
+    Such a result needs an `Allocate`, because ranks must agree about the layout that they exchange.
+    """
     has_rows = isinstance(tv.definition(), nodes.LibraryOp) and memory_layout.lies_in_order(tv)
     return any(map(communicates, tv.uses())) and not has_rows
 
@@ -285,7 +297,8 @@ def _shape(tv: TensorView) -> object:
 
 
 def _has_layout_of(out: TensorView, into: TensorView) -> bool:
-    """Whether the buffer of `into` has the memory layout in which a kernel writes `out`."""
+    """Whether the buffer of `into` has the memory layout in which a kernel writes `out`: equal
+    sizes and equal order of axes."""
     is_plain = all(
         {*t.domain.allocation_numbers} <= {*t.domain.logical_numbers} for t in (out, into)
     )
@@ -297,7 +310,8 @@ def _has_layout_of(out: TensorView, into: TensorView) -> bool:
 
 
 def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> bool:
-    """Whether element i of `into` is read only for element i of `out`."""
+    """Whether the kernel of `segment` reads element i of `into` only to compute element i of `out`,
+    so that overwriting is safe."""
     reading: set[TensorView] = {into}
     for e in segment.exprs:
         if not reading.intersection(v for v in e.inputs if isinstance(v, TensorView)):
@@ -313,16 +327,16 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
 
 
 def let_peers_map(program: HostIrContainer) -> HostIrContainer:
-    """Returns the program with all sent tensors in symmetric memory, from which other ranks can
+    """Returns the program with all sent tensors in symmetric memory, out of which other ranks can
     copy.
 
-    Tensors that the program allocates are allocated in symmetric memory. The memory of an input
+    A tensor that the program allocates is allocated in symmetric memory. The memory of an input
     belongs to the caller, so the input is copied to symmetric memory once:
 
         Communication 0 (type=Broadcast, .., input=T0, ..)
         -> T9 = ALLOCATE(mem_type=symmetric, ..); T9 = Set( T0 ); Communication 0 (.., input=T9, ..)
 
-    Any other sent tensor is copied to symmetric memory in each of its sends.
+    Any other sent tensor is copied to symmetric memory whenever it is sent.
     """
     storage, sent = Storage.of(program), dict[TensorView, str]()
     for op in program.started():

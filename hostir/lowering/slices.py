@@ -1,8 +1,8 @@
-"""The part of a tensor that a rank or a loop iteration has: views of parts, and the scalars that
-select parts.
+"""Makes views of the part of a tensor that one rank or one loop iteration uses, and the scalar
+expressions that select the part.
 
-If a stream axis is a whole logical axis, the slice lacks this axis (`HirAliasSelect`). If a stream
-axis cuts a logical axis into blocks, the slice is one block (`ShardByStream`).
+If a stream axis is a whole logical axis, the view lacks this axis (`HirAliasSelect`). If a stream
+axis divides a logical axis into blocks, the view is one block (`ShardByStream`).
 
 A random number is a function of its position in the whole tensor, but a kernel sees only a local
 shard. So the kernel receives the index of its first element along each axis that ranks or loop
@@ -55,8 +55,8 @@ MAX_MESHES = 256
 # ------------------------------------------------------------------ scalars
 @lru_cache(MAX_MESHES)
 def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
-    """Returns this rank's coordinate along the mesh dimension `ptype`, as an expression of
-    `rank`."""
+    """Returns the coordinate of the current rank along the mesh dimension `ptype`, as an expression
+    of the symbol `rank`."""
     at = dict(zip(mesh.devices, mesh.coordinates(ptype), strict=True))
     first = min(mesh.devices)
     size = mesh.size_of(ptype)
@@ -73,8 +73,8 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
 
 
 def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
-    """Returns the rank that has the coordinate `place` along the mesh dimension `ptype`. Its other
-    coordinates are those of this rank."""
+    """Returns an expression of the rank that has the coordinate `place` along the mesh dimension
+    `ptype`. Along all other dimensions, that rank has the coordinates of the current rank."""
     here = coordinate(mesh, ptype)
     step = _distance(mesh, ptype)
     if step is None:
@@ -85,10 +85,10 @@ def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
 
 
 def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
-    """Returns the rank with the given coordinates, by an expression that selects from a list of all
-    ranks.
+    """Returns an expression of the rank that has the given coordinates. The expression selects from
+    a list of all ranks of the mesh.
 
-    Coordinates along mesh dimensions that `places` lacks are those of this rank.
+    Along mesh dimensions that `places` lacks, the coordinates are those of the current rank.
     """
     position: Scalar = sc.ZERO
     for p in reversed(DEVICE_TYPES[: mesh.ndim]):
@@ -105,7 +105,7 @@ def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
     """Returns the difference between the ranks of neighbours along the mesh dimension `ptype`.
     Returns None if the difference is not constant.
 
-    The distance is 1 if teams have one member.
+    If the mesh has only one device along the dimension, the result is 1.
     """
     dim = mesh.dim_of(ptype)
     if dim is None:
@@ -118,10 +118,11 @@ def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
 def rotated(
     index: Scalar, count: Scalar, mesh: DeviceMesh | None, by: ParallelType | None
 ) -> Scalar:
-    """Returns the number of the block that loop iteration `index` of `count` has.
+    """Returns the number of the block that iteration `index` of a stream loop uses on the current
+    rank. The loop has `count` iterations.
 
-    Without `by`, this is `index`. Otherwise `index` is shifted by this rank's coordinate along the
-    mesh dimension `by`.
+    If `by` is None, the block number is `index`. Otherwise the rank's coordinate along the mesh
+    dimension `by` is added, so that each rank begins with its own block.
     """
     if by is None:
         return index
@@ -130,19 +131,18 @@ def rotated(
 
 
 def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
-    """Returns the coordinate of the device whose `rotated` block in this iteration is the block of
-    this rank.
+    """Returns the coordinate of the device that needs the current rank's own block in iteration
+    `index` of a stream loop with `count` iterations.
 
-    `index` and `count` are the loop's iteration and number of iterations. `by` is the mesh
-    dimension of the coordinate.
+    `reached` inverts `rotated`. `by` is the mesh dimension of the coordinate.
     """
     return sc.mod(sc.sub(sc.add(count, coordinate(mesh, by)), index), count)
 
 
 # ------------------------------------------------------------------ tensors
 def selected(tv: TensorView, position: int) -> TensorView:
-    """Returns a new tensor for one element of `tv` along the axis `position`, counted without
-    reductions."""
+    """Returns a new tensor for a view of one element of `tv` along the axis `position`. The new
+    tensor lacks this axis. `position` is counted without reductions."""
     gone = tv.domain.no_reductions[position].number
     fusion = tv.fusion
     part = _without(tv.domain, gone)
@@ -163,7 +163,7 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Returns the domain without the axis `gone`, if the domain has partial sums over devices.
+    """Returns `domain` without the axis number `gone`, if the domain has partial sums over devices.
     Returns None for other domains.
 
     Example, in which the stream axis is removed:
@@ -190,8 +190,8 @@ def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
 
 
 def slots(tv: TensorView, position: int) -> TensorView:
-    """Returns a new tensor whose first axis has one slot per stream. A slot holds one element of
-    `tv` along the axis `position`."""
+    """Returns a new tensor with one slot per stream. A slot holds one element of `tv` along the
+    axis `position`, and the first axis of the new tensor counts the slots."""
     fusion = tv.fusion
     gone = tv.domain.no_reductions[position].number
     kept = [a for a in tv.domain.logical if a.number != gone]
@@ -208,7 +208,8 @@ def slots(tv: TensorView, position: int) -> TensorView:
 
 
 def block(tv: TensorView, ptype: ParallelType) -> TensorView:
-    """Returns a new tensor for one block of `tv` along the stream axis with parallel type `ptype`.
+    """Returns a new tensor for a view of one block of `tv`. The stream axis of type `ptype` divides
+    `tv` into blocks.
 
     `tv` may have several stream axes that together count the iterations of one loop.
     """
@@ -227,8 +228,8 @@ Order = list[tuple[int, bool | None]]
 
 
 def _cut(tv: TensorView, position: int) -> Order:
-    """Returns the memory order of a part of `tv` along the axis `position`. The part has gaps in
-    memory."""
+    """Returns the memory order of a part of `tv` along the axis `position`. Because the part has
+    gaps in memory, the axis around the gaps is marked as not contiguous."""
     order = list(memory_order(tv))
     at = next(k for k, (p, _) in enumerate(order) if p == position)
     around = next((k for k in reversed(range(at)) if order[k][1] is not None), None)
@@ -257,8 +258,12 @@ _dropped: WeakKeyDictionary[HostIrContainer, dict[Op, Dropped]] = WeakKeyDiction
 
 
 def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> Dropped:
-    """Returns the axes of extent 1 that the kernel has but the launch's operands and results lack,
-    by position of operand and of result."""
+    """Returns the axes of extent 1 that a kernel's fusion has but the operands and results of its
+    launch lack.
+
+    The first dictionary has the axes by position of the operand, and the second by position of the
+    result. A `PostOnStream` has no such axes.
+    """
     if isinstance(op, PostOnStream):
         return {}, {}
     # The result is cached, because every step asks.
@@ -287,21 +292,22 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
 
 # ------------------------------------------------------------------ shorter blocks
 def _has_blocks(tv: TensorView) -> bool:
-    """Whether some loop iterations may have shorter blocks of the tensor than others."""
+    """Whether a stream loop divides the tensor into blocks, so that the last blocks may be shorter
+    than others."""
     return cut_axis(tv) is not None and is_block(tv)
 
 
 def cut_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the stream axis that cuts a logical axis into blocks; None if there is no such
-    axis."""
+    """Returns the stream axis of `tv` that divides a logical axis into blocks. Returns None if no
+    stream axis does so."""
     return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
 
 
 def block_type(tv: TensorView) -> ParallelType:
-    """Returns the parallel type of the stream axis that cuts the tensor into blocks.
+    """Returns the parallel type of the stream axis that divides a logical axis of `tv` into blocks.
 
-    If several stream axes count the loop's iterations, this axis says which digit of the
-    iteration's number is the block's number.
+    If several stream axes count the loop's iterations, the type says which digit of the iteration's
+    number is the block's number.
     """
     axis = cut_axis(tv)
     assert axis is not None, f"{tv} has no blocks"
@@ -309,13 +315,13 @@ def block_type(tv: TensorView) -> ParallelType:
 
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
-    """Returns (position, tensor) of a tensor of the kernel whose block may be shorter in some loop
-    iteration.
+    """Returns (position, tensor) of a tensor of a kernel whose block may be shorter in some
+    iterations of a stream loop.
 
-    Returns None if all iterations have equal sizes. Positions count inputs and outputs. The
-    position is -1 for a tensor inside of the kernel (see `with_block_number`). Inputs and inner
-    tensors count as well, because a reduction of blocks of unequal sizes may have results of equal
-    sizes.
+    Returns None if all iterations have equal sizes. Positions count the kernel's tensor inputs,
+    then its outputs. The position is -1 for a tensor inside of the kernel (see
+    `with_block_number`). Inputs and inner tensors are included, because a reduction of blocks of
+    unequal sizes may have results of equal sizes.
     """
     inputs = [tv for tv in fusion.inputs if isinstance(tv, TensorView)]
     for place, tv in reversed(list(enumerate((*inputs, *fusion.outputs)))):
@@ -326,11 +332,11 @@ def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
 
 
 def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
-    """Returns a copy of a kernel's fusion that has the number of the iteration's block as its last
-    input.
+    """Returns a copy of a kernel's fusion with one more input: the number of the block that the
+    current loop iteration computes.
 
-    The input has the name of the loop's index. It is needed for blocks that exist only inside of
-    the kernel, such as the operand of a sum of ones.
+    The new input has the name of the loop's index. A kernel needs the number if a divided tensor
+    exists only inside the kernel, such as the operand of a sum of ones.
     """
     made, _ = fusion.copy()
     made.inputs = [*made.inputs, index.with_range(lo=0)]
@@ -347,11 +353,11 @@ def _no_steps(tv: TensorView, ptype: ParallelType) -> Scalar:
 
 
 def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, tuple[Scalar, ...]]:
-    """Returns a kernel's fusion that is told where the shards of its random tensors begin, and the
-    extra operands of the launch.
+    """Returns a kernel's fusion with inputs that say where the shards of its random tensors begin.
+    Also returns the operands that a launch passes for these inputs.
 
-    The operands are expressions of the rank and of the loop iteration. `block_of` returns the
-    number of the block that an iteration has.
+    Each operand is an expression of the rank and of the loop iteration. `block_of` returns the
+    number of the block of a tensor that an iteration uses.
     """
     ops: list[TensorOp] = []
     given: dict[Symbol, Scalar] = {}
@@ -379,10 +385,10 @@ def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, 
 
 
 def check_places(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for a random op whose shards would all have the same random
+    """Raises `UnsupportedError` for a random op in `ops` whose shards would all get the same random
     numbers.
 
-    This can happen in programs built by hand, and for dropout on several ranks.
+    This can happen in a program built by hand, and for dropout on several ranks.
     """
     ops = list(ops)
     check_dropout(ops)
@@ -396,11 +402,11 @@ def check_places(ops: Iterable[Op]) -> None:
 
 
 def _first(tv: TensorView, extent: Scalar, cuts: Cuts, block_of: BlockOf) -> Scalar:
-    """Returns the index of the first element, along an axis of `extent` elements, that this rank
-    has in this loop iteration.
+    """Returns the index of the first element that the current rank uses in the current loop
+    iteration, along an axis of `extent` elements.
 
-    `cuts` says how the axis is divided. `block_of` returns the number of the block that an
-    iteration has.
+    `cuts` says how devices and stream loops divide the axis of `tv`. `block_of` returns the number
+    of the block that an iteration uses.
     """
     extent, first = tv.fusion.canonical(extent), sc.ZERO
     for cut in cuts:

@@ -1,7 +1,8 @@
-"""Loops over streams: segments that are computed in steps become one loop of the host program. A
-step is one iteration of this loop.
+"""Lowers segments that are computed one block at a time to one loop of the host program. The
+iterations of the loop run on different streams, and an iteration is also called a step.
 
-Both kinds of stream axis use one structure. They differ in the place where the streams are joined:
+A stream axis may be a logical axis, or the outer part of a split. The structure of the loop is the
+same for both, apart from the place where the first stream waits for the others:
 
     logical axis: FOR streamIdx in istreamIdx2{8}:
                     SetCurrentStream(Stream (streamIdx % numberOfStreams)), Synchronize(Stream S0)
@@ -105,10 +106,12 @@ STANDALONE_OPS = (nodes.LibraryOp, nodes.BinaryOp, nodes.ReductionOp, SliceOp)
 
 
 def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp], bool]:
-    """Returns a function that says whether an op is computed separately, outside of kernels.
+    """Returns a function that says whether an op is computed separately, as an op of the host
+    program outside of kernels.
 
-    These are library ops, and plain copies in one of the stream `loops`. With `params.standalone`,
-    these are all ops that torch can compute.
+    Library ops are computed separately, and also plain copies in one of the stream `loops`. With
+    `params.standalone`, all ops that torch can compute and all plain copies are computed
+    separately.
     """
     if params.standalone:
         return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
@@ -119,16 +122,16 @@ def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp]
 
 # ------------------------------------------------------------------ communications
 class RingEmitter:
-    """Lowers the transfers of a step in which each device sends to one device, and the matmuls next
-    to these transfers.
+    """Lowers transfers in a stream loop in which each device sends to one device and receives from
+    one. Also lowers the matmuls that use the transferred blocks.
 
         T1 [istream{2}(i0), i1] = Reshard( T0 [iDIDx{2}(i0), i1] ), every device from its own block
         -> T2 = ShardByStream( T1, stream_index=(i3 + rank) % 2 )
            IF Manual (to == rank):  T2 = Set( T0 )
            ELSE:  StartCoalescing; recv T2 from `source`; send T0 to `to`; EndCoalescing 2; Wait 2
 
-    With peer copies, the matmul next to a ring uses this rank's own block without a copy. The
-    matmul reads the block from the operand, or writes its result into the result of the exchange:
+    With peer copies, such a matmul uses this rank's own block without a copy. The matmul reads the
+    block from the operand, or writes its result into the result of the exchange:
 
         IF Manual (to == rank):  T5 = matmul( T0, T4 )   ELSE:  T5 = matmul( T2, T4 )
     """
@@ -146,11 +149,12 @@ class RingEmitter:
     def receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
     ) -> None:
-        """Sends this rank's block to the device that needs the block in this step, and receives
-        this step's block from its owner.
+        """Adds the transfer by which one loop iteration receives its block from the device that has
+        this block. In return, this rank sends its own block to the device that needs it.
 
-        `inp` is this rank's block, and `out` the memory for the block of the step. In the first
-        step, the block is this rank's own, so nothing is sent.
+        `op` is the reshard. `inp` is this rank's own block, and `out` is the memory for the
+        received block. In the first iteration, the needed block is this rank's own, so nothing is
+        sent.
         """
         (ptype,) = team.ptypes
         loop, in_turn = self._loop, self._program.copies_in_turn
@@ -171,11 +175,12 @@ class RingEmitter:
         )
 
     def exchange(self, op: nodes.Reshard) -> None:
-        """Sends this step's result to the device that needs it, and receives from another device a
-        result that this rank needs.
+        """Adds the transfer by which one loop iteration sends its result to the device that needs
+        this result. In return, this rank receives a result that it needs.
 
-        In one step, this rank needs the result itself: in the first step with `offset_by_rank`,
-        otherwise in the last step.
+        In one iteration, this rank needs its own result, so nothing is sent. With `offset_by_rank`,
+        that is the first iteration, and otherwise the last. Raises `UnsupportedError` if all
+        devices would begin with the same block.
         """
         loop = self._loop
         if not loop.begins_at_rank and stepping_axis(op.inp).swizzle is None:
@@ -219,11 +224,12 @@ class RingEmitter:
         after: Sequence[Op] = (),
         sent_on: Stream | None = None,
     ) -> None:
-        """Sends `inp` to one member of the team and receives `out` from another member.
+        """Adds the ops by which this rank sends `inp` to one device and receives `out` from
+        another.
 
-        `to` and `source` are coordinates of these members. `own` are the ops to run instead if `to`
-        is this rank. `after` are the ops that follow a peer copy. If `inp` was computed on another
-        stream, `sent_on` is that stream.
+        `to` and `source` are the coordinates of these devices in the team. If `to` is this rank,
+        the ops `own` run instead. `after` are the ops that follow a peer copy. If `inp` was
+        computed on another stream, `sent_on` is that stream.
         """
         team = team_of(op)
         (ptype,) = team.ptypes
@@ -253,11 +259,11 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Adds the library op `op` of a step. `step` is the same op on the step's operands and
-        results.
+        """Adds a library op, such as a matmul, to the loop iteration. `step` is the form of `op`
+        that has the operands and results of one iteration.
 
-        If an operand or the result is transferred in a ring, the op uses this rank's own block
-        without a copy.
+        If an operand or the result is transferred between devices, the op uses this rank's own
+        block without a copy.
         """
         if self._is_exchanged(op):
             self._exchanged[op.out_tensor] = step
@@ -271,10 +277,10 @@ class RingEmitter:
         self._body.steps.append(IfThenElse(found[0][0], then=(mine,), orelse=(step,)))
 
     def _is_for_products(self, tv: TensorView) -> bool:
-        """Whether only matmuls read the blocks that peer copies bring into a tensor.
+        """Whether only matmuls read the blocks that peer copies bring into `tv`.
 
-        These matmuls can read this rank's own block from the operand. With NCCL this is not done,
-        because NCCL's kernels would wait for that matmul.
+        Such a matmul can read this rank's own block from the operand, without a copy. With NCCL
+        this is not done, because NCCL's kernels would wait for that matmul.
         """
         uses = self._program.fusion.uses(tv)
         return (
@@ -284,11 +290,10 @@ class RingEmitter:
         )
 
     def _is_exchanged(self, op: TensorOp) -> bool:
-        """Whether an op is a matmul whose result blocks are exchanged, each with a different
-        device.
+        """Whether `op` is a matmul whose result blocks are exchanged, each with a different device.
 
-        On the receiving device, the block of each sender must have its own place. This rank's own
-        block can then be computed directly in its place.
+        On the receiving device, the block of each sender must have a separate place in the result.
+        The matmul can then write this rank's own block directly into its place.
         """
         out = op.out_tensor
         uses = self._program.fusion.uses(out)
@@ -304,10 +309,11 @@ class RingEmitter:
 
 
 def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
-    """Returns the ops that copy `mine`, the block of an exchange that stays on this device, into
-    `theirs`.
+    """Returns the ops that copy `mine` into `theirs`: in an exchange, this is the block that stays
+    on this device.
 
-    Axes of one element are removed first, so that both sides of the copy have equal axes.
+    `op` is the reshard that exchanges blocks. Axes of one element are removed first, so that both
+    sides of the copy have equal axes.
     """
     source, target = op.source, op.target
     assert source is not None and target is not None, f"{op} exchanges no axes"
@@ -322,15 +328,16 @@ def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> li
 
 
 def _is_own(member: Scalar, team: TeamOf) -> Scalar:
-    """Returns the condition that `member`, a coordinate in the team, is this rank."""
+    """Returns the condition that the device with the coordinate `member` in the team is the current
+    rank."""
     (ptype,) = team.ptypes
     return sc.eq(member, coordinate(team.mesh, ptype))
 
 
 class CollectiveEmitter:
-    """Lowers the communications of one loop over streams.
+    """Lowers the communications of one loop over streams. Each iteration communicates one block.
 
-    An allgather in steps:
+    An allgather:
 
         T3 [istream{3}(i0), i1] = Reshard( T2 [istream{3}(i0), iDIDx{2}(i1)] )
         -> T3 = ALLOCATE(.., stream_index=i3)
@@ -349,7 +356,7 @@ class CollectiveEmitter:
         self._slicer, self._rings = slicer, rings
 
     def emit(self, op: nodes.Reshard) -> None:
-        """Adds the ops by which a step does the communication `op`."""
+        """Adds the ops that carry out the reshard `op` for the block of one loop iteration."""
         kind = communication_type(op)
         if kind == "StepSlice":
             self._slicer.slice_whole(op)
@@ -388,7 +395,12 @@ class CollectiveEmitter:
         )
 
     def _scatter(self, op: nodes.Reshard) -> None:
-        """Reduces this step's result to the device that owns the result."""
+        """Adds a reduction: one loop iteration sums one block over all devices, on the device that
+        needs this block.
+
+        Raises `UnsupportedError` with `offset_by_rank`, because all devices must reduce the same
+        block at the same time.
+        """
         if self._program.params.offset_by_rank:
             raise UnsupportedError(
                 f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
@@ -416,8 +428,12 @@ class CollectiveEmitter:
         )
 
     def _bring(self, op: nodes.Reshard) -> None:
-        """Gives every device the block of one device in each step. In step k of a broadcast, this
-        is device k."""
+        """Adds the communication by which one loop iteration gets the block that another device
+        has. In a broadcast, device k sends its block to all others in iteration k.
+
+        If each device begins with its own block, the blocks move in a ring or a permutation
+        instead.
+        """
         inp, out = self._program.twins[op.inp], self._slicer.result(op.out)
         team, backend, loop = team_of(op), self._program.step_backend, self._loop
         swizzle = stepping_axis(op.out).swizzle
@@ -458,10 +474,10 @@ class CollectiveEmitter:
 
 # ------------------------------------------------------------------ segments
 class StreamLoopBuilder:
-    """Lowers the segments of one loop, in order: allocations, the loops, and the waits between
-    streams.
+    """Lowers the segments of one loop over streams, in order: allocations, the loop, and the waits
+    between streams.
 
-    The ops before the loop and in each step:
+    The ops before the loop and in each iteration (step):
 
         kernel          before: ALLOCATE of its results       step: LaunchKernel of the parts
         library op      before: ALLOCATE of its result        step: the op of the parts
@@ -477,9 +493,10 @@ class StreamLoopBuilder:
         self._rings = RingEmitter(program, self._loop, self._body, self._slicer)
 
     def build(self) -> list[Op]:
-        """Returns the ops of the loop. Also adds the loop's kernels to the program.
+        """Returns the ops of the loop over streams, with the ops before it. Also adds the loop's
+        kernels to the host program.
 
-        Raises `UnsupportedError` for an op that cannot be computed in these steps.
+        Raises `UnsupportedError` for an op that cannot be computed one block at a time.
         """
         lower = {
             "kernel": self._kernel,
@@ -532,8 +549,8 @@ class StreamLoopBuilder:
             self._rings.product(op, op.with_values(ins, outs))
 
     def _copied_view(self, op: TensorOp) -> None:
-        """Makes a view of the whole tensor before the loop. Each step copies its part of this
-        view."""
+        """Adds a view op that the loop computes one block at a time. The view of the whole tensor
+        is made before the loop, and each iteration copies its part."""
         out = self._program.twins[op.out_tensor]
         domain, _ = clone_domain(out.fusion, out.domain)
         view = out.fusion.new_tensor(domain, out.dtype(), mesh=out.mesh, memory=MemoryType.global_)
@@ -564,8 +581,11 @@ class StreamLoopBuilder:
 
 # ------------------------------------------------------------------ loops
 def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the loops for steps that share streams. The entry stream waits for each step at the
-    end of the step."""
+    """Returns the ops of a loop whose iterations share streams. `steps` are the ops of one
+    iteration.
+
+    At the end of each iteration, the stream on which the loop began waits for this iteration.
+    """
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),
@@ -580,8 +600,11 @@ def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
 
 
 def joined_behind(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the loops for steps that each have their own stream. The entry stream waits for all
-    steps after the last step."""
+    """Returns the ops of a loop whose iterations have one stream each. `steps` are the ops of one
+    iteration.
+
+    After the loop, the stream on which the loop began waits for all iterations.
+    """
     entry, mine = loop.entry, loop.stream
     return [
         GetCurrentStream(stream=entry),

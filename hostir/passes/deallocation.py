@@ -1,4 +1,5 @@
-"""Inserts a Deallocate after the last use of every buffer."""
+"""Defines the pass that frees every buffer of a host program after its last use, and the function
+that runs all passes."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ from hostir.ir.verifier import verify
 
 
 def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
-    """Inserts a `Deallocate` of every tensor after the last use of its buffer.
+    """Inserts a `Deallocate` op into a host program after the last use of every buffer.
 
     Holds before: the program has no `Deallocate`. Holds after: every tensor that does not share a
     buffer with a program input or output is deallocated exactly once. A view is deallocated before
-    the buffer that the view refers to. The memory plan and `hostir.verify` rely on this property.
+    the buffer of which it is a view. The memory plan and `hostir.verify` rely on this property.
 
         T2 = ALLOCATE(..); LaunchKernel(.. T2); T3 = matmul(T2, T1)
         -> ... T3 = matmul(T2, T1); Deallocate { T2 }
@@ -54,10 +55,12 @@ Path = tuple[int, ...]
 def _inserted(
     ops: tuple[Op, ...], above: Path, ending: dict[Path, list[TensorView]]
 ) -> tuple[Op, ...]:
-    """Returns the ops, with a `Deallocate` after the op at which the lifetime of a tensor ends.
+    """Returns the ops of one region (the program, a loop body or a branch) with the `Deallocate`
+    ops that belong into the region.
 
-    `above` is the path of the region, and `ending` maps paths of ops to the tensors whose lifetime
-    ends there.
+    `ending` maps the path of an op to the tensors that the op uses last. `above` is the path of the
+    region. A path is a position in the program, followed by (region, position) for each level
+    inside.
     """
     made: list[Op] = []
     waiting: list[TensorView] = []
@@ -79,8 +82,8 @@ def _inserted(
 
 
 def _only_waits(op: Op) -> bool:
-    """Whether the op and the ops in its regions only change the current stream or make a stream
-    wait."""
+    """Whether `op`, with all ops inside a loop or branch, only changes the current stream or makes
+    a stream wait."""
     for inner in walk((op,)):
         effects = effects_of(inner, ())
         if not (effects or any(inner.regions)):
@@ -91,8 +94,8 @@ def _only_waits(op: Op) -> bool:
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
-    """Returns the path of the last op that uses each tensor's buffer, in the innermost region that
-    contains all uses.
+    """Returns the path of the last op that uses the buffer of each tensor, in the innermost region
+    (loop body or branch) that contains all uses.
 
     A communication uses its buffers until its `Wait`.
     """
@@ -138,8 +141,8 @@ def _places(ops: tuple[Op, ...], above: Path) -> Iterator[tuple[Path, Op]]:
 
 
 def _end(paths: list[Path]) -> Path:
-    """Returns the path of the last op in `paths`, shortened to the innermost region that contains
-    all of them."""
+    """Returns the path of the last op in `paths`, shortened to the innermost region (loop body or
+    branch) that contains all ops of `paths`."""
     first, last = min(paths), max(paths)
     depth = 0
     # A level is a pair (op, region). In a loop, only ops of one region are ordered.
@@ -167,9 +170,11 @@ def run_passes(
     *,
     after_each: Callable[[str, HostIrContainer], None] | None = None,
 ) -> HostIrContainer:
-    """Runs passes in order. Verifies the program before the first pass and after each pass.
+    """Runs compiler passes over a host program, in order, and returns the result. The program is
+    verified before the first pass and after each pass.
 
-    `after_each` is called with the name and the result of each pass. An error names the pass.
+    `after_each` is called with the name and the result of each pass. If verification fails, the
+    error names the pass.
     """
     verify(program, after="lowering")
     for one in passes:

@@ -183,10 +183,12 @@ class LocalShapes(Protocol):
 class Runtime(Protocol):
     """The interface through which `HostOp.emit` runs an op on one rank.
 
-    An op describes its work once, as calls of these methods. An implementation
-    (`hostir.runtime.execute`) does the work at once, records the work for later runs, or follows
-    the calls in a dry run on tensors without data. Methods evaluate sizes, peers and the tensors
-    that names refer to at once, on the host. Work for the device is put on the current stream.
+    An op describes its work once, as calls of these methods. `hostir.runtime.execute` has the
+    implementations: one does the work at once, one also records the work for later runs, and one
+    makes a dry run on tensors without data.
+
+    Methods evaluate sizes, peers and the tensors that names refer to at once, on the host. Work for
+    the device is put on the current stream.
     """
 
     @property
