@@ -234,8 +234,8 @@ class LoopContext:
         return sc.mod(sc.floordiv(number, inner), count)
 
     def next_stream_waits(self) -> Op:
-        """Returns an op that makes the stream of the next loop iteration wait for all work that
-        this iteration has put on its stream so far.
+        """Returns an op that makes the stream of the next loop iteration wait for all earlier work
+        on the stream of this iteration.
 
         For iteration i9 of 3:
 
@@ -292,8 +292,8 @@ class LoopBody:
 
 # ------------------------------------------------------------------ the operands of a step
 class OperandSlicer:
-    """Makes the view of the part of an operand that one iteration of a stream loop reads, and
-    allocates memory for the result of the iteration.
+    """Makes views of operands for one iteration of a stream loop, and allocates memory for the
+    result of the iteration. A view has the part of the operand that the iteration reads.
 
         T1 [istream{3}(i0), i1] = relu( T0 [istream{3}(i0), i1] )
 

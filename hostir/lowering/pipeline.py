@@ -94,8 +94,8 @@ class KernelFacts(NamedTuple):
 
     - `sizes`: representative sizes. Schedulers make the same choices for all sizes of the input
       class.
-    - `row_parts`: the number of partial sums by which a kernel may also reduce columns while it
-      reads rows; 0 to forbid such kernels. `segment_fusion` has the same parameter.
+    - `row_parts`: if not 0, a sum over rows may be split into this many partial sums.
+      `segment_fusion` has the same parameter.
     - `are_joined`: independent pointwise kernels may become one kernel.
     - `has_clusters`: a long row may be reduced by a cluster of CUDA blocks.
     """
@@ -261,8 +261,8 @@ def lower_streams(
         -> T1 = ALLOCATE(..); S0 = GetCurrentStream(); FOR i ..: waits; FOR i ..: T3 = Set( T2 )
 
     `backend_name` is the library that communications name. Raises `UnsupportedError` for a host op
-    in the program, for a stream axis that is split or merged, and for an op that cannot be computed
-    in a loop over streams.
+    in the program, and for a stream axis that is split or merged. An op that cannot be computed in
+    a loop over streams also raises `UnsupportedError`.
     """
     ops: list[TensorOp] = []
     for op in program.ops:

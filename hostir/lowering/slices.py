@@ -388,7 +388,7 @@ def check_places(ops: Iterable[Op]) -> None:
     """Raises `UnsupportedError` for a random op in `ops` whose shards would all get the same random
     numbers.
 
-    This can happen in a program built by hand, and for dropout on several ranks.
+    A program built by hand can have such an op, and also a program with dropout on several ranks.
     """
     ops = list(ops)
     check_dropout(ops)

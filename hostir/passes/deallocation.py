@@ -94,8 +94,9 @@ def _only_waits(op: Op) -> bool:
 
 
 def _last_uses(program: HostIrContainer, storage: Storage) -> dict[TensorView, Path]:
-    """Returns the path of the last op that uses the buffer of each tensor, in the innermost region
-    (loop body or branch) that contains all uses.
+    """Returns, for each tensor, the path of the last op that uses the tensor's buffer. If the uses
+    are in different regions, the path is in the innermost region (loop body or branch) around all
+    uses.
 
     A communication uses its buffers until its `Wait`.
     """

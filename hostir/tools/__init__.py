@@ -1,4 +1,5 @@
-"""The command line: `python -m hostir`.
+"""The command line `python -m hostir`, which prints, checks, runs and explains host programs as
+text.
 
 Question: which questions can be asked of a program's text?
 Imports: every room of `hostir`.

@@ -1,4 +1,5 @@
-"""`python -m hostir COMMAND FILE`: print, change, check and run host programs as text."""
+"""`python -m hostir COMMAND FILE`: prints, changes, checks and runs host programs that are stored
+as text."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ _SIZE_DIGITS = 18
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 1 for an error, or for programs that differ."""
+    """Runs one command of `python -m hostir` and returns the exit code of the process.
+
+    `argv` are the arguments; None means those of the process. The exit code is 1 for an error, and
+    for two programs that differ in the command `diff`.
+    """
     parser = _arguments()
     args, rest = parser.parse_known_args(argv)
     if rest:
@@ -85,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ------------------------------------------------------------------ the commands
 def _print(args: argparse.Namespace) -> None:
-    """print a program; --full adds all that a run needs; --names prints no types"""
+    """prints a program; --full adds all that a run needs; --names prints no types of tensors"""
     program = read_program(args.file, number=args.program)
     if args.names:
         print(f"// {NOTES['names']}\n{program.names_text()}", end="")
@@ -97,7 +102,8 @@ def _print(args: argparse.Namespace) -> None:
 
 
 def _opt(args: argparse.Namespace) -> None:
-    """run host passes, verify after each, and print the full form of the result"""
+    """runs compiler passes over a program, verifies it after each, and prints the full form of the
+    result"""
     program = read_program(args.file, number=args.program)
     chosen = PASSES if args.passes is None else tuple(map(_pass_of, args.passes.split(",")))
     before = [program]
@@ -132,7 +138,7 @@ def _pass_of(name: str) -> Pass:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """run a program on simulated ranks, or on the ranks of an mpirun or torchrun job"""
+    """runs a program on simulated ranks, or on the ranks of an mpirun or torchrun job"""
     launch = read_launch()
     if launch.size > 1:
         _run_in_job(args, launch.size)
@@ -164,7 +170,8 @@ def _simulated_ranks(args: argparse.Namespace, program: HostIrContainer) -> int:
 
 
 def _run_in_job(args: argparse.Namespace, size: int) -> None:
-    """Runs the program as one rank of a job of `size` ranks; rank 0 prints all ranks' results."""
+    """Runs the program of the command `run` as one rank of a job that has `size` ranks. Rank 0
+    prints the results of all ranks."""
     communicator = Communicator.instance()
     program, inputs = _prepared(args, size, communicator)
     outputs = run_here(
@@ -187,9 +194,10 @@ def _run_in_job(args: argparse.Namespace, size: int) -> None:
 def _prepared(
     args: argparse.Namespace, size: int, communicator: Communicator
 ) -> tuple[HostIrContainer, list[Argument]]:
-    """Returns the program and the global inputs on a rank of a job of `size` ranks.
+    """Returns the program and its global inputs, for a command that runs as one rank of a job with
+    `size` ranks.
 
-    An error on one rank is raised on all ranks.
+    If one rank has an error, for example a missing file, all ranks raise an error.
     """
     try:
         if args.ranks not in (None, size):
@@ -207,7 +215,8 @@ def _prepared(
 
 
 def _say_unchecked(args: argparse.Namespace) -> None:
-    """Prints a note to stderr that some checks are skipped, if the option `--late` is used."""
+    """Prints a note to stderr if the option `--late` is used, because the checks before the run are
+    then skipped."""
     if getattr(args, "late", None) is not None:
         print(
             "with --late, races of streams and communications of ranks are not checked before the "
@@ -239,7 +248,8 @@ def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument
 
 
 def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
-    """Prints the sizes of the run, and marks the sizes that are defaults."""
+    """Prints the sizes that the command uses for the program's symbols, and marks the sizes that
+    the user did not choose."""
     given = _sizes(args.size)
     found = chosen_sizes(program, given)
     if found and not getattr(args, "inputs", None):
@@ -252,7 +262,8 @@ def _say_sizes(args: argparse.Namespace, program: HostIrContainer) -> None:
 
 
 def _say_assumed(args: argparse.Namespace, program: HostIrContainer) -> None:
-    """Prints the default sizes on which a prediction depends."""
+    """Prints the default sizes on which a prediction depends, and the options by which the user can
+    choose other sizes."""
     given = _sizes(args.size)
     found, sizes = assumed_sizes(program, given), chosen_sizes(program, given)
     if found:
@@ -276,7 +287,7 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    """check a program: its rules, races between streams, and communications of ranks"""
+    """checks a program: its rules, races between streams, and communications of ranks"""
     program = _checked(args)
     values = symbol_values(program, _sizes(args.size))
     _say_sizes(args, program)
@@ -293,7 +304,7 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _cost(args: argparse.Namespace) -> None:
-    """predict time, communication, memory and waits, without running anything"""
+    """predicts time, communication, memory and waits of a program, without running anything"""
     program, made = _simulated(args)
     found = predict(program, made)
     if args.json:
@@ -307,7 +318,7 @@ def _cost(args: argparse.Namespace) -> None:
 
 
 def _trace(args: argparse.Namespace) -> None:
-    """write the predicted timeline for Perfetto; --run adds that of a real run"""
+    """writes the predicted timeline of a program for Perfetto; --run adds that of a real run"""
     if not args.run_it:
         for name in ("inputs", "seed", "device"):
             if getattr(args, name) is not None:
@@ -346,7 +357,7 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    """measure this machine for the cost model; under mpirun also the links of the ranks"""
+    """measures this machine for the cost model; under mpirun also the links between ranks"""
     communicator = Communicator.instance()
     told = calibrate.calibrate_here(communicator, args.device, args.output)
     if communicator.rank() == 0:
@@ -369,7 +380,7 @@ def _simulated(args: argparse.Namespace) -> tuple[HostIrContainer, SimulatedSche
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """compare two programs; the exit code is 1 if they differ"""
+    """compares two programs; the exit code is 1 if the programs differ"""
     a, b = read_program(args.file), read_program(args.other)
     if a.is_short or b.is_short:
         print(
@@ -381,7 +392,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> None:
-    """explain a tensor's sharding, and why each communication is necessary"""
+    """explains why a tensor is sharded, and why each communication is necessary"""
     program = read_program(args.file, number=args.program)
     print("\n".join(explain(program, args.tensor)) or "the program communicates nothing")
 
@@ -391,10 +402,12 @@ def _why(args: argparse.Namespace) -> None:
 
 
 def differences(a: HostIrContainer, b: HostIrContainer) -> list[str]:
-    """Returns a line per difference, `what: in a | in b`; [] for equal programs.
+    """Returns one line per difference between two host programs, as `field: value in a | value in
+    b`. Returns [] if the programs are equal.
 
-    Tensors and other values are compared by number, as in `equal`. The user's lines are not
-    compared. If one program is in short form, facts that this form lacks are not compared.
+    Tensors and other values are compared by number, as in `hostir.equal`. The user's source lines
+    are not compared. If one program was read from the short form, facts that this form lacks are
+    not compared.
     """
     is_short = a.is_short or b.is_short
     found = [
@@ -436,7 +449,8 @@ def _two(what: str, a: object, b: object) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    """Returns a short text for a field's value, such as a tensor's label or an op's name."""
+    """Returns a short text for the value of an op's field in a line about a difference, such as the
+    label of a tensor."""
     match value:
         case TensorView():
             return value.label
@@ -467,9 +481,11 @@ def _values(a: Fusion, b: Fusion, *, is_short: bool) -> Iterator[str]:
 
 
 def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool) -> Iterator[str]:
-    """Yields the differences between tensors of the same number, from the text of their domains.
+    """Yields the differences between tensors that have the same number in two programs. The texts
+    of the tensors' axes are compared.
 
-    If `is_short`, only the first line of each text is compared.
+    If `is_short`, only the first line of each text is compared, because the short form of a program
+    contains no other lines.
     """
     mine, theirs = ({tv.number: tv for tv in tensors} for tensors in (a, b))
     for number in sorted({*mine, *theirs}):
@@ -488,10 +504,11 @@ def _tensors(a: Sequence[TensorView], b: Sequence[TensorView], *, is_short: bool
 
 # ------------------------------------------------------------------ ops
 def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
-    """Aligns two lists of ops and yields the differences between the lists.
+    """Yields the differences between two lists of ops. Equal ops in both lists are aligned, so that
+    an inserted op is one difference.
 
-    `where` is the text of the region in which the ops are. The first op has number 1, as in errors
-    about ranks with different programs.
+    `where` is the text of the loop or branch around the ops. The first op has number 1, as in
+    errors about ranks with different programs.
     """
     mine, theirs = list(map(op_key, a)), list(map(op_key, b))
     for kind, i, i_end, j, j_end in SequenceMatcher(None, mine, theirs, False).get_opcodes():
@@ -502,10 +519,11 @@ def _ops(a: Sequence[Op], b: Sequence[Op], where: str = "") -> Iterator[str]:
 def _block(
     a: Sequence[Op], at: tuple[int, int], b: Sequence[Op], there: tuple[int, int], where: str
 ) -> Iterator[str]:
-    """Yields the differences between two parts of the lists that have no equal ops.
+    """Yields the differences between a part of the list `a` and a part of the list `b` that have no
+    equal ops.
 
-    Two ops of the same class are compared as a pair. `at` and `there` are (start, stop) of the
-    parts of `a` and `b`. `where` is the text of the region.
+    `at` and `there` are (start, stop) of the parts of `a` and `b`. Ops of the same class are
+    compared field by field. `where` is the text of the loop or branch around the ops.
     """
     kinds = (
         [type(op).__name__ for op in a[slice(*at)]],
@@ -526,9 +544,10 @@ def _block(
 
 
 def _pair(a: Op, b: Op, place: str) -> Iterator[str]:
-    """Yields the first field that differs between two ops, and the differences in their regions.
+    """Yields the first field that differs between two ops of the same class, and the differences
+    between the ops of their loop bodies or branches.
 
-    Both ops have the same class. `place` is the number of the op as text.
+    `place` is the number of the op, as text.
     """
     regions = a.fields_of("region")
     mine, theirs = _fields(op_key(a)), _fields(op_key(b))

@@ -1,12 +1,13 @@
-"""`python -m hostir why T7 FILE`: explains a tensor's sharding and its communications.
+"""Explains why a tensor is sharded and why it is communicated: the command `python -m hostir why T7
+FILE`.
 
 The command prints the annotation from which a sharding was propagated, and the op that made a
 communication necessary. Two lines of output, for example:
 
-T7 is cut by mesh_x on axis 1: from T3 (forward through linear at mlp.py:12), annotated by the user
-at mlp.py:9
-Communication 0 (Allgather of T7 -> T8): because linear at mlp.py:14 takes T8 whole along axis 0,
-and T7 is cut by mesh_x on axis 0 (annotated by the user at mlp.py:9)
+    T7 is cut by mesh_x on axis 1: from T3 (forward through linear at mlp.py:12), annotated by the
+    user at mlp.py:9
+    Communication 0 (Allgather of T7 -> T8): because linear at mlp.py:14 takes T8 whole along axis
+    0, and T7 is cut by mesh_x on axis 0 (annotated by the user at mlp.py:9)
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside a
 
 
 def explain(program: HostIrContainer, name: str) -> list[str]:
-    """Returns lines that explain the sharding of a tensor and the tensor's communications.
+    """Returns lines of text that explain why a tensor of `program` is sharded, and why the tensor
+    is communicated.
 
-    `name` is a tensor such as `T7`, or `all` for every communication of the program. Further lines
-    name inputs from which each call cuts this rank's shard.
+    `name` is the name of the tensor, such as `T7`, or `all` for every communication of the program.
+    If each call must cut this rank's shard out of an input, a further line says so.
 
     Raises:
         InputError: the program has no such tensor.
@@ -61,10 +63,11 @@ def explain(program: HostIrContainer, name: str) -> list[str]:
 
 @dataclass
 class _Why:
-    """Explains the placements of tensors in one program, from the program's Provenance section.
+    """Explains the shardings of tensors in one host program, from the Provenance section of the
+    program's text.
 
-    `rows` has the rows of the program's Provenance section by tensor number. A row says from which
-    tensor or annotation a placement was propagated, and through which op.
+    `rows` has the rows of that section by tensor number. A row says from which tensor or annotation
+    a sharding was propagated, and through which op.
     """
 
     program: HostIrContainer
@@ -88,7 +91,8 @@ class _Why:
 
     # ------------------------------------------------------------ tensors
     def tensor(self, tv: TensorView) -> list[str]:
-        """Returns a line for each sharded axis of `tv`; else a line about the tensor's mesh."""
+        """Returns a line of explanation for each sharded axis of `tv`. If no axis is sharded,
+        returns a line about the tensor's mesh."""
         base = self.base(tv)
         if base.mesh is None and not self.cuts(base):
             return [f"T{tv.number} has no mesh: no annotation reaches it"]
@@ -110,17 +114,20 @@ class _Why:
         return lines
 
     def base(self, tv: TensorView) -> TensorView:
-        """Returns the tensor of which `tv` is a slice or view; `tv` itself if it is neither."""
+        """Returns the tensor of which `tv` is a slice or view. Returns `tv` itself if `tv` is
+        neither."""
         while tv.number in self.shown:
             tv = self.shown[tv.number]
         return tv
 
     def unknown(self, tv: TensorView) -> str:
-        """Returns the text for a tensor that has no row in the Provenance section."""
+        """Returns the text that says why the sharding of `tv` cannot be explained: the Provenance
+        section has no row for the tensor."""
         return f"its Provenance section has no row of T{tv.number}" if self.rows else UNKNOWN
 
     def cuts(self, tv: TensorView) -> Cuts:
-        """Returns the positions of the sharded axes of a tensor, by parallel type."""
+        """Maps each mesh dimension or stream that splits an axis of `tv` to the position of this
+        axis."""
         try:
             found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
         except UnsupportedError:
@@ -128,25 +135,28 @@ class _Why:
         return {p: axis for p, axis in found.items() if axis >= 0}
 
     def placement(self, tv: TensorView) -> str:
-        """Returns which axes of a tensor are sharded, as text; "whole" if no axis is."""
+        """Returns a text about which axes of `tv` are sharded, such as `cut by mesh_x on axis 1`.
+        The text is `whole` if no axis is sharded."""
         cuts = self.cuts(tv)
         return " and ".join(f"cut by {p.name} on axis {a}" for p, a in cuts.items()) or "whole"
 
     # ------------------------------------------------------------ chains
     def origin(self, number: int, ptype: ParallelType | None) -> str:
-        """Returns, as text, how a sharding of tensor `number` follows from the user's annotation.
+        """Returns a text about the origin of a sharding of the tensor `number`: the propagations
+        back to the user's annotation.
 
-        `ptype` is the parallel type of the sharded axis. If `ptype` is None, the text is about the
-        tensor's mesh.
+        `ptype` is the mesh dimension or stream that splits an axis. If `ptype` is None, the text is
+        about the tensor's mesh.
         """
         row = self.row(number, ptype)
         return "it came with the program" if row is None else self.chain(row, ptype)
 
     def row(self, number: int, ptype: ParallelType | None) -> Origin | None:
-        """Returns the provenance row for a tensor's axis with parallel type `ptype`.
+        """Returns the Provenance row that says where a sharding of the tensor `number` came from.
 
-        If `ptype` is None, returns the row for the tensor's mesh. If there is no such row, returns
-        a row for the tensor's whole placement; None if there is none, either.
+        `ptype` is the mesh dimension or stream that splits an axis. If `ptype` is None, the row is
+        about the tensor's mesh. If there is no such row, the row about the whole placement of the
+        tensor is returned. The result is None if the tensor has no such row either.
         """
         rows = self.rows.get(number, [])
         placed = [r for r in rows if r.what == "placement"]
@@ -158,9 +168,11 @@ class _Why:
         return next(iter(ranked), None)
 
     def chain(self, row: Origin, ptype: ParallelType | None) -> str:
-        """Returns, as text, the propagation steps from a row back to the user's annotation.
+        """Returns a text that lists the propagations of a sharding, from the Provenance row `row`
+        back to the user's annotation.
 
-        `ptype` is the parallel type of the sharding; None stands for the mesh.
+        `ptype` is the mesh dimension or stream that splits the axis; None stands for the tensor's
+        mesh.
         """
         steps: list[str] = []
         seen: set[Origin] = set()
@@ -174,7 +186,12 @@ class _Why:
         return ", ".join(steps)
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
-        """Returns the row from which `row` was propagated, one step closer to the annotation."""
+        """Returns the Provenance row from which the sharding in `row` was propagated, one op closer
+        to the user's annotation. Returns None at the end.
+
+        `ptype` is the mesh dimension or stream that splits the axis; None stands for the tensor's
+        mesh.
+        """
         if row.how == "operand" and ptype is not None and row.result is not None:
             return self.row(row.result, ptype)
         if row.source is None:
@@ -189,11 +206,13 @@ class _Why:
         return None if row.how == "sum" else self.row(row.source, ptype)
 
     def summed(self, number: int) -> list[Origin]:
-        """Returns the rows about the sharding of the axes over which a tensor is summed."""
+        """Returns the Provenance rows about split axes that the tensor `number` no longer has,
+        because an op summed over these axes."""
         return [r for r in self.rows.get(number, []) if r.what == "cut" and r.axis is None]
 
     def step(self, row: Origin) -> str:
-        """Returns the text of one row: the source tensor and the op of the propagation."""
+        """Returns the text of one propagation: the tensor from which a sharding came, and the op.
+        `row` is the Provenance row of the propagation."""
         through = f"{row.op or 'an op'}{_at(row.where)}"
         source = f"T{row.source}"
         match row.how:
@@ -223,9 +242,10 @@ class _Why:
 
     # ------------------------------------------------------------ communications
     def communications(self, tv: TensorView | None) -> list[str]:
-        """Returns a line per communication or local slice that has `tv` as operand or result.
+        """Returns a line of explanation for each communication or local slice that has `tv` as its
+        operand or result.
 
-        If `tv` is None, returns the lines for all tensors.
+        If `tv` is None, returns the lines for all communications of the program.
         """
         base = None if tv is None else self.base(tv)
         lines: list[str] = []
@@ -236,7 +256,8 @@ class _Why:
         return list(dict.fromkeys(lines))
 
     def ends(self, op: Op) -> tuple[TensorView, TensorView] | None:
-        """Returns (operand, result) of an op that changes a placement; None for any other op.
+        """Returns (operand, result) of an op that changes how a tensor is sharded. Returns None for
+        any other op.
 
         The compiler makes sends and receives in pairs, in the same order. For a pair, the operand
         is the buffer of the send, and the result is the buffer of the receive. If the numbers of
@@ -250,7 +271,8 @@ class _Why:
         return op.moved if isinstance(op, HostOp) else None
 
     def communication(self, op: Op, inp: TensorView, out: TensorView) -> str:
-        """Returns the line about a communication: operand, result, and why it is necessary."""
+        """Returns the line of explanation for the communication `op` from `inp` to `out`, with the
+        reason why the communication is necessary."""
         if isinstance(op, P2PCommunication) and len(self.sends) != len(self.receives):
             counts = f"{len(self.sends)} sends and {len(self.receives)} receives"
             return f"{_title(op)} of T{out.number}): it has no partner; the program has {counts}"
@@ -260,7 +282,8 @@ class _Why:
         return f"{head}: {reason}"
 
     def reason(self, row: Origin, inp: TensorView, out: TensorView) -> str:
-        """Returns why the communication from `inp` to `out` is necessary, from the row of `out`."""
+        """Returns a text about the reason for the communication from `inp` to `out`. `row` is the
+        Provenance row of `out`."""
         through = f"{row.op or 'an op'}{_at(row.where)}"
         name, change = f"T{out.number}", self.change(inp, out)
         match row.how:
@@ -288,13 +311,14 @@ class _Why:
                 )
 
     def sums(self, inp: TensorView, out: TensorView) -> Iterator[str]:
-        """Yields texts about the sharding of the axes over which `out` is summed."""
+        """Yields texts about the shardings of those axes of `inp` over which `out` is summed."""
         for row in self.summed(out.number):
             if row.ptype is not None and row.ptype in self.cuts(inp):
                 yield f" by {row.ptype.name} ({self.chain(row, row.ptype)})"
 
     def change(self, inp: TensorView, out: TensorView) -> str:
-        """Returns, as text, the placement of those axes of `out` that differ from `inp`."""
+        """Returns a text about the sharding that `out` has and `inp` has not, such as `whole along
+        axis 0`."""
         before, after = self.cuts(inp), self.cuts(out)
         has_steps = any(p.is_stream for p in after) and not any(p.is_stream for p in before)
         before, after = ({p: a for p, a in c.items() if p.is_device} for c in (before, after))
@@ -305,9 +329,10 @@ class _Why:
         return f"{changed}, in the steps of a stream" if has_steps else changed
 
     def had(self, inp: TensorView, out: TensorView) -> str:
-        """Returns, as text, which axes of `inp` are sharded over devices, but not in `out`.
+        """Returns a text about the axes that devices split in `inp` but not in `out`. The text also
+        says how each of these shardings follows from the user's annotation.
 
-        The text also says how each sharding follows from the user's annotation.
+        Returns "" if there are no such axes.
         """
         after = self.cuts(out)
         lost = {p: a for p, a in self.cuts(inp).items() if p.is_device and after.get(p) != a}
@@ -315,7 +340,8 @@ class _Why:
         return f", and T{inp.number} is {cuts}{self.chains(inp.number, lost)}" if lost else ""
 
     def undivided(self, row: Origin, inp: TensorView, out: TensorView) -> str:
-        """Returns, as text, the extents that prevent a reshape from keeping a sharding; "" if none.
+        """Returns a text about the extents that prevent a reshape from keeping the sharding of
+        `inp`. Returns "" for other ops and for other causes.
 
         A reshape can keep the sharding of the outermost axis that it splits or merges. The number
         of devices must then divide the axis before and after the reshape.
@@ -341,25 +367,29 @@ class _Why:
         return ""
 
     def result_of(self, row: Origin) -> TensorView | None:
-        """Returns the result tensor of the op in `row`, which may be a tensor inside a kernel."""
+        """Returns the result of the op that the Provenance row `row` names. The result may be a
+        tensor inside a kernel."""
         if row.result in self.tensors:
             return self.tensors[row.result]
         kernels = (group.fusion.tensors() for group in self.program.groups.values())
         return next((tv for tvs in kernels for tv in tvs if tv.number == row.result), None)
 
     def chains(self, number: int | None, cuts: Iterable[ParallelType]) -> str:
-        """Returns a text in parentheses: how shardings of tensor `number` follow from annotations.
+        """Returns a text in parentheses: how shardings of the tensor `number` follow from the
+        user's annotations.
 
-        `cuts` has the parallel types of the shardings. Returns "" if the tensor has no rows.
+        `cuts` are the mesh dimensions and streams of these shardings. Returns "" if the tensor has
+        no Provenance rows.
         """
         rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
         found = dict.fromkeys(self.chain(row, p) for row, p in rows if row is not None)
         return f" ({'; '.join(found)})" if found else ""
 
     def given(self, out: TensorView) -> str:
-        """Returns a text in parentheses: how the placement of `out` follows from an annotation.
+        """Returns a text in parentheses: how the sharding of `out` follows from the user's
+        annotation.
 
-        Returns "" if the provenance of `out` is unknown.
+        Returns "" if the Provenance section does not say where the sharding of `out` came from.
         """
         cuts = self.cuts(out)
         rows = [
@@ -373,9 +403,10 @@ class _Why:
 def _outermost_extents(
     inp: TensorView, axis: int, result: TensorView
 ) -> tuple[Scalar, Scalar] | None:
-    """Returns the extents of a reshape's operand axis and of the result's axis at that position.
+    """Returns (extent before, extent after) of an axis that a reshape from `inp` to `result` splits
+    or merges. `axis` is the position in `inp`.
 
-    The axis must be the outermost one that the reshape splits or merges; otherwise returns None.
+    Returns None if the axis is not the outermost one that the reshape splits or merges.
     """
     before, behind = (
         [tv.fusion.canonical(a.size) for a in tv.domain.no_reductions] for tv in (inp, result)
@@ -390,6 +421,7 @@ def _at(where: str) -> str:
 
 
 def _title(op: Op) -> str:
-    """Returns the begin of the line about `op`, such as `Communication 0 (Allgather`."""
+    """Returns the beginning of the line that explains the communication `op`, such as
+    `Communication 0 (Allgather`."""
     name = op.name.removesuffix(")")
     return name if "(" in name else f"{name} (a copy"

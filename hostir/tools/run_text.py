@@ -1,6 +1,7 @@
-"""Runs a program on simulated ranks, or as one rank of a real job, from global inputs.
+"""Runs a host program on simulated ranks, or as one rank of a real job, for the command line.
 
-Each rank gets its shards of the inputs, which are random or loaded from a file.
+The inputs have global shapes, and are random or loaded from a file. Each rank gets its shards of
+the inputs.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ DEFAULT_STREAMS = 4
 
 # ------------------------------------------------------------------ inputs
 def chosen_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the value of each size symbol by name: the value in `sizes`, or the default."""
+    """Returns the value of each size of a program's inputs, by the name of its symbol. Sizes that
+    are not in `sizes` have a default value."""
     values = {s.name: n for s, n in symbol_values(program, sizes).items()}
     return {name: int(values[name]) for name in size_symbols(program)}
 
 
 def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Returns the size symbols that are not in `sizes`, with the first axis of each such extent.
+    """Returns the sizes of a program's inputs that the user did not choose. `sizes` are the chosen
+    sizes.
 
-    An axis is a text such as `axis 1 of T0`. Seeds of random numbers do not count.
+    The result maps the name of each symbol to the first axis of that size, as `axis 1 of T0`. Seeds
+    of random numbers are left out.
     """
     seeds, found = seed_words(program), dict[str, str]()
     for tv in program.inputs:
@@ -56,10 +60,10 @@ def assumed_sizes(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[st
 
 
 def seed_words(program: HostIrContainer) -> dict[str, str]:
-    """Returns the scalar inputs that are the seed or the offset of random numbers, by name.
+    """Returns the scalar inputs that are the seed or the offset of random numbers: the name of the
+    input, and `seed of random numbers` or `offset of random numbers`.
 
-    The values are `seed of random numbers` or `offset of random numbers`. Random ops inside kernels
-    count, too.
+    Random ops inside kernels are included.
     """
     inputs = {s.name for s in program.inputs if isinstance(s, Symbol)}
     exprs = [op for group in program.groups.values() for op in group.fusion.exprs]
@@ -76,10 +80,11 @@ def seed_words(program: HostIrContainer) -> dict[str, str]:
 def random_inputs(
     program: HostIrContainer, *, sizes: Mapping[str, int], seed: int = 0
 ) -> list[Argument]:
-    """Returns random global inputs; `sizes` has the values of size symbols by name.
+    """Returns random inputs of global shape for a program. `sizes` has the values of the symbols in
+    their shapes, by name.
 
     Floats and complex numbers are normally distributed, and integers are in [0, 8). Raises
-    `InputError` for a name that is no size symbol, and for a tensor that does not fit into memory.
+    `InputError` if `sizes` has a name that no input uses, or if a tensor does not fit into memory.
     """
     values = symbol_values(program, sizes)
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +113,8 @@ def random_inputs(
 
 
 def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
-    """Returns the global inputs from a .pt file with a list of tensors and numbers.
+    """Returns the global inputs of a program from the file at `path`, which `torch.save` wrote: a
+    list of tensors and numbers.
 
     Raises `InputError` for a file of another kind, and for a list of the wrong length.
     """
@@ -128,7 +134,8 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
 
 
 def shards_of(program: HostIrContainer, inputs: Sequence[Argument], rank: int) -> list[Argument]:
-    """Returns a rank's shards of global inputs; an input without a mesh is returned whole."""
+    """Returns the inputs for one rank: its shards of the global `inputs`. An input without a mesh
+    is returned whole."""
     return [
         shard_for_rank(value, declared, rank)
         if isinstance(declared, TensorView)
@@ -149,10 +156,11 @@ def run_here(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[torch.Tensor]:
-    """Runs the program as one rank of a job, with this rank's shards of the global inputs.
+    """Runs the program as one rank of a job and returns the outputs of this rank. `inputs` are
+    global: this rank uses its shards.
 
-    The ranks of the job may be simulated or real. An error on one rank is raised on all ranks. The
-    options are those of `HostIrEvaluator`.
+    The job's ranks may be simulated or real. An error on one rank is raised on all ranks. The other
+    parameters are those of `HostIrEvaluator`.
     """
     communicator = Communicator.instance()
     mine = shards_of(program, inputs, communicator.rank())
@@ -177,9 +185,11 @@ def run_simulated(
     number_of_streams: int = DEFAULT_STREAMS,
     late_stream: str | int | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Runs the program on simulated ranks; returns the list of outputs of each rank.
+    """Runs the program on `ranks` simulated ranks, which are threads of this process. Returns the
+    list of outputs of each rank.
 
-    `inputs` are global; each rank gets its shards. The options are those of `HostIrEvaluator`.
+    `inputs` are global, and each rank uses its shards. The other parameters are those of
+    `HostIrEvaluator`.
     """
     with simulate(ranks) as world:
         return world.run(
@@ -202,10 +212,11 @@ def trace_here(
     machine: str | None = None,
     number_of_streams: int = DEFAULT_STREAMS,
 ) -> Trace:
-    """Traces the program as one rank of a job, with this rank's shards of the global inputs.
+    """Runs the program as one rank of a job and writes a timeline of the run to the file `path`.
 
-    `path` is the file to write. `device` is "cpu", or "cuda" for the GPU of this rank. `machine` is
-    the machine model for a prediction. See `HostIrEvaluator.trace`.
+    `inputs` are global: this rank uses its shards. `device` is "cpu", or "cuda" for the GPU of this
+    rank. If `machine` names a machine model, the timeline also shows a prediction. See
+    `HostIrEvaluator.trace`.
     """
     communicator = Communicator.instance()
     if device == "cuda":
@@ -220,9 +231,9 @@ def trace_here(
 
 # ------------------------------------------------------------------ results
 def summaries(outputs: Sequence[torch.Tensor], rank: int) -> str:
-    """Returns a line per output of a rank: dtype, shape, mean, minimum, maximum and checksum.
+    """Returns one line per output of a rank: dtype, shape, mean, minimum, maximum and checksum.
 
-    The checksum weights each element by its position, so that swapped elements change it.
+    The checksum weights each element by its position, so that swapped elements change the checksum.
     """
     return "\n".join(
         f"rank {rank} output {i}: {out.dtype} {tuple(out.shape)}{_spread(out)}"
@@ -243,7 +254,7 @@ def _spread(out: torch.Tensor) -> str:
 
 
 def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
-    """Writes the list of a rank's outputs (shards) to the file `rank<N>.pt` in `folder`.
+    """Writes the outputs of one rank, as a list of shards, to the file `rank<N>.pt` in `folder`.
 
     Raises `InputError` if the file cannot be written.
     """
@@ -255,10 +266,11 @@ def save(outputs: Sequence[torch.Tensor], folder: str, rank: int) -> None:
 
 
 def together(communicator: Communicator, error: FuserError | OSError | None, text: str) -> str:
-    """Sends `text` to all ranks; returns the joined texts of all ranks, in order, on every rank.
+    """Sends `text` from each rank to all ranks. Returns the texts of all ranks, joined in the order
+    of ranks.
 
-    `error` is the error of this rank, if any. Raises this error, or `PeerError` with the error of
-    another rank.
+    `error` is the error of this rank, or None. If some rank has an error, every rank raises an
+    error: its own, or `PeerError` with the error of another rank.
     """
     communicator.agree(error)
     return "\n".join(t.decode() for t in communicator.exchange(text.encode()) if t)
