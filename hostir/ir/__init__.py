@@ -1,4 +1,4 @@
-"""The host program: ops, effects, text, verification.
+"""Host programs: their ops, the effects of ops, their text, and the rules that a program must obey.
 
 Question: what does a host program consist of, and is it well-formed?
 Imports: `fuser` but its frontend, and `multidevice.sharding`.

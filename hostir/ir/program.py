@@ -90,7 +90,8 @@ class HostIrContainer:
         return self.values.aliases
 
     def with_ops(self, ops: tuple[Op, ...]) -> HostIrContainer:
-        """Returns a copy of the program that has `ops` instead of its current ops."""
+        """Returns a copy of the program that has `ops` instead of its current ops. Compiler passes
+        call `with_ops` because they never change a program."""
         return replace(self, ops=ops)
 
     def tensors(self) -> tuple[TensorView, ...]:

@@ -1,4 +1,4 @@
-"""All stages of the compiler, from a fusion to a host program, in order.
+"""Runs all stages of the compiler, from a fusion to a host program, in order.
 
     stage        input                        output                              dump
     check        the definition               an error, or nothing                fusion_ir_original

@@ -1,4 +1,4 @@
-"""Passes over host programs.
+"""Compiler passes that change a host program after lowering has made the program.
 
 Question: which ops are inserted after lowering?
 Imports: `hostir.ir`, and the packages that it may import.

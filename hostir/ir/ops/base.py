@@ -372,7 +372,8 @@ class HostOp(Op):
 
     @property
     def subject(self) -> str:
-        """The phrase that names the op at the beginning of a message."""
+        """The phrase that names the op at the beginning of an error message, such as `The launch of
+        kernel group 1`. By default, the op's name."""
         return self.name
 
     @property

@@ -150,8 +150,8 @@ def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
 
 
 class Communication(StartsCommunication):
-    """Starts a collective that reads each rank's shard of `inp` and writes each rank's shard of
-    `out`, within each team.
+    """Starts a collective, such as an allgather, among the ranks of each team. The collective reads
+    each rank's shard of `inp` and writes each rank's shard of `out`.
 
     `type` names the collective. `root` is a position in the team. `red_op` is the reduction of a
     collective that reduces. `backend` CUDA means that the members copy out of each other's memory.
