@@ -150,7 +150,10 @@ class Storage:
             shown = shows.get(tv)
             while shown is not None:
                 if shown in seen:
-                    raise VerifyError(f"{tv} is a name of itself")
+                    raise VerifyError(
+                        f"{tv} is a view of itself, directly or through other views: one of these "
+                        "views must have a buffer"
+                    )
                 seen.add(shown)
                 shown = shows.get(shown)
         tensors = program.tensors()
@@ -230,9 +233,11 @@ class Storage:
 # The ops that may overwrite their operands.
 
 NEEDS = {
-    "same": "must be its operand element on element, or have memory of its own",
-    "slot": "may share this rank's own slot with its operand, no other memory",
-    "never": "needs memory of its own",
+    "same": "may share a buffer with an operand only if both have the same elements at the same "
+    "addresses",
+    "slot": "may share memory with its operand only where the operand is this rank's block of the "
+    "result",
+    "never": "needs a buffer that no operand uses",
 }
 
 
@@ -270,8 +275,13 @@ def words(op: Op, a: TensorView, b: TensorView, *, is_read: bool) -> str:
 
     If `is_read` is True, `a` is an operand of `op`. Otherwise `a` is another result.
     """
+    if not is_read and a is b:
+        return f"{a.label} is given for two results of the op: each result needs a separate buffer"
     if not is_read:
-        which = f"{a.label} is two of its results" if a is b else f"results {a.label}, {b.label}"
-        return f"{which}{'' if a is b else ' share memory'}: each needs memory of its own"
-    both = f"{b.label} is read and written" if a is b else f"writes {b.label} over {a.label}"
+        return f"results {a.label} and {b.label} share memory: each result needs a separate buffer"
+    both = (
+        f"{b.label} is both read and written"
+        if a is b
+        else f"the result {b.label} overwrites the operand {a.label}"
+    )
     return f"{both}: the result of {op.name} {NEEDS[buffer_sharing_of(op)]}"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported
+from fuser.ir.dtypes import DataType, DtypeLike, check_stored, check_supported, dtype_text
 from fuser.ir.fusion import Axis, Fusion, TensorOp, TensorView
 from fuser.ir.fusion_guard import FusionGuard
 from fuser.ir.naming import in_ir, in_words
@@ -55,8 +55,8 @@ class ProgramBuilder:
     def _check_not_sealed(self, what: str) -> None:
         if self._is_sealed:
             raise DefinitionError(
-                f"{what}: an evaluator holds this program, so it cannot change; build it "
-                "completely before"
+                f"{what}: the program cannot change any more, because an evaluator uses it; build "
+                "the complete program before you create the evaluator"
             )
 
     def enter(self) -> None:
@@ -113,10 +113,16 @@ class ProgramBuilder:
     def _axis(self, position: int, extent: Scalar | int) -> IterDomain:
         if isinstance(extent, Scalar):
             if not is_int(extent):
-                raise DefinitionError(f"tensor: axis {position} has the extent {extent}, no size")
+                raise DefinitionError(
+                    f"tensor: axis {position} has the extent {extent} of dtype "
+                    f"{dtype_text(extent.dtype)}, expected an integer scalar"
+                )
             return self._values.new_axis(extent)
         if extent < -1:
-            raise DefinitionError(f"tensor: axis {position} has the extent {extent}, no size")
+            raise DefinitionError(
+                f"tensor: axis {position} has the extent {extent}, expected at least 0, or -1 for "
+                "a symbolic extent"
+            )
         if extent == 1:
             return self._values.new_axis(ONE, IterType.broadcast)
         return self._values.new_axis(self._values.new_extent() if extent == -1 else const(extent))
@@ -149,7 +155,7 @@ class ProgramBuilder:
         `DefinitionError` if `value` is already an input."""
         self._check_not_sealed("add_input")
         if value in self._values.inputs:
-            raise DefinitionError(f"{value} is an input already")
+            raise DefinitionError(f"add_input: {value} is already an input of the program")
         if isinstance(value, TensorView) and value.memory is MemoryType.local:
             value.give_memory()
         self._values.inputs.append(value)
@@ -192,29 +198,33 @@ class ProgramBuilder:
         results = op.fields_of("result")
         out = getattr(op, results[0]) if len(results) == 1 else None
         if not isinstance(op, TensorOp) or not isinstance(out, TensorView):
-            raise _refusal(f"append: {op.name} has no result to write into {into}", into)
+            raise _refusal(
+                f"append: into={into} needs a tensor op with exactly one result, and {op.name} is "
+                "not such an op: append the op without into=",
+                into,
+            )
         if len(out.domain.logical) != out.ndim or out.domain.root_numbers:
             like = "" if into.mesh is None else f" the mesh and the parallel types of {into}, and"
             raise _refusal(
-                f"append: {op.name} cannot write into {into} itself: its result has axes that it "
-                f"sums over, or new axes. Give {out}{like} a buffer (Allocate), append {out}, and "
+                f"append: {op.name} cannot write directly into {into}, because the result {out} "
+                "has axes that the op sums over, or new axes. Give "
+                f"{out}{like} a buffer (Allocate), append {out}, and "
                 f"then append(ops.set({out}), into={into})",
                 into,
                 out,
             )
         differing = [
-            word
-            for word, mine, theirs in (
-                ("dtype", out.dtype(), into.dtype()),
-                ("number of axes", out.ndim, into.ndim),
-                ("mesh", out.mesh, into.mesh),
+            f"the first has {mine}, the second {theirs}"
+            for mine, theirs in (
+                (f"dtype {dtype_text(out.dtype())}", f"dtype {dtype_text(into.dtype())}"),
+                (f"{out.ndim} axes", f"{into.ndim} axes"),
+                tuple("no mesh" if tv.mesh is None else str(tv.mesh) for tv in (out, into)),
             )
             if mine != theirs
         ]
         if differing:
-            differ = " and ".join(differing)
             raise _refusal(
-                f"append: {out} cannot be written into {into}: another {differ}", out, into
+                f"append: {out} cannot be written into {into}: {'; '.join(differing)}", out, into
             )
         for a, b in zip(into.shape(), out.shape(), strict=True):
             same_extent(self._values, a, b, f"append: {out.label}, to be written into {into.label}")
@@ -225,10 +235,14 @@ class ProgramBuilder:
     def _append(self, op: Op) -> None:
         self._check_not_sealed("append")
         if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(f"HostIrContainer.append: {op!r} is neither an op nor a tensor")
+            raise ArgumentError(f"HostIrContainer.append: expected an op or a tensor, got {op!r}")
         for tv in {v for o in walk((op,)) for v in (*o.outputs, *o.inputs)}:
             if isinstance(tv, TensorView) and tv.fusion is not self._values:
-                raise _refusal(f"append: {tv} of {op.name} belongs to another program", tv)
+                raise _refusal(
+                    f"append: {op.name} uses {tv}, which belongs to another program: use tensors "
+                    "of this program only",
+                    tv,
+                )
         for tv in op.outputs:
             if tv.memory is MemoryType.local:
                 tv.give_memory()
@@ -247,7 +261,10 @@ class ProgramBuilder:
                 found.insert(0, op)
                 needed.update(v for v in op.inputs if isinstance(v, TensorView))
         if not found:
-            text = f"HostIrContainer.append: no op that is not yet appended computes {tv}"
+            text = (
+                f"HostIrContainer.append: there is no op to append for {tv}: no op computes it, or "
+                "that op is already in the program"
+            )
             raise _refusal(text, tv)
         return found
 
@@ -263,9 +280,15 @@ class ProgramBuilder:
         """
         axes = inp.domain.no_reductions
         if not -len(axes) <= axis < len(axes):
-            raise _refusal(f"select: axis {axis} of {inp}, which has {len(axes)} axes", inp)
+            raise _refusal(
+                f"select: there is no axis {axis} in {inp}, which has {len(axes)} axes", inp
+            )
         if isinstance(index, Scalar) and not is_int(index):
-            raise _refusal(f"select: the index {index} of {inp} is no integer", inp)
+            raise _refusal(
+                f"select: the index {index} into {inp} has the dtype {dtype_text(index.dtype)}, "
+                "expected an integer",
+                inp,
+            )
         cut = axes[axis]
         if out is None:
             kept = [self._values.clone_axis(a, ptype=a.ptype) for a in axes if a is not cut]
@@ -321,7 +344,10 @@ class ProgramBuilder:
         block: Sequence[Op] = self._open[-1] if self._open else self._program.ops
         last = block[-1] if block else None
         if not isinstance(last, IfThenElse) or last.orelse:
-            raise DefinitionError("otherwise() follows a branch")
+            raise DefinitionError(
+                "otherwise: the op before it must be a branch that has no second region: call "
+                "otherwise() directly after the with block of branch()"
+            )
         with self._region() as body:
             yield
         if self._open:
@@ -338,7 +364,11 @@ class ProgramBuilder:
         Raises `DefinitionError` if the fusion updates an input in place.
         """
         for alias in fusion.aliases:
-            raise _refusal(f"unit: it updates its {alias.into} in place", alias.into)
+            raise _refusal(
+                f"unit: the fusion updates its {alias.into} in place, which a host unit cannot do: "
+                "return the new value as an output",
+                alias.into,
+            )
         number = len(self._program.units)
         self._program.units = {**self._program.units, number: fusion}
         return number

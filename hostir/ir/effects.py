@@ -44,16 +44,16 @@ class Stream:
         index: Any = self.index
         if type(index) is int:
             if index < 0:
-                raise DefinitionError(f"Stream {index}: streams count from 0")
+                raise DefinitionError(f"Stream: the number of a stream is at least 0, got {index}")
             index = sc.const(index)
             object.__setattr__(self, "index", index)
         if index is None and not STREAM_NAME.fullmatch(self.name):
             raise DefinitionError(
-                f"Stream: {self.name!r} is no name of a stream, such as S0, S1 or Default"
+                f"Stream: expected a name of a stream, such as S0 or Default, got {self.name!r}"
             )
         if index is not None and (self.name or not isinstance(index, Scalar)):
             raise ArgumentError(
-                f"Stream: expected an integer scalar or name=, got {index!r}"
+                f"Stream: expected either an integer scalar or name=, got {index!r}"
                 + (f" and name={self.name!r}" if self.name else "")
             )
 

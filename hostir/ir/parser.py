@@ -86,7 +86,9 @@ def parse(text: str) -> HostIrContainer:
         number = cursor.number(header, 1 if header[1] else 3)
         if number in (groups if header[1] else units):
             what = "kernel group" if header[1] else "host unit"
-            raise cursor.fail(f"{what} {number} appears twice", header.start())
+            raise cursor.fail(
+                f"{what} {number} appears twice: each number must be unique", header.start()
+            )
         if header[1]:
             groups[number] = KernelGroup(
                 number, parse_fusion_at(section, bounds, in_full=header.start()), header[2]
@@ -97,7 +99,10 @@ def parse(text: str) -> HostIrContainer:
             )
     for number, (line, at) in lines.items():
         if number in units and unit_line(number, units[number]) != line:
-            raise cursor.fail(f"expected {unit_line(number, units[number])}", at)
+            wanted = unit_line(number, units[number])
+            raise cursor.fail(
+                f"this line differs from the section 'Host unit {number}': expected {wanted}", at
+            )
     read = HostIrContainer(values, program, groups, is_short=parser.is_short, units=units)
     if not parser.is_short:
         cursor.pos = home
@@ -122,7 +127,7 @@ def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, 
     at = c.pos
     for value in parser.values(")"):
         if not value.is_tensor():
-            raise c.fail(f"output {value} is not a tensor", at)
+            raise c.fail(f"expected a tensor as output of the program, got the scalar {value}", at)
         values.outputs.append(value)  # pyright: ignore[reportArgumentType]
     c.take(":")
     ops: list[Op] = []
@@ -147,7 +152,7 @@ def _team(parser: Parser) -> TeamOf:
     while not c.take_if("of "):
         word = c.expect(_TYPE_NAME, "a mesh axis")[0]
         if word not in names:
-            raise c.fail(f"{word!r} is not a mesh axis: {', '.join(names)}")
+            raise c.fail(f"{word!r} is not a mesh axis: expected one of {', '.join(names)}")
         ptypes.append(names[word])
     return TeamOf(read_mesh(c), tuple(ptypes))
 
@@ -159,7 +164,7 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
         at = c.pos
         word = c.expect(re.compile(r"\w+"), what)[0]
         if word not in names:
-            raise c.fail(f"unknown {what} {word!r}: {', '.join(names)}", at)
+            raise c.fail(f"unknown {what} {word!r}: expected one of {', '.join(names)}", at)
         return word
 
     return read
@@ -262,19 +267,24 @@ def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        where = f"byte {error.start} is no {error.encoding.upper()}"
-        raise InputError(f"cannot read {path}: it is no text, {where}") from None
+        where = f"byte {error.start} is not valid {error.encoding.upper()}"
+        raise InputError(f"cannot read {path}: the file is not a text file, {where}") from None
     found = programs_in(text)
     if not found:
-        raise ParseError(f"no host program in {path}: no line begins with %HostIrContainer")
+        raise ParseError(
+            f"there is no host program in {path}: no line begins with %HostIrContainer"
+        )
     if number is not None and not 0 <= number < len(found):
-        raise ParseError(f"{path} has {len(found)} host programs, and none of number {number}")
+        raise ParseError(
+            f"{path} has no host program number {number}: it has {len(found)}, numbered from 0"
+        )
     if number is None and len({program for _, program in found}) > 1:
         heads = (f"\n  --program {i}: {p.splitlines()[0]}" for i, (_, p) in enumerate(found))
         raise ParseError(f"{path} has several host programs; choose one:{''.join(heads)}")
     start, program = found[number or 0]
     if NOTES["names"] in program.partition("%HostIrContainer")[0]:
         raise ParseError(
-            f"{path} has a program with names only, for reading: FUSER_DUMP=host_ir writes all"
+            f"the program in {path} has names only, which is a form for reading: "
+            "FUSER_DUMP=host_ir writes a dump that can be parsed"
         )
     return parse("\n" * text.count("\n", 0, start) + program)

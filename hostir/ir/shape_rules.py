@@ -41,6 +41,8 @@ _Axis = tuple[TensorView, int | None, IterDomain]
 
 
 _UNKNOWN: Mapping[Symbol, Number] = {}
+# The end of a message about two axes.
+_OTHER_DEVICES = "are split over different devices, but the op moves no data between ranks"
 
 
 def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
@@ -53,7 +55,8 @@ def check_buffers(op: Op, has_buffer: Container[TensorView]) -> None:
         without = [out for out in op.outputs if out not in has_buffer]
         if without and len(without) < len(op.outputs):
             raise VerifyError(
-                f"{op.name}: {without[0]} has no buffer, but other results have: Allocate it"
+                f"{op.name}: the result {without[0]} has no buffer, but other results of the op "
+                f"have a buffer: append an Allocate of {without[0]}"
             )
 
 
@@ -112,7 +115,7 @@ def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> N
         (a, k, _), (b, m, _) = one, other
         assert k is not None and m is not None, f"{op.name}: axes of {a} and {b}"
         if device_cuts(a, k) != device_cuts(b, m):
-            _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
+            _refuse(op, one, other, how=_OTHER_DEVICES)
 
 
 def _check_along(op: AlongAxisOp, values: Mapping[Symbol, Number]) -> None:
@@ -136,7 +139,8 @@ def _check_whole(op: Op, tv: TensorView, k: int) -> None:
     if any(p.is_device for p in device_cuts(tv, k)):
         axis = tv.domain.no_reductions[k]
         raise VerifyError(
-            f"{op.name}: {axis_words(tv, axis)} is cut, but the op needs the whole axis"
+            f"{op.name}: {axis_words(tv, axis)} is split over devices, but each device needs the "
+            "whole axis"
             f"{in_ir(axis, tv)}"
         )
 
@@ -159,7 +163,9 @@ def check_kept_axes(
     """
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
-        raise VerifyError(f"{op.name}: {out} has {out.ndim} axes, expected {len(kept)}{in_ir(out)}")
+        raise VerifyError(
+            f"{op.name}: {out} has {out.ndim} axes, expected {len(kept)}, from {source}{in_ir(out)}"
+        )
     for one, other in zip(kept, _axes(out), strict=True):
         _check_sizes(op, [one, other], values, is_cut=cut is not None and cut == other[1])
 
@@ -192,7 +198,10 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
             unused = set[int]()
         is_strange = any(q is not None and not 0 <= q < tv.ndim for q in mapped)
         if unused or is_strange or len(mapped) != len(roots):
-            raise VerifyError(f"{op.name}: {tv} and its result {out} differ in rank")
+            raise VerifyError(
+                f"{op.name}: {tv} has {tv.ndim} axes, which do not fit the "
+                f"{len(roots)} axes of the result {out}"
+            )
     if left:
         yield left
     for p, root in enumerate(roots):
@@ -226,7 +235,7 @@ def _check_sizes(
         a, b = device_cuts(one[0], one[1]), device_cuts(other[0], other[1])
         # The part of a stream axis that one step has may be the part of one device.
         if a != b and not any(ptype.is_stream for ptype in a | b):
-            _refuse(op, one, other, how="cut otherwise, and the op moves no data between ranks")
+            _refuse(op, one, other, how=_OTHER_DEVICES)
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
@@ -247,7 +256,7 @@ def _refuse(op: Op, one: _Axis, other: _Axis, *, how: str = "") -> None:
     first, second = axis_words(a, x), axis_words(b, y)
     sizes = [sc.int_value(axis.size) for axis in (x, y)]
     extents = "" if None in sizes else f": extents {sizes[0]} and {sizes[1]}"
-    fits = f"is {how}: {second}" if how else f"does not fit {second}{extents}"
+    fits = f"and {second} {how}" if how else f"does not fit {second}{extents}"
     raise VerifyError(f"{op.name}: {first} {fits}{in_ir(x, a)}{in_ir(y, b)}")
 
 
@@ -267,4 +276,7 @@ def _check_dtypes(op: TensorOp) -> None:
         fits = set(expected) == {out.dtype()}
     if not fits:
         kinds = ", ".join(dict.fromkeys(map(dtype_text, expected)))
-        raise VerifyError(f"{op.name}: makes {kinds}, which does not fit {out}")
+        raise VerifyError(
+            f"{op.name}: the op computes {kinds}, which does not fit the dtype "
+            f"{dtype_text(out.dtype())} of {out}"
+        )

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from fuser.ir.domain.device_mesh import ranks_text
+from fuser.ir.dtypes import dtype_text
 from fuser.ir.fusion import Alias, Fusion, TensorOp, TensorView
 from fuser.ir.naming import in_words
 from fuser.ir.op import Op, op_text, walk
@@ -232,12 +233,17 @@ class _Checker:
         checks the ops of the loop body or branches of `op`."""
         self.at = op
         if not isinstance(op, TensorOp | HostOp):
-            raise VerifyError("this kind of op cannot be in a host program")
+            raise VerifyError(
+                "this op cannot be in a host program: expected a host op or a tensor op, got "
+                f"{type(op).__name__}"
+            )
         self._symbols(op)
         if isinstance(op, HostOp):
             op.verify_in(self)
         if isinstance(op, VIEW_OPS) and op.inp.dtype() is not op.out.dtype():
-            raise VerifyError(f"it writes {op.inp} into {op.out}, which has another dtype")
+            raise VerifyError(
+                f"{op.inp} and {op.out} must have one dtype, {_dtypes(op.inp, op.out)}"
+            )
         effects = effects_of(op, self.storage.buffered)
         for effect in effects:
             APPLY[type(effect)](self, effect)
@@ -276,8 +282,8 @@ class _Checker:
                 continue
             if ranks := {*mine.devices} ^ {*theirs.devices}:
                 raise VerifyError(
-                    f"{ranks_text(sorted(ranks))} has only one of {one} and {other}, which the op "
-                    "uses together"
+                    f"the op uses {one} and {other}, but only one of these tensors is on "
+                    f"{ranks_text(sorted(ranks))}"
                 )
 
     def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
@@ -317,9 +323,11 @@ class _Checker:
             known = sorted({*self.names, *(i.name for i in indices)})
             near = get_close_matches(symbol.name, known, n=1)
             is_index = symbol.name in {i.name for i in self.loop_indices}
-            outside = " outside of its loop" if is_index else ""
+            outside = ", the index of a loop, outside of its loop" if is_index else ""
             advice = f"; did you mean {near[0]}?" if near else ""
-            raise VerifyError(f"no input binds {symbol}{outside}{advice}")
+            raise VerifyError(
+                f"no input of the program defines the symbol {symbol}{outside}{advice}"
+            )
 
     # ------------------------------------------------------------ regions
     def _loop(self, op: ForLoop) -> None:
@@ -340,7 +348,8 @@ class _Checker:
         if op.index.name in (*self.names, *(i.name for i in self.indices)):
             # In the program's text, the name would be ambiguous.
             raise VerifyError(
-                f"its index {op.index} has the name of an outer loop's index or of an input"
+                f"the loop's index {op.index} has the name of an outer loop's index or of an "
+                "input: choose another name"
             )
         self.indices.append(op.index)
         self.loops.append(_Steps(makes, numbers, writes - makes))
@@ -351,7 +360,10 @@ class _Checker:
         self.outer_views = outer
         if self.group is not group:
             self.at = op
-            raise VerifyError("a group of transfers begins and ends in the same step")
+            raise VerifyError(
+                "a group of transfers must begin and end in the same loop iteration: put "
+                "StartCoalescing and EndCoalescing into the same region"
+            )
         self.indices.pop()
         self.loops.pop()
 
@@ -369,7 +381,10 @@ class _Checker:
             branch._no_view_left()
             if branch.group is not self.group:
                 self.at = op
-                raise VerifyError("a group of transfers begins and ends in the same branch")
+                raise VerifyError(
+                    "a group of transfers must begin and end in the same branch: put "
+                    "StartCoalescing and EndCoalescing into the same region"
+                )
             ends.append(branch)
         one, other = ends
         self.known = one.known & other.known
@@ -389,15 +404,17 @@ class _Checker:
         shards that the region made."""
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
-            until = f"until {view} is deallocated, in the region that made it"
-            shown = f"other ranks read {self.storage.shows[view]} {until}"
-            raise VerifyError(f"{shown}: Deallocate {{ {view} }} is missing")
+            shown = f"{view} shows {self.storage.shows[view]} to other ranks"
+            raise VerifyError(
+                f"{shown}, and the region that makes the view must also deallocate it: Deallocate "
+                f"{{ {view} }} is missing"
+            )
 
     def finish(self) -> None:
         """Checks what depends on the whole program, after its last op: missing waits, unwritten
         outputs, in-place updates, axes, symbols, and buffers that are never freed."""
         if self.group is not None:
-            raise VerifyError("StartCoalescing without EndCoalescing")
+            raise VerifyError("a StartCoalescing has no EndCoalescing after it")
         self._no_view_left()
         for number, communication in self.in_flight.items():
             if communication.is_certain or number not in self.awaited:
@@ -406,23 +423,34 @@ class _Checker:
                 raise VerifyError(f"{started}, has no Wait: append Wait({number})")
         for out in self.program.outputs:
             if out not in self.storage.buffered and out not in self.known:
-                raise VerifyError(f"output {out} is never written")
+                raise VerifyError(f"no op writes the output {out}")
             if self.storage.root(out) not in self.written and not only_allocates(self.program):
-                raise VerifyError(f"output {out} is never written")
+                raise VerifyError(f"no op writes the output {out}")
         for value in self.program.inputs:
             if isinstance(value, Scalar) and not isinstance(value, Symbol):
-                raise VerifyError(f"the input {value} is no symbol")
+                raise VerifyError(
+                    f"the input {value} is an expression, expected a tensor or a symbol"
+                )
         for alias in self.program.aliases:
             if alias.into not in self.program.inputs:
-                raise VerifyError(f"{alias.out} is an alias of {alias.into}, which is no input")
+                raise VerifyError(
+                    f"{alias.out} is declared to update {alias.into} in place, but {alias.into} is "
+                    "not an input of the program"
+                )
             if alias.out not in self.program.outputs:
-                raise VerifyError(f"{alias.out}, an alias of {alias.into}, is no output")
+                raise VerifyError(
+                    f"{alias.out} is declared to update {alias.into} in place, but is not an "
+                    "output of the program"
+                )
             if alias.out.dtype() is not alias.into.dtype():
-                raise VerifyError(f"{alias.out} is an alias of {alias.into}, of another dtype")
+                raise VerifyError(
+                    f"{alias.out} updates {alias.into} in place, so both must have one dtype, "
+                    f"{_dtypes(alias.out, alias.into)}"
+                )
             if not self._is_updated(alias):
                 raise VerifyError(
-                    f"{alias.into} is never written: {alias.out}, its alias, has a buffer of its "
-                    f"own. Write it by a Set into {alias.into}"
+                    f"no op writes {alias.into}, which {alias.out} updates in place: {alias.out} "
+                    f"has a separate buffer. Append a Set of {alias.out} into {alias.into}"
                 )
         for tv in self.program.tensors():
             problem = tv.domain.problem
@@ -444,8 +472,8 @@ class _Checker:
             leaked = [t for t in kept if not self.storage.escapes(t)]
             if leaked:
                 raise VerifyError(
-                    "Memory leak detected in Host IR: no Deallocate of "
-                    + ", ".join(map(str, leaked))
+                    "Memory leak detected in Host IR: the program frees other buffers, but has no "
+                    "Deallocate of " + ", ".join(map(str, leaked))
                 )
 
     def _is_updated(self, alias: Alias) -> bool:
@@ -488,7 +516,7 @@ class _Checker:
         if tv in self.storage.named and tv in self.known:
             return self._write(Writes(tv)) if effect.is_filled else None
         if tv in self.known:
-            raise VerifyError(f"{tv} has a buffer already")
+            raise VerifyError(f"{tv} already has a buffer, and cannot get a second one")
         self.known.add(tv)
         return self.written.add(tv) if effect.is_filled else None
 
@@ -498,27 +526,35 @@ class _Checker:
         if source not in self.known:
             raise VerifyError(f"{source} is used before it is allocated")
         if self.storage.shown_by(out) is not source:
-            raise VerifyError(f"{out} is a name of two tensors")
+            raise VerifyError(
+                f"{out} is made a view of two different tensors, one of which is {source}"
+            )
         if out.dtype() is not source.dtype():
-            raise VerifyError(f"{out} is a name of {source}, which has another dtype")
+            raise VerifyError(
+                f"{out} is a view of {source}, so both must have one dtype, {_dtypes(out, source)}"
+            )
         self.known.add(out)
 
     def _frees(self, effect: Frees) -> None:
         tv = effect.tensor
         if tv not in self.known:
-            raise VerifyError(f"{tv} was never allocated")
+            raise VerifyError(f"{tv} is deallocated, but was never allocated")
         if tv in self.freed:
             raise VerifyError(f"{tv} is deallocated twice, first at {self.line(self.freed_at[tv])}")
         if any(tv not in loop.makes for loop in self.loops):
-            raise VerifyError(f"{tv} is deallocated in a loop, but was made outside of it")
+            raise VerifyError(
+                f"{tv} is deallocated in a loop, but was allocated outside of the loop"
+            )
         if self.storage.escapes(tv):
             raise VerifyError(
-                f"{tv} belongs to the caller: it shares memory with an input or output"
+                f"{tv} must not be deallocated, because it shares memory with an input or output: "
+                "such memory belongs to the caller"
             )
         self._not_in_flight(tv, is_write=True)
         if tv in self.outer_views:
             raise VerifyError(
-                f"{tv}, a view of several ranks' shards, was made outside of this region"
+                f"{tv}, a view of several ranks' shards, must be deallocated in the loop or branch "
+                "in which it was made"
             )
         if self.views.pop(tv, None) is None and tv not in self.storage.shows:
             self._not_in_view(tv, "deallocated")
@@ -532,7 +568,9 @@ class _Checker:
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
                 shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
-                raise VerifyError(f"{tv} is {what} while {shows}: Deallocate {{ {view} }} before")
+                raise VerifyError(
+                    f"{tv} is {what} while {shows}: append Deallocate {{ {view} }} before this op"
+                )
 
     def _alive(self, tv: TensorView) -> None:
         shown: TensorView | None = tv
@@ -558,7 +596,10 @@ class _Checker:
             if communication.is_certain and any(self._is_same(t, tv) for t in busy):
                 started = f"started at {self.line(communication.op)}"
                 if number in self.awaited:
-                    what = f"{tv} is used before Wait(Communication {number}), {started}"
+                    what = (
+                        f"{tv} is used before Wait(Communication {number}), but the communication, "
+                        f"{started}, still uses it"
+                    )
                 else:
                     what = f"{tv} is used, but Communication {number}, {started}, has no Wait"
                 raise VerifyError(what)
@@ -582,17 +623,19 @@ class _Checker:
 
     def _opens(self, effect: OpensGroup) -> None:
         if self.group is not None:
-            raise VerifyError("StartCoalescing inside another StartCoalescing")
+            raise VerifyError(
+                "this group of transfers begins inside another one: append EndCoalescing before it"
+            )
         self.group = []
 
     def _closes(self, effect: ClosesGroup) -> None:
         if self.group is None:
-            raise VerifyError("EndCoalescing without StartCoalescing")
+            raise VerifyError("there is no StartCoalescing before this EndCoalescing")
         assert self.at is not None
         libraries = {getattr(f.op, "backend", "") == PEER_COPIES for f in self.group}
         if len(libraries) > 1:
             raise VerifyError(
-                f"some transfers of the group have backend={PEER_COPIES} and others have not"
+                f"either all transfers of a group have backend={PEER_COPIES}, or none: found both"
             )
         reads = tuple(t for f in self.group for t in f.reads)
         writes = tuple(t for f in self.group for t in f.writes)
@@ -606,8 +649,12 @@ class _Checker:
         if any(number in loop.numbers for loop in self.loops):
             return  # it waits for the communication of the step before
         if number not in self.seen:
-            raise VerifyError(f"no communication {number} was started before")
-        raise VerifyError(f"a second Wait for communication {number}")
+            raise VerifyError(
+                f"no earlier op starts communication {number}, for which this op waits"
+            )
+        raise VerifyError(
+            f"an earlier op already waits for communication {number}: remove this Wait"
+        )
 
     def _nothing(self, effect: object) -> None:
         """Does nothing. `_nothing` handles the effects on streams, on which no structural rule
@@ -620,7 +667,8 @@ class _Checker:
         found = self.program.groups.get(group)
         if found is None:
             self.program.check_full()
-            raise VerifyError(f"there is no kernel group {group}")
+            known = _numbers(self.program.groups, "kernel groups")
+            raise VerifyError(f"the program has no kernel group {group}: {known}")
         return found.fusion
 
     def unit(self, number: int) -> Fusion:
@@ -629,15 +677,28 @@ class _Checker:
         found = self.program.units.get(number)
         if found is None:
             self.program.check_full()
-            raise VerifyError(f"there is no HostUnit{number}")
+            known = _numbers(self.program.units, "host units")
+            raise VerifyError(f"the program has no HostUnit{number}: {known}")
         return found
+
+
+def _dtypes(a: TensorView, b: TensorView) -> str:
+    """Returns the part of a message that names the dtypes of two tensors."""
+    return f"found {dtype_text(a.dtype())} and {dtype_text(b.dtype())}"
+
+
+def _numbers(known: Iterable[int], what: str) -> str:
+    """Returns the part of a message that lists the numbers of a program's kernel groups or host
+    units, whichever `what` says."""
+    numbers = ", ".join(map(str, known))
+    return f"its {what} are {numbers}" if numbers else f"it has no {what}"
 
 
 def _verify_fusion(fusion: Fusion, which: str, after: str) -> None:
     try:
         verify_fusion(fusion, after=after)
     except VerifyError as error:
-        raise VerifyError(f"{which} breaks a rule of fusions\n{error}") from None
+        raise VerifyError(f"the fusion of {which} is not well-formed\n{error}") from None
 
 
 APPLY: dict[type, Callable[[_Checker, Any], None]] = {

@@ -174,8 +174,10 @@ def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Sy
     known = size_symbols(program)
     for name in sizes:
         if name not in known:
-            sizes_text = ", ".join(known) or "none, all are fixed"
-            raise InputError(f"no input has a size {name!r} (the sizes: {sizes_text})")
+            sizes_text = ", ".join(known) or "none, because all sizes are fixed"
+            raise InputError(
+                f"no input of the program has a size named {name!r} (the sizes: {sizes_text})"
+            )
     default, values = default_size(program), dict[Symbol, Number]()
     devices, canonical = whole_axis_sizes(program.tensors()), program.values.canonical
     for value in program.inputs:

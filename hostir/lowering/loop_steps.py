@@ -266,9 +266,10 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
     if together and rings and params.offset_by_rank:
         kind = communication_type(together[0])
         raise UnsupportedError(
-            f"{kind} of {together[0].inp} in steps of which every device begins with its own "
-            f"block (offset_stream_indexing_by_rank), as {rings[0].out} is made in the same "
-            f"loop: leave the parameter off{user_code(together[0].where)}"
+            f"{kind} of {together[0].inp} needs the same block on all devices, but with "
+            "offset_stream_indexing_by_rank each device begins with its own block, because the "
+            f"same loop receives {rings[0].out} in a ring: leave the parameter off"
+            f"{user_code(together[0].where)}"
         )
     return None if together else along
 
@@ -356,8 +357,8 @@ class OperandSlicer:
         twin = self._program.twins[self._wholes.get(v, v)]
         if v in self._parts and v not in self._wholes and twin not in self._known_before():
             raise UnsupportedError(
-                f"{op.name} of {v} in steps along a whole axis: the operand has no memory before "
-                f"the loop{user_code(op.where)}"
+                f"{op.name} needs the whole of {v} before the stream loop, but only the loop "
+                f"computes this operand, one element of an axis at a time{user_code(op.where)}"
             )
         return twin
 

@@ -46,9 +46,9 @@ def check_number_of_streams(number: object, *, of: str) -> None:
     `of` is the name of the user's call in the message.
     """
     if not isinstance(number, int) or isinstance(number, bool):
-        raise ArgumentError(f"{of}: number_of_streams={number!r}: expected an integer")
+        raise ArgumentError(f"{of}: expected number_of_streams to be an integer, got {number!r}")
     if number < 1:
-        raise DefinitionError(f"{of}: number_of_streams={number}: at least 1")
+        raise DefinitionError(f"{of}: expected number_of_streams to be at least 1, got {number}")
 
 
 DEFAULT = LowerParams()

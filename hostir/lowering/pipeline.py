@@ -268,8 +268,9 @@ def lower_streams(
     for op in program.ops:
         if not isinstance(op, TensorOp):
             raise UnsupportedError(
-                f"lower_streams: the program has {op.name}{user_code(op.where)}: this pass takes "
-                "programs of tensor ops, and adds all allocations, streams and loops itself"
+                f"lower_streams: expected a program of tensor ops only, found the op {op.name}"
+                f"{user_code(op.where)}: leave it out, because lower_streams adds all allocations, "
+                "streams and loops"
             )
         ops.append(op)
     for tv in program.tensors():
@@ -292,6 +293,7 @@ def check_stream(tv: TensorView) -> None:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(
                 f"Cannot stream parallelize on a split/merge axis: {axis_words(tv, axis)}; "
-                "FusionDefinition.execute takes the outer part of an outer_split, and a merge"
+                "use FusionDefinition.execute, which supports the outer part of an outer_split, "
+                "and a merge"
                 f"{user_code(cut_line(tv, axis.ptype))}{in_ir(axis, tv)}"
             )

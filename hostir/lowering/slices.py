@@ -395,8 +395,9 @@ def check_places(ops: Iterable[Op]) -> None:
     for op in ops:
         if isinstance(op, RandomOp) and not op.begin and axis_cuts(op.out):
             raise UnsupportedError(
-                f"{op.name}: ranks or steps share {tensor_words(op.out)}; only a program lowered "
-                "from a definition knows which part each of them has"
+                f"{op.name}: ranks or loop iterations divide {tensor_words(op.out)}, and would all "
+                "get the same random numbers; define the op in a FusionDefinition, whose programs "
+                "know the position of each part"
                 f"{user_code(op.where)}{in_ir(op.out)}"
             )
 

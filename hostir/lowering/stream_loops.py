@@ -185,9 +185,10 @@ class RingEmitter:
         loop = self._loop
         if not loop.begins_at_rank and stepping_axis(op.inp).swizzle is None:
             raise UnsupportedError(
-                f"set of {op.inp} to {op.out} without offset_stream_indexing_by_rank: each step "
-                "sends a block to one device and receives one from another, so every device begins "
-                "with its own block: set the parameter, or swizzle1d the operand's stream axis"
+                f"set of {op.inp} to {op.out} without offset_stream_indexing_by_rank: in each loop "
+                "iteration, a device sends a block to one device and receives one from another, so "
+                "each device must begin with a different block. Set the parameter to True, or call "
+                "swizzle1d on the operand's stream axis"
                 f"{user_code(op.where)}"
             )
         team = team_of(op)
@@ -404,9 +405,10 @@ class CollectiveEmitter:
         if self._program.params.offset_by_rank:
             raise UnsupportedError(
                 f"reduction ({op.reduction}) of {op.inp} to {op.out} with "
-                "offset_stream_indexing_by_rank: each step reduces a block to its device, so all "
-                "devices take the same step: leave the parameter off, or set a copy with the "
-                f"stream on the reduced axis and sum that{user_code(op.where)}"
+                "offset_stream_indexing_by_rank: with the parameter, each device begins with its "
+                "own block, but all devices must reduce the same block in a loop iteration. Leave "
+                "the parameter off, or copy (set) the operand with its stream axis on the reduced "
+                f"axis and sum the copy{user_code(op.where)}"
             )
         assert op.reduction is not None
         inp, out = self._slicer.part(op.inp), self._program.twins[op.out]

@@ -38,7 +38,10 @@ def insert_deallocate(program: HostIrContainer) -> HostIrContainer:
         -> ... T3 = matmul(T2, T1); Deallocate { T2 }
     """
     if any(isinstance(op, Deallocate) for op in walk(program.ops)):
-        raise VerifyError("insert_deallocate: the program has a Deallocate already")
+        raise VerifyError(
+            "insert_deallocate: the program already has a Deallocate, expected a program without "
+            "any, because the pass adds all of them"
+        )
     storage = Storage.of(program)
     last = _last_uses(program, storage)
     ending: dict[tuple[int, ...], list[TensorView]] = {}

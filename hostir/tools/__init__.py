@@ -1,5 +1,4 @@
-"""The command line `python -m hostir`, which prints, checks, runs and explains host programs as
-text.
+"""The command line `python -m hostir`: prints, checks, runs and explains host programs.
 
 Question: which questions can be asked of a program's text?
 Imports: every room of `hostir`.

@@ -131,8 +131,9 @@ def _pass_of(name: str) -> Pass:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise OptionError(
-            f"there is no host pass {name!r}{f'; did you mean {near[0]!r}?' if near else ''}\n"
-            f"Host passes, in their order: {', '.join(known)}"
+            f"there is no pass {name!r} for host programs"
+            f"{f'; did you mean {near[0]!r}?' if near else ''}\n"
+            f"The passes are, in their order: {', '.join(known)}"
         )
     return known[name]
 
@@ -165,7 +166,7 @@ def _simulated_ranks(args: argparse.Namespace, program: HostIrContainer) -> int:
     if args.ranks is None:
         return _needed_ranks(program)
     if args.ranks < 1:
-        raise InputError(f"--ranks {args.ranks}: expected at least 1")
+        raise InputError(f"--ranks {args.ranks}: the number of ranks must be at least 1")
     return args.ranks
 
 
@@ -201,7 +202,10 @@ def _prepared(
     """
     try:
         if args.ranks not in (None, size):
-            raise InputError(f"--ranks {args.ranks}, but the launcher started {size} ranks")
+            raise InputError(
+                f"--ranks {args.ranks} was given, but the launcher started {size} ranks: leave out "
+                "--ranks"
+            )
         program = _checked(args)
         inputs = _inputs(args, program)
         if communicator.rank() == 0:
@@ -219,15 +223,15 @@ def _say_unchecked(args: argparse.Namespace) -> None:
     then skipped."""
     if getattr(args, "late", None) is not None:
         print(
-            "with --late, races of streams and communications of ranks are not checked before the "
-            f"run: python -m hostir verify {args.file} checks them",
+            "with --late, the run is not preceded by the checks for races between streams and for "
+            f"communications of ranks: python -m hostir verify {args.file} makes these checks",
             file=sys.stderr,
         )
 
 
 def _checked(args: argparse.Namespace) -> HostIrContainer:
     if args.streams < 1:
-        raise InputError(f"--streams {args.streams}: expected at least 1")
+        raise InputError(f"--streams {args.streams}: the number of streams must be at least 1")
     program = read_program(args.file, number=args.program)
     program.check_full()
     verify(program, after=f"parsing {args.file}")
@@ -237,13 +241,16 @@ def _checked(args: argparse.Namespace) -> HostIrContainer:
 def _inputs(args: argparse.Namespace, program: HostIrContainer) -> list[Argument]:
     if args.inputs and args.size:
         raise InputError(
-            "--size is for random inputs only: the file of --inputs has sizes of its own"
+            "--size cannot be used with --inputs, because the tensors in that file already have "
+            "sizes: leave out --size"
         )
     if args.inputs:
         return load_inputs(program, args.inputs)
     seed = args.seed or 0
     if not -(2**63) <= seed < 2**64:
-        raise InputError(f"--seed {seed}: expected 64 bits, {-(2**63)} to {2**64 - 1}")
+        raise InputError(
+            f"--seed {seed}: the seed must fit into 64 bits, from {-(2**63)} to {2**64 - 1}"
+        )
     return random_inputs(program, sizes=_sizes(args.size), seed=seed)
 
 
@@ -279,9 +286,11 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
         if not equals or not (value.isascii() and value.isdigit()):
             raise InputError(f"--size {option}: expected NAME=N, such as i0=16")
         if len(value) > _SIZE_DIGITS:
-            raise InputError(f"--size {option}: at most {_SIZE_DIGITS} digits")
+            raise InputError(f"--size {option}: a size can have at most {_SIZE_DIGITS} digits")
         if sizes.get(name, int(value)) != int(value):
-            raise InputError(f"--size {option}: {name} was given as {sizes[name]} before")
+            raise InputError(
+                f"--size {option}: {name} was already given as {sizes[name]}; give each size once"
+            )
         sizes[name] = int(value)
     return sizes
 
@@ -322,7 +331,7 @@ def _trace(args: argparse.Namespace) -> None:
     if not args.run_it:
         for name in ("inputs", "seed", "device"):
             if getattr(args, name) is not None:
-                raise InputError(f"--{name} is for a real run: add --run")
+                raise InputError(f"--{name} is for a real run only: add --run")
         program, made = _simulated(args)
         _write(args.output, trace_text(program, made))
         _say_sizes(args, program)
@@ -374,7 +383,7 @@ def _simulated(args: argparse.Namespace) -> tuple[HostIrContainer, SimulatedSche
     values[NUMBER_OF_STREAMS] = args.streams
     needed = _needed_ranks(program)
     if args.ranks not in (None, needed):
-        raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed}")
+        raise InputError(f"--ranks {args.ranks}: the program's meshes need {needed} ranks")
     ranks = range(args.ranks) if args.ranks is not None else ()
     return program, simulated_schedule(program, values, machine, ranks=ranks)
 

@@ -105,7 +105,9 @@ def random_inputs(
                 inputs.append(tensor.to(to_torch(value.dtype())))
             except RuntimeError as error:  # torch raises it if there is no memory
                 what = f"{value} of shape {tuple(shape)}"
-                raise InputError(f"no memory for the input {what}: {error}") from None
+                raise InputError(
+                    f"there is not enough memory for the input {what}: {error}"
+                ) from None
         else:
             assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
             inputs.append(values[value])
@@ -124,12 +126,18 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
     except Exception as error:
         # torch's error depends on the kind of file, and may be a page long.
         why = str(error).partition("\n")[0].partition(". ")[0]
-        raise InputError(f"{path} is no list of tensors saved by torch.save: {why}") from None
+        raise InputError(
+            f"{path} does not hold a list of tensors that torch.save wrote: {why}"
+        ) from None
     if not isinstance(inputs, list | tuple):
-        raise InputError(f"{path} holds a {type(inputs).__name__}, not the list of all inputs")
+        raise InputError(
+            f"{path} holds a {type(inputs).__name__}, expected a list of all inputs of the program"
+        )
     given: list[Argument] = list(inputs)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if len(given) != len(program.inputs):
-        raise InputError(f"{path}: expected {len(program.inputs)} inputs, got {len(given)}")
+        raise InputError(
+            f"{path}: the program has {len(program.inputs)} inputs, but the file has {len(given)}"
+        )
     return given
 
 
@@ -221,7 +229,7 @@ def trace_here(
     communicator = Communicator.instance()
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise InputError("--device cuda: there is no GPU")
+            raise InputError("--device cuda: torch finds no GPU on this machine")
         device = f"cuda:{torch.cuda.current_device()}"
     mine = shards_of(program, inputs, communicator.rank())
     placed = [x.to(device) if isinstance(x, torch.Tensor) else x for x in mine]

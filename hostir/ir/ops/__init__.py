@@ -1,10 +1,9 @@
-"""The ops that exist only in host programs. A host program may also contain tensor ops of the
-fusion IR.
+"""Host ops: the operations that exist only in host programs.
 
 Question: what does an op of a host program hold, and what does it do?
 Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice.sharding`.
 An op class declares all facts about an op in methods and class variables, most of which have a
-default: see `HostOp`.
+default: see `HostOp`. A host program may also contain tensor ops of the fusion IR.
 Files, in reading order:
 
 - `base`: the base class of host ops, the interface by which ops run, and the check of op fields.

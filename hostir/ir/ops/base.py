@@ -482,7 +482,9 @@ def checked_slots(cls: type[HostOp]) -> type[HostOp]:
     """Returns the host op class `cls` unchanged, after a check. Raises `TypeError` if the class
     does not declare its text, `effects` or `emit`."""
     if missing := missing_slots(cls):
-        raise TypeError(f"{cls.__name__}: a host op declares {' and '.join(missing)}")
+        raise TypeError(
+            f"{cls.__name__}: a host op must declare {' and '.join(missing)}; this class does not"
+        )
     return cls
 
 
@@ -590,7 +592,10 @@ def _got(given: object, hint: Any) -> str:
 
 def _advice(given: object, hint: Any) -> str:
     if isinstance(given, bool) and _fits(as_scalar(given), hint):
-        return "; Python's == compares objects: write hostir.eq(a, b) or hostir.ne(a, b)"
+        return (
+            "; Python's == and != compare objects, not values: write hostir.eq(a, b) or "
+            "hostir.ne(a, b)"
+        )
     if isinstance(given, TensorView) and hint is Scalar and given.dtype() is DataType.Bool:
-        return "; a comparison of tensors has one answer per element: compare scalars"
+        return "; comparing tensors gives one answer per element: compare scalars instead"
     return ""

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from fuser.ir.domain.tensor_domain import IterDomain
-from fuser.ir.dtypes import DataType
+from fuser.ir.dtypes import DataType, dtype_text
 from fuser.ir.fusion import Fusion, TensorView, Variant
 from fuser.ir.naming import axis_words
 from fuser.ir.op import Op, attr, operand, operands, region, result, results
@@ -113,7 +113,8 @@ class Allocate(HostOp):
         kernels can allocate."""
         if self.buffer.memory not in (MemoryType.global_, MemoryType.symmetric):
             raise VerifyError(
-                f"{self.buffer} is not in global memory, but {self.buffer.memory.text}"
+                f"{self.buffer} is in {self.buffer.memory.text} memory, but a host program can "
+                "allocate only global and symmetric memory"
             )
 
 
@@ -192,7 +193,7 @@ class LaunchKernel(HostOp):
         """Raises `VerifyError` unless the operands of the launch fit the fusion of the kernel.
         Their number, dtypes, extents and meshes must agree."""
         fusion = program.kernel(self.group)
-        _check_operands(self, fusion, f"group {self.group}", _kernel_kind)
+        _check_operands(self, fusion, f"kernel group {self.group}", _kernel_kind)
 
 
 class PostOnStream(HostOp):
@@ -235,8 +236,8 @@ class PostOnStream(HostOp):
         """Raises `UnsupportedError`, because the cost of a host unit is unknown until the host unit
         is scheduled."""
         raise UnsupportedError(
-            f"cost: PostOnStream (HostUnit{self.unit}) has no known cost before the unit is "
-            f"scheduled{user_code(self.where)}"
+            f"cost: the time of PostOnStream (HostUnit{self.unit}) cannot be predicted, because a "
+            f"host unit is scheduled only when it runs{user_code(self.where)}"
         )
 
     def verify_in(self, program: ProgramAround) -> None:
@@ -249,7 +250,9 @@ class PostOnStream(HostOp):
         # The symbols of a unit's extents differ from those of the program.
         _check_operands(self, fusion, f"HostUnit{self.unit}", _unit_kind)
         for alias in fusion.aliases:
-            raise VerifyError(f"HostUnit{self.unit} updates its input {alias.into} in place")
+            raise VerifyError(
+                f"HostUnit{self.unit} updates {alias.into} in place, which a host unit cannot do"
+            )
 
 
 def _computes(
@@ -303,11 +306,13 @@ def _check_operands(
         ("outputs", op.outs, fusion.outputs),
     ):
         if len(mine) != len(theirs):
-            raise VerifyError(f"{len(mine)} {what}, but {where} has {len(theirs)}")
+            raise VerifyError(f"expected {len(theirs)} {what} for {where}, got {len(mine)}")
         for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if kind(a) != kind(b, like=a):
                 differ = _difference(a, b)
-                raise VerifyError(f"its {what[:-1]} {k} is {a}, but {where} has {b}{differ}")
+                raise VerifyError(
+                    f"the op passes {a} as {what[:-1]} {k}, but {where} expects {b}{differ}"
+                )
 
 
 def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
@@ -316,10 +321,14 @@ def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
     if not (isinstance(a, TensorView) and isinstance(b, TensorView)):
         return ""
     if a.dtype() is not b.dtype():
-        return ", of another dtype"
+        return f": the dtype is {dtype_text(a.dtype())}, expected {dtype_text(b.dtype())}"
     if a.ndim != b.ndim:
-        return f": {a.ndim} axes, expected {b.ndim}"
-    return ", on another mesh" if a.mesh != b.mesh else ", of other extents"
+        return f": it has {a.ndim} axes, expected {b.ndim}"
+    if a.mesh != b.mesh:
+        mine, theirs = ("no mesh" if tv.mesh is None else tv.mesh for tv in (a, b))
+        return f": it has {mine}, expected {theirs}"
+    mine, theirs = (", ".join(map(str, tv.shape())) for tv in (a, b))
+    return f": the extents are [{mine}], expected [{theirs}]"
 
 
 # ------------------------------------------------------------------ slices
@@ -372,14 +381,19 @@ class LocalSlice(HostOp):
         if the dtypes differ."""
         mesh = self.out.mesh
         if mesh is None or mesh.size_of(self.ptype) < 2:
-            raise VerifyError(f"LocalSlice: {self.out} has no {self.ptype.text} to slice along")
+            raise VerifyError(
+                f"LocalSlice: the mesh of {self.out} must have at least 2 devices along "
+                f"{self.ptype.text}, found {'no mesh' if mesh is None else mesh}"
+            )
         if not 0 <= self.axis < self.inp.ndim:
             raise VerifyError(
-                f"LocalSlice: there is no axis {self.axis} of {self.inp}, which has {self.inp.ndim}"
+                f"LocalSlice: there is no axis {self.axis} in {self.inp}, which has "
+                f"{self.inp.ndim} axes"
             )
         if self.inp.dtype() is not self.out.dtype():
             raise VerifyError(
-                f"LocalSlice: it writes {self.inp} into {self.out}, which has another dtype"
+                f"LocalSlice: {self.inp} and {self.out} must have one dtype, found "
+                f"{dtype_text(self.inp.dtype())} and {dtype_text(self.out.dtype())}"
             )
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
@@ -393,9 +407,11 @@ class LocalSlice(HostOp):
             return  # all parts of an expanded axis are the same element
         before, after = (device_cuts(tv, self.axis) for tv in (self.inp, self.out))
         if self.ptype in before or self.ptype not in after:
-            which, state = (self.inp, "cut") if self.ptype in before else (self.out, "not cut")
+            is_split = self.ptype in before
+            which, state = (self.inp, "already") if is_split else (self.out, "not")
             raise VerifyError(
-                f"{self.name}: {which.label} is {state} by {self.ptype.text} on axis {self.axis}: "
+                f"{self.name}: {self.ptype.text} must split axis {self.axis} of the result only, "
+                f"but axis {self.axis} of {which.label} is {state} split by {self.ptype.text}: "
                 f"{self.inp} -> {self.out}"
             )
 
@@ -454,7 +470,7 @@ class HirAliasSelect(HostOp):
             which = axis_words(self.inp, self.axis)
             raise VerifyError(
                 f"HirAliasSelect: {self.out} has {self.out.ndim} axes, expected "
-                f"{self.inp.ndim - lost}, those of {self.inp} without {which}"
+                f"{self.inp.ndim - lost}: the axes of {self.inp} without {which}"
             )
         # An axis of local size 1 has one element, whatever the index.
         if lost and not (self.axis.is_broadcast or self.axis.is_device):
@@ -463,8 +479,8 @@ class HirAliasSelect(HostOp):
 
 
 class ShardByStream(HostOp):
-    """Makes `out` a view of chunk `stream_index` of `inp`. The stream axis of `out` says which axis
-    is divided into chunks. No data moves.
+    """Makes `out` a view of chunk `stream_index` of `inp`, along the axis that the stream axis of
+    `out` divides. No data moves.
 
     The size of a chunk is rounded up, so the last chunks may be short or empty.
     """
@@ -497,7 +513,10 @@ class ShardByStream(HostOp):
         A constant index outside of the number of chunks also raises `VerifyError`.
         """
         if self.out.ndim != self.inp.ndim:
-            raise VerifyError(f"ShardByStream: {self.out} and {self.inp} differ in rank")
+            raise VerifyError(
+                f"ShardByStream: {self.out} has {self.out.ndim} axes, expected {self.inp.ndim}, as "
+                f"many as {self.inp}"
+            )
         position, chunks = stream_cut(self.out)
         check_index("ShardByStream", self.stream_index, chunks, f"axis {position} of {self.out}")
 
@@ -510,7 +529,9 @@ def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
     """
     at, size = sc.int_value(index), sc.int_value(extent)
     if at is not None and (at < 0 or (size is not None and size > 1 and at >= size)):
-        raise VerifyError(f"{op}: index {at} is outside of {where}, which has {extent}")
+        raise VerifyError(
+            f"{op}: index {at} of {where} is out of range: expected 0 <= index < {extent}"
+        )
 
 
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
@@ -522,7 +543,10 @@ def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
     """
     axis = stream_axis(tv)
     if axis is None:
-        raise VerifyError(f"{tv} has no stream axis")
+        raise VerifyError(
+            f"{tv} has no stream axis: give the parallel type stream to the axis that the op "
+            "divides into chunks"
+        )
     return axis.position, axis.count
 
 
@@ -568,14 +592,17 @@ class SymmetricContiguousView(HostOp):
         """Raises `VerifyError` if `inp` is not in symmetric memory. If several ranks have shards,
         `out` must be replicated on the mesh of `inp`."""
         if self.inp.memory is not MemoryType.symmetric:
-            raise VerifyError(f"SymmetricContiguousView: {self.inp} is not in symmetric memory")
+            raise VerifyError(
+                f"SymmetricContiguousView: {self.inp} is in {self.inp.memory.text} memory, "
+                "expected symmetric memory, which other ranks can map"
+            )
         if self.team is None:
             return
         if self.out.mesh != self.inp.mesh or self.out.domain.has_devices:
             raise VerifyError(
-                f"SymmetricContiguousView: {self.out} is on every rank of the mesh of {self.inp}, "
-                f"and spread over none: expected {self.inp.mesh}, found {self.out.mesh}"
-                + (", spread over devices" if self.out.domain.has_devices else "")
+                f"SymmetricContiguousView: {self.out} must be replicated on {self.inp.mesh}, the "
+                f"mesh of {self.inp}; found {'no mesh' if self.out.mesh is None else self.out.mesh}"
+                + (", with an axis that devices split" if self.out.domain.has_devices else "")
             )
 
     @property
@@ -640,7 +667,10 @@ class GetCurrentStream(StreamOp):
         """Raises `VerifyError` if `GetCurrentStream` is given the number of a stream instead of a
         new name. A number already denotes a stream of the run."""
         if self.stream.index is not None:
-            raise VerifyError(f"GetCurrentStream: Stream {self.stream} is a numbered stream")
+            raise VerifyError(
+                f"GetCurrentStream: expected a name for the current stream, such as S0, got the "
+                f"number of a stream, {self.stream}"
+            )
 
 
 class Synchronize(StreamOp):
@@ -671,7 +701,9 @@ class Synchronize(StreamOp):
             return
         near = get_close_matches(name, sorted(program.streams), n=1, cutoff=0.4)
         advice = f"; did you mean Stream {near[0]}?" if near else ""
-        raise VerifyError(f"nothing captures or enters Stream {name}{advice}")
+        raise VerifyError(
+            f"no GetCurrentStream or SetCurrentStream of the program names Stream {name}{advice}"
+        )
 
 
 # ------------------------------------------------------------------ control flow
@@ -686,7 +718,7 @@ def loop_index(name: str, start: ScalarLike, stop: ScalarLike) -> Symbol:
 
 
 class ForLoop(HostOp):
-    """Runs the ops of `body` once for each value of `index`: start, start + step, ... below stop.
+    """Runs the ops of `body` once for each `index` = start, start + step, ... below stop.
 
     If `axis` is given, `stop` is the extent of that axis. The program's text then shows the axis
     instead of the bounds.
@@ -732,14 +764,15 @@ class ForLoop(HostOp):
         start, stop, step = map(rt.integer, (self.start, self.stop, self.step))
         if step < 1:
             raise ExecutionError(
-                f"FOR {self.index}: a step of {self.step} = {step}{user_code(self.where)}"
+                f"FOR {self.index}: the step {self.step} has the value {step}, expected at least 1"
+                f"{user_code(self.where)}"
             )
         rt.run_loop(self.index, range(start, stop, step), self.body)
 
     def verify(self) -> None:
         """Raises `VerifyError` if the step of `ForLoop` is a constant below 1."""
         if sc.int_value(self.step) is not None and sc.int_value(self.step) < 1:  # pyright: ignore[reportOptionalOperand]
-            raise VerifyError(f"its step is {self.step}, expected at least 1")
+            raise VerifyError(f"the step of the loop is {self.step}, expected at least 1")
 
 
 def _loop_template(has_axis: bool, has_step: bool) -> str:

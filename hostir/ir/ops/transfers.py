@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from fuser.ir import memory_layout
 from fuser.ir.domain.device_mesh import ranks_text
+from fuser.ir.dtypes import dtype_text
 from fuser.ir.fusion import TensorView, Variant
 from fuser.ir.memory_layout import memory_order
 from fuser.ir.op import Op, attr, operand, operands, result
@@ -44,6 +45,9 @@ from multidevice.coordination.bounded_wait import Team, team_text
 from multidevice.sharding.reshard import CommunicationType, TeamOf
 from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
 from multidevice.transports.base.protocol import RED_OPS, RedOp
+
+# The end of a message about a tensor without a mesh.
+_NEEDS_MESH = "but a communicated tensor needs a mesh of the ranks that store its shards"
 
 # The libraries that a program may name: those of nvFuser, and those of this project's ranks.
 LIBRARIES = ("NCCL", "UCC", "MPI", "GLOO", "SIMULATED", PEER_COPIES)
@@ -95,7 +99,8 @@ class StartsCommunication(HostOp):
             near = get_close_matches(backend.upper(), LIBRARIES, n=1)
             advice = f"; did you mean {near[0]}?" if near else ""
             raise ArgumentError(
-                f"{self.name}: backend is one of {', '.join(LIBRARIES)}, got {backend!r}{advice}"
+                f"{self.name}: expected backend to be one of {', '.join(LIBRARIES)}, got "
+                f"{backend!r}{advice}"
             )
 
     @cached_property
@@ -118,7 +123,10 @@ class StartsCommunication(HostOp):
         """Raises `VerifyError` if another op of the program starts a communication with the same
         number."""
         if self.number in program.twice:
-            raise VerifyError(f"there are two communications {self.number}")
+            raise VerifyError(
+                f"another op also starts communication {self.number}: give each communication a "
+                "different number"
+            )
 
 
 def _check_team(team: TeamOf, program: ProgramAround) -> None:
@@ -130,8 +138,8 @@ def _check_team(team: TeamOf, program: ProgramAround) -> None:
     strange = [r for r in team.mesh.devices if r not in known]
     if strange:
         raise VerifyError(
-            f"the team {team} names {ranks_text(strange)}, "
-            f"the meshes of tensors have {ranks_text(program.devices)}"
+            f"the team {team} contains {ranks_text(strange)}, but the meshes of the program's "
+            f"tensors contain only {ranks_text(program.devices)}"
         )
 
 
@@ -144,14 +152,15 @@ def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
     """
     if not sc.is_int(position):
         raise VerifyError(
-            f"{op.name}: {field}={position} is no integer, but a {position.dtype.name}"
+            f"{op.name}: {field}={position} has the dtype {position.dtype.name}, expected an "
+            "integer"
         )
     return sc.int_value(position)
 
 
 class Communication(StartsCommunication):
-    """Starts a collective, such as an allgather, among the ranks of each team. The collective reads
-    each rank's shard of `inp` and writes each rank's shard of `out`.
+    """Starts a collective, such as an allgather, that reads each rank's shard of `inp` and writes
+    each rank's shard of `out`. The ranks of a team take part.
 
     `type` names the collective. `root` is a position in the team. `red_op` is the reduction of a
     collective that reduces. `backend` CUDA means that the members copy out of each other's memory.
@@ -263,17 +272,33 @@ class Communication(StartsCommunication):
             rule = "needs a root" if row.is_rooted else "takes no root"
             raise VerifyError(f"{self.name}: {self.type} {rule}, got root={self.root}")
         if self.red_op != "SUM" and not row.reduces:
-            raise VerifyError(f"{self.name}: {self.type} reduces nothing, got red_op={self.red_op}")
+            raise VerifyError(
+                f"{self.name}: {self.type} does not reduce and takes no red_op, got "
+                f"red_op={self.red_op}"
+            )
         root = None if self.root is None else _constant(self, "root", self.root)
         if root is not None and not 0 <= root < self.team.size:
-            raise VerifyError(f"{self.name}: root={root} is outside of a team of {self.team.size}")
+            raise VerifyError(
+                f"{self.name}: root={root} is not a position in a team of {self.team.size} ranks, "
+                f"expected 0 to {self.team.size - 1}"
+            )
         if self.team.size < 2:
-            raise VerifyError(f"{self.name}: a team of {self.team.size} needs no communication")
+            raise VerifyError(
+                f"{self.name}: the team has {self.team.size} rank, expected at least 2 ranks"
+            )
         for tv in (self.inp, self.out):
             if tv.mesh is None:
-                raise VerifyError(f"{self.name}: {tv} has no mesh")
+                raise VerifyError(f"{self.name}: {tv} has no mesh, {_NEEDS_MESH}")
         if self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(f"{self.name}: {self.inp} and output {self.out} differ in dtype")
+            raise VerifyError(_dtypes_differ(self))
+
+
+def _dtypes_differ(op: Communication | CollectivePermute) -> str:
+    """Returns the text of the error for a communication whose operand and result have different
+    dtypes."""
+    mine, theirs = (dtype_text(tv.dtype()) for tv in (op.inp, op.out))
+    found = f"found {mine} and {theirs}"
+    return f"{op.name}: {op.inp} and the result {op.out} must have one dtype, {found}"
 
 
 def _communication_template(has_root: bool, red_op: RedOp) -> str:
@@ -292,14 +317,15 @@ def member(team: Team, position: int, op: Op) -> int:
     team has no such position. `op` is named in the message."""
     if not 0 <= position < len(team):
         raise ExecutionError(
-            f"{op.name}: position {position} in a team of {len(team)}{user_code(op.where)}"
+            f"{op.name}: there is no position {position} in a team of {len(team)} ranks, whose "
+            f"positions are 0 to {len(team) - 1}{user_code(op.where)}"
         )
     return team[position]
 
 
 class P2PCommunication(StartsCommunication):
-    """Starts one half of a transfer between two ranks: this rank sends `buffer` to the global rank
-    `peer`, or receives `buffer` from `peer`."""
+    """Starts the send of `buffer` to the global rank `peer`, or the receive of `buffer` from
+    `peer`. The rank `peer` runs the other half of the transfer."""
 
     buffer: TensorView = operand()
     peer: Scalar = operand()
@@ -340,8 +366,8 @@ class P2PCommunication(StartsCommunication):
         peer = rt.integer(self.peer)
         if peer not in rt.team:
             raise ExecutionError(
-                f"{self.name}: peer {self.peer} = {peer} of {self.buffer}, but the program is on "
-                f"ranks {team_text(rt.team)}{user_code(self.where)}"
+                f"{self.name}: the peer {self.peer} = {peer} of {self.buffer} is not one of the "
+                f"ranks of the program, {team_text(rt.team)}{user_code(self.where)}"
             )
         rt.transfer(self, peer)
 
@@ -349,15 +375,17 @@ class P2PCommunication(StartsCommunication):
         """Raises `VerifyError` if the buffer of `P2PCommunication` has no mesh, or if its peer is a
         constant below 0."""
         if self.buffer.mesh is None:
-            raise VerifyError(f"{self.name}: {self.buffer} has no mesh")
+            raise VerifyError(f"{self.name}: {self.buffer} has no mesh, {_NEEDS_MESH}")
         peer = _constant(self, "peer", self.peer)
         if peer is not None and peer < 0:
-            raise VerifyError(f"{self.name}: peer {peer} of {self.buffer} is no rank")
+            raise VerifyError(
+                f"{self.name}: the peer of {self.buffer} is {peer}, expected a rank of at least 0"
+            )
 
 
 class CollectivePermute(StartsCommunication):
-    """Starts a permutation: each team member sends `inp` to the member `send_peer` and receives
-    `out` from the member `recv_peer`.
+    """Starts to send `inp` to the team member `send_peer`, and to receive `out` from the team
+    member `recv_peer`. All members of the team take part.
 
     Peers are positions in the team. A member that sends to itself makes a local copy.
     """
@@ -419,14 +447,15 @@ class CollectivePermute(StartsCommunication):
         peer is no position in the team."""
         for tv in (self.inp, self.out):
             if tv.mesh is None:
-                raise VerifyError(f"{self.name}: {tv} has no mesh")
+                raise VerifyError(f"{self.name}: {tv} has no mesh, {_NEEDS_MESH}")
         if self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(f"{self.name}: {self.inp} and output {self.out} differ in dtype")
+            raise VerifyError(_dtypes_differ(self))
         for field in ("send_peer", "recv_peer"):
             peer = _constant(self, field, getattr(self, field))
             if peer is not None and not 0 <= peer < self.team.size:
                 raise VerifyError(
-                    f"{self.name}: peer {peer} is outside of a team of {self.team.size}"
+                    f"{self.name}: {field}={peer} is not a position in a team of {self.team.size} "
+                    f"ranks, expected 0 to {self.team.size - 1}"
                 )
 
 

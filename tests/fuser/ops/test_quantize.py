@@ -521,7 +521,9 @@ def test_a_cut_of_what_is_needed_whole_is_told(operand: int) -> None:
     (op,) = fd.fusion.exprs
     check_results(op)
     cut(op.inputs[operand], 0, DeviceMesh([0, 1]))
-    with pytest.raises(VerifyError, match=r"_sf: .* is cut, but the op needs the whole axis"):
+    with pytest.raises(
+        VerifyError, match=r"_sf: .* is split over devices, but each device needs the whole axis"
+    ):
         check_results(op)
 
 

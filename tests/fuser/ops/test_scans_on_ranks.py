@@ -120,7 +120,9 @@ def test_a_cut_of_the_axis_in_a_program_is_told() -> None:
     with simulate(2) as world:
         text = world.run(run_cut, "cumsum", {"x": 0}, static=True)[0][2]
     assert "dim=1" in text
-    with pytest.raises(VerifyError, match=r"cumsum: .* is cut, but the op needs the whole axis"):
+    with pytest.raises(
+        VerifyError, match=r"cumsum: .* is split over devices, but each device needs the whole axis"
+    ):
         verify(parse(text.replace("dim=1", "dim=0")))
 
 

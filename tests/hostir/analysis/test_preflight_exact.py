@@ -220,7 +220,7 @@ def test_a_group_is_closed_in_the_step_that_opens_it(inside: bool) -> None:
         _check(hic)
     else:
         with pytest.raises(
-            VerifyError, match=r"loop over i1: a group of transfers begins and ends in"
+            VerifyError, match=r"loop over i1: a group of transfers must begin and end in"
         ):
             verify(hic)
 
@@ -288,7 +288,7 @@ def test_refusals_number_both_ops_and_mark_the_right_one_of_two_alike() -> None:
             row, own = hic.select(x, 0, i), hic.select(y, 0, i)
             hic.append(Allocate(t), _add(t, row, 1.0), _copy(own, t), Allocate(t))
         hic.add_output(y)
-    with pytest.raises(VerifyError, match=r"T2.* has a buffer already, at line 15 ") as error:
+    with pytest.raises(VerifyError, match=r"T2.* already has a buffer, .*, at line 15 ") as error:
         verify(hic)
     marked = [k for k, line in enumerate(str(error.value).splitlines()) if line[:2] == "->"]
     assert marked == [len(str(error.value).splitlines()) - 1]

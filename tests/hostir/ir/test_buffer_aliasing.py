@@ -95,33 +95,37 @@ WRONG: dict[str, tuple[Body, int, str]] = {
     "matmul into its operand": (
         lambda hic, y: hic.append(nodes.MatmulOp(y, y, y)),
         1,
-        r"matmul: T1_g_float is read and written: the result of matmul needs memory of its own",
+        r"T1_g_float is both read and written: the result of matmul needs a buffer that no",
     ),
     "matmul into a row of its operand": (
         _into_a_row,
         1,
-        r"writes T3_g_float over T1_g_float(.|\n)*reads T1_g_float and writes T1_g_float\[1, :\]",
+        r"T3_g_float overwrites the operand T1_g_float(.|\n)*reads T1_g_float and writes T1_g_flo",
     ),
     "a copy of the transposed": (
         _permuted,
         1,
-        r"writes T1_g_float over T2_g_float: the result of set must be its operand element on",
+        r"operand T2_g_float: the result of set may share a buffer with an operand only if both",
     ),
     "two results in one buffer": (
         _both_results,
         1,
-        r"T1_g_float is two of its results: each needs memory of its own",
+        r"T1_g_float is given for two results of the op: each result needs a separate buffer",
     ),
     "an exchange": (
         lambda hic, y: hic.append(*_collective("AllToAll", y, y)),
         2,
-        r"result of Communication 0 \(AllToAll\) needs memory of its own",
+        r"result of Communication 0 \(AllToAll\) needs a buffer that no operand uses",
     ),
-    "a permutation": (_permute, 2, "result of CollectivePermute 0 needs memory of its own"),
+    "a permutation": (
+        _permute,
+        2,
+        "result of CollectivePermute 0 needs a buffer that no operand uses",
+    ),
     "a gather at the wrong slot": (
         _gather_slot(0),
         2,
-        "over operand: .*may share this rank's own slot with its operand, no other memory",
+        "over operand: .*only where the operand is this rank's block of the result",
     ),
 }
 

@@ -151,7 +151,9 @@ def test_a_use_in_flight_says_that_there_is_no_wait_at_all() -> None:
     no_wait = rf"T1.* is used, but Communication 0, started at line 4 \({started}\), has no Wait"
     with pytest.raises(VerifyError, match=no_wait):
         verify(hic)
-    with pytest.raises(VerifyError, match=r"T1.* is used before Wait\(Communication 0\), started"):
+    with pytest.raises(
+        VerifyError, match=r"T1.* is used before Wait\(Communication 0\), but .* started"
+    ):
         verify(hic.with_ops((*hic.ops, Wait(0))))
 
 

@@ -74,7 +74,9 @@ def test_what_an_op_lacks_is_named() -> None:
 
     del Op.REGISTRY["Unfinished"]
     assert len(missing_parts(Unfinished, {})) == 6
-    with pytest.raises(TypeError, match=r"Unfinished: a host op declares text .* and effects\(\)"):
+    with pytest.raises(
+        TypeError, match=r"Unfinished: a host op must declare text .* and effects\(\)"
+    ):
         checked_slots(Unfinished)
 
 

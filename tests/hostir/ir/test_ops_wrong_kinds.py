@@ -33,7 +33,7 @@ CALLS: list[tuple[Call, type[FuserError], str]] = [
     (
         lambda p, x: p.select(x, 0, hostir.as_scalar(1.5)),
         DefinitionError,
-        r"the index .*1.5.* of input 0 .*T0.* is no integer",
+        r"the index .*1.5.* into input 0 .*T0.* has the dtype double, expected an integer",
     ),
     (lambda p, x: p.input("ab"), ArgumentError, "shape: expected a list of .*, got 'ab'"),
     (lambda p, x: p.input([1.5]), ArgumentError, r"shape\[0\]: expected .*, got 1.5"),
@@ -43,12 +43,12 @@ CALLS: list[tuple[Call, type[FuserError], str]] = [
         ArgumentError,
         "expected MemoryType.symmetric",
     ),
-    (lambda p, x: p.tensor([-2]), DefinitionError, "axis 0 has the extent -2, no size"),
+    (lambda p, x: p.tensor([-2]), DefinitionError, "axis 0 has the extent -2, expected at least"),
     (lambda p, x: p.scalar("int"), ArgumentError, "dtype: expected a dtype"),
     (lambda p, x: p.unit(3), ArgumentError, "fusion: expected a Fusion, got 3"),
     (lambda p, x: p.add_input(3), ArgumentError, "value: expected a tensor or a Symbol, got 3"),
     (lambda p, x: p.add_output(3), ArgumentError, "tv: expected a tensor, got 3"),
-    (lambda p, x: p.append(None), ArgumentError, "None is neither an op nor a tensor"),
+    (lambda p, x: p.append(None), ArgumentError, "expected an op or a tensor, got None"),
     (lambda p, x: entered(p.loop("a")), ArgumentError, "stop: expected .*, got 'a'"),
     (lambda p, x: entered(p.loop(3, 0.5)), ArgumentError, "start: expected .*, got 0.5"),
     (
@@ -62,7 +62,7 @@ CALLS: list[tuple[Call, type[FuserError], str]] = [
         "predicate: .*one answer per element: compare scalars",
     ),
     (lambda p, x: entered(p.branch(x == 1)), ArgumentError, "predicate: .*compare scalars"),
-    (lambda p, x: Stream(-1), DefinitionError, "Stream -1: streams count from 0"),  # pyright: ignore[reportArgumentType]
+    (lambda p, x: Stream(-1), DefinitionError, "a stream is at least 0, got -1"),  # pyright: ignore[reportArgumentType]
     (lambda p, x: TeamOf(1, 2), ArgumentError, "mesh: expected a DeviceMesh, got 1"),  # pyright: ignore[reportArgumentType]
     (
         lambda p, x: TeamOf(MESH, ParallelType.mesh_x),  # pyright: ignore[reportArgumentType]
@@ -143,7 +143,7 @@ def test_an_op_that_does_not_fit_what_it_is_written_into() -> None:
         ),
         (
             lambda x: ops.cast(x, DataType.Half),
-            r"cannot be written into input 0 .*: another dtype \(",
+            r"cannot be written into input 0 .* has dtype __half, the second dtype float \(",
         ),
         (lambda x: ops.permute(x, [1, 0]), "cannot write"),
         (lambda x: ops.slice(x, [0, 0], [2, 4]), "4"),
@@ -256,7 +256,9 @@ def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) ->
         for spelled, near in (("cuda", "CUDA"), ("CUDAX", "CUDA"), ("Nccl", "NCCL")):
             with pytest.raises(ArgumentError) as error:
                 make(x, spelled)
-            assert str(error.value).startswith(f"{name}: backend is one of NCCL, UCC, MPI, ")
+            assert str(error.value).startswith(
+                f"{name}: expected backend to be one of NCCL, UCC, MPI, "
+            )
             assert str(error.value).endswith(f"got {spelled!r}; did you mean {near}?")
         for known in LIBRARIES:
             assert getattr(make(x, known), "backend", "") == known
@@ -265,7 +267,7 @@ def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) ->
     assert hostir.equal(hostir.parse(text), hic)
     with pytest.raises(ParseError) as error:
         hostir.parse(text.replace("backend=CUDA", "backend=CUDAX"))
-    assert f"{name}: backend is one of " in str(error.value)
+    assert f"{name}: expected backend to be one of " in str(error.value)
     assert "got 'CUDAX'; did you mean CUDA?" in str(error.value)
     assert "line 3" in str(error.value)
 
@@ -274,22 +276,22 @@ def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) ->
 @pytest.mark.parametrize(
     ("text", "build"),
     {
-        "select: axis 7 of input 0 (T0_g_float), which has 2 axes": lambda p, x, y: p.select(
-            x, 7, 0
+        "select: there is no axis 7 in input 0 (T0_g_float), which has 2 axes": lambda p, x, y: (
+            p.select(x, 7, 0)
         ),
-        "select: the index d2 of input 0 (T0_g_float) is no integer": lambda p, x, y: p.select(
-            x, 0, p.scalar(DataType.Double)
+        "select: the index d2 into input 0 (T0_g_float) has the dtype double": lambda p, x, y: (
+            p.select(x, 0, p.scalar(DataType.Double))
         ),
-        "append: deallocate has no result to write into T1_g_float": lambda p, x, y: p.append(
-            hostir.Deallocate(y), into=y
+        "append: into=T1_g_float needs a tensor op with exactly one result": lambda p, x, y: (
+            p.append(hostir.Deallocate(y), into=y)
         ),
         "append: sum cannot write into T1_g_float itself: ": lambda p, x, y: p.append(
             ops.sum(x, [0]), into=y
         ),
-        "append: T2_l___half cannot be written into T1_g_float: another dtype": lambda p, x, y: (
+        "T2_l___half cannot be written into T1_g_float: the first has dtype": lambda p, x, y: (
             p.append(ops.cast(x, DataType.Half), into=y)
         ),
-        "HostIrContainer.append: no op that is not yet appended computes T1_g_float": (
+        "HostIrContainer.append: there is no op to append for T1_g_float": (
             lambda p, x, y: p.append(y)
         ),
     }.items(),
@@ -323,7 +325,7 @@ def test_an_operand_of_another_program_is_named() -> None:
     with other:
         x = other.input([4, 8])
     with program:
-        words = r"append: input 0 \(T0_g_float\) of Allocate belongs to another program \(user code"
+        words = r"append: Allocate uses input 0 \(T0_g_float\), .* of this program only \(user code"
         with pytest.raises(DefinitionError, match=words):
             program.append(Allocate(x))
 

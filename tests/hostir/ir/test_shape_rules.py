@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (4,),
         FLOAT,
         "",
-        r"add: input 0 .*T0.* and its result T1.* differ in rank",
+        r"add: input 0 .*T0.* has 2 axes, which do not fit the 1 axes of the result T1",
     ),
     "sum, one row": (
         _add,
@@ -125,7 +125,14 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         "",
         r"add: axis 0 of input 0 .* does not fit axis 0 of T1.*: extents 4 and 1",
     ),
-    "sum, dtype": (_add, (4, 6), (4, 6), HALF, "", "add: makes float, which does not fit T1"),
+    "sum, dtype": (
+        _add,
+        (4, 6),
+        (4, 6),
+        HALF,
+        "",
+        "add: the op computes float, which does not fit",
+    ),
     "comparison": (_less, (4, 6), (4, 6), BOOL, "", None),
     "comparison, dtype": (
         _less,
@@ -133,7 +140,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (4, 6),
         FLOAT,
         "",
-        "lt: makes bool, which does not fit T1",
+        "lt: the op computes bool, which does not fit the dtype float of T1",
     ),
     "copy": (nodes.LoadStoreOp, (2, 6), (2, 6), FLOAT, "xy", None),
     "copy of a shard": (
@@ -142,7 +149,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (2, 6),
         FLOAT,
         "x",
-        r"set: the part on mesh_x of axis 0 of input 0 .* is cut otherwise, and the op moves",
+        r"set: the part on mesh_x of axis 0 of input 0 .* are split over different devices",
     ),
     "total": (
         lambda y, x: nodes.ReductionOp(y, x, as_scalar(0.0), kind="add"),
@@ -150,7 +157,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (4,),
         FLOAT,
         "",
-        r"sum: input 0 .*T0.* and its result T1.* differ in rank",
+        r"sum: input 0 .*T0.* has 2 axes, which do not fit the 1 axes of the result T1",
     ),
     "slice": (_slice(0), (2, 6), (2, 6), FLOAT, "y", None),
     "slice of a shard": (
@@ -159,7 +166,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (2, 6),
         FLOAT,
         "xy",
-        "LocalSlice: T0_g_float is cut by deviceIdx.x on axis 0",
+        "LocalSlice: .* axis 0 of T0_g_float is already split by deviceIdx.x",
     ),
     "slice, axis": (
         _slice(1),
@@ -167,7 +174,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tuple[int, ...], DataType, str, st
         (2, 6),
         FLOAT,
         "y",
-        r"LocalSlice: axis 0 of input 0 .* is cut otherw",
+        r"LocalSlice: axis 0 of input 0 .* are split over different devices",
     ),
 }
 

@@ -359,45 +359,66 @@ REFUSED: dict[str, tuple[Write, str]] = {
         lambda p, x, y: setattr(p, "ops", (Strange(),)),
         "cannot be in a host program",
     ),
-    "a copy of another dtype": (_to((4, 8), _set, HALF), "which has another dtype"),
-    "other ranks": (_on_other_ranks, "rank 1 has only one of"),
+    "a copy of another dtype": (
+        _to((4, 8), _set, HALF),
+        "T2_g___half must have one dtype, found float and __half",
+    ),
+    "other ranks": (_on_other_ranks, "only one of these tensors is on rank 1"),
     "over an operand": (
         lambda p, x, y: p.append(nodes.MatmulOp(x, x, p.input([8, 8]))),
-        "the result of matmul needs memory of its own",
+        "the result of matmul needs a buffer that no operand uses",
     ),
     "no symbol of an input": (
         lambda p, x, y: p.select(x, 0, p.values.new_symbol(DataType.Int)),
-        "no input binds",
+        "no input of the program defines the symbol i1",
     ),
-    "an index twice": (_named_twice, "The loop over step: its index step has the name of an outer"),
+    "an index twice": (
+        _named_twice,
+        "The loop over step: the loop's index step has the name of an outer",
+    ),
     "a group over steps": (
         _looped(lambda p, x, y: p.append(StartCoalescing())),
-        "The loop over step: a group of transfers begins and ends in the same step",
+        "The loop over step: a group of transfers must begin and end in the same loop iteration",
     ),
     "a group over branches": (_group_in_a_branch, "The branch: a group of transfers"),
     "a view that stays": (lambda p, x, y: _view(p), "is missing"),
     "a group that stays open": (
         lambda p, x, y: p.append(StartCoalescing()),
-        "StartCoalescing without EndCoalescing",
+        "A StartCoalescing has no EndCoalescing after it",
     ),
     "no wait": (
         lambda p, x, y: _reduce(p, x, y),
         "Communication 0, started at line .*, has no Wai",
     ),
-    "an output without a buffer": (lambda p, x, y: p.add_output(y), "Output T1_g_float is never"),
+    "an output without a buffer": (
+        lambda p, x, y: p.add_output(y),
+        "No op writes the output T1_g_float",
+    ),
     "an output that is not written": (
         lambda p, x, y: (p.append(Allocate(y), _add(p.tensor([4, 8]), x)), p.add_output(y)),
-        "Output T1_g_float is never written",
+        "No op writes the output T1_g_float",
     ),
-    "an input that is no symbol": (_no_symbol, "The input .* is no symbol"),
+    "an input that is no symbol": (
+        _no_symbol,
+        "The input .* is an expression, expected a tensor or a symbol",
+    ),
     "an alias of no input": (
         _alias(lambda p, x, y: Alias(y, p.tensor([4, 8]))),
-        "which is no input",
+        "T2_g_float is not an input of the program",
     ),
-    "an alias that is no output": (_alias(lambda p, x, y: Alias(x, x)), "is no output"),
-    "an alias of another dtype": (_alias(_alias_of_half), "of another dtype"),
-    "an alias that is not written": (_alias(lambda p, x, y: Alias(y, x)), "is never written"),
-    "a leak": (_leak, "Memory leak detected in Host IR: no Deallocate of T2_g_float"),
+    "an alias that is no output": (
+        _alias(lambda p, x, y: Alias(x, x)),
+        "is not an output of the program",
+    ),
+    "an alias of another dtype": (
+        _alias(_alias_of_half),
+        "must have one dtype, found float and __half",
+    ),
+    "an alias that is not written": (
+        _alias(lambda p, x, y: Alias(y, x)),
+        "No op writes input 0 .* T1_g_float has a separate buffer",
+    ),
+    "a leak": (_leak, "Memory leak detected in Host IR: .* no Deallocate of T2_g_float"),
     "used before its allocation": (
         lambda p, x, y: p.append(LocalSlice(x, y, axis=0, ptype=X)),
         "is used before it is allocated",
@@ -410,16 +431,22 @@ REFUSED: dict[str, tuple[Write, str]] = {
         lambda p, x, y: p.append(_add(y, x), Allocate(y)),
         "T1_g_float is written before it is allocated",
     ),
-    "two buffers": (lambda p, x, y: p.append(Allocate(y), Allocate(y)), "has a buffer already"),
+    "two buffers": (
+        lambda p, x, y: p.append(Allocate(y), Allocate(y)),
+        "T1_g_float already has a buffer",
+    ),
     "a name of nothing": (
         lambda p, x, y: (p.select(y, 0, 0), p.append(Allocate(y))),
         "is used before it is allocated",
     ),
-    "a name of two": (_two_names, "T2_g_float is a name of two tensors|used before"),
-    "a name of another dtype": (_select(dtype=HALF), "which has another dtype"),
+    "a name of two": (_two_names, "T2_g_float is made a view of two different tensors|used before"),
+    "a name of another dtype": (
+        _select(dtype=HALF),
+        "both must have one dtype, found __half and float",
+    ),
     "deallocated without a buffer": (
         lambda p, x, y: p.append(Deallocate(y)),
-        "Deallocate: T1_g_float was never allocated",
+        "Deallocate: T1_g_float is deallocated, but was never allocated",
     ),
     "deallocated twice": (
         lambda p, x, y: p.append(Allocate(y), Deallocate(y), Deallocate(y)),
@@ -428,9 +455,12 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "deallocated in a loop": (_freed_in_a_loop, "is deallocated in a loop"),
     "the caller's": (
         lambda p, x, y: p.append(Deallocate(x)),
-        r"Input 0|input 0 \(T0_g_float\) belongs to the caller",
+        r"input 0 \(T0_g_float\) must not be deallocated, .* belongs to the caller",
     ),
-    "a view of an outer region": (_outer_view, "was made outside of this"),
+    "a view of an outer region": (
+        _outer_view,
+        "T4_sym_float, .* must be deallocated in the loop or branch",
+    ),
     "written while others read": (_written_while_shown, "shows it to other ranks"),
     "used after its deallocation": (
         _freed(_add),
@@ -440,7 +470,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "used in flight, without a wait": (_used_in_flight(False), "has no Wait"),
     "two communications": (
         lambda p, x, y: (_sends(p, 0, 0), p.append(Wait(0))),
-        "there are two communications 0",
+        "another op also starts communication 0",
     ),
     "a group of a number that is taken": (
         lambda p, x, y: (
@@ -449,22 +479,31 @@ REFUSED: dict[str, tuple[Write, str]] = {
             _sends(p, 1),
             p.append(EndCoalescing(0), Wait(0)),
         ),
-        "there are two communications 0",
+        "another op also starts communication 0",
     ),
     "a group in a group": (
         lambda p, x, y: p.append(StartCoalescing(), StartCoalescing()),
-        "StartCoalescing inside another StartCoalescing",
+        "this group of transfers begins inside another one",
     ),
-    "the end of no group": (lambda p, x, y: p.append(EndCoalescing(0)), "without StartCoalescing"),
-    "a group of two libraries": (_mixed_group, "some transfers of the group have backend=CUDA"),
-    "a wait for nothing": (lambda p, x, y: p.append(Wait(3)), "no communication 3 was started"),
+    "the end of no group": (
+        lambda p, x, y: p.append(EndCoalescing(0)),
+        "no StartCoalescing before",
+    ),
+    "a group of two libraries": (
+        _mixed_group,
+        "all transfers of a group have backend=CUDA, or none",
+    ),
+    "a wait for nothing": (
+        lambda p, x, y: p.append(Wait(3)),
+        "no earlier op starts communication 3",
+    ),
     "a second wait": (
         lambda p, x, y: (_sends(p, 0), p.append(Wait(0), Wait(0))),
-        "a second Wait for communication 0",
+        "an earlier op already waits for communication 0",
     ),
     "a strange team": (
         lambda p, x, y: _reduce(p, x, y, team=TeamOf(DeviceMesh([0, 5]), (X,))),
-        "names rank 5, the meshes of tensors have ranks 0 1",
+        "contains rank 5, but the meshes of the program's tensors contain only ranks 0 1",
     ),
     "no such stream": (
         lambda p, x, y: p.append(
@@ -472,68 +511,98 @@ REFUSED: dict[str, tuple[Write, str]] = {
             SetCurrentStream(Stream(sc.ZERO)),
             Synchronize(Stream(name="S1")),
         ),
-        "Synchronize: nothing captures or enters Stream S1",
+        "Synchronize: no GetCurrentStream or SetCurrentStream of the program names Stream S1",
     ),
-    "no such group": (_launched(lambda op: op.replace(group=9)), "there is no kernel group 9"),
+    "no such group": (
+        _launched(lambda op: op.replace(group=9)),
+        "has no kernel group 9: its kernel groups are 1, 4",
+    ),
     "operands of a launch": (
         _launched(lambda op: op.replace(ins=())),
-        "The launch of kernel group 1: 0 inputs, but group 1 has 1",
+        "The launch of kernel group 1: expected 1 inputs for kernel group 1, got 0",
     ),
     "an operand of a launch": (
         _launched(lambda op: op.replace(ins=(op.outs[0].fusion.inputs[4],))),
-        "kernel group 1: its input 0 is input 4 .*, but group 1 has .*: 1 axes, expected 2",
+        "passes input 4 .* as input 0, but kernel group 1 expects .*: it has 1 axes, expected 2",
     ),
     "no such unit": (
         lambda p, x, y: p.append(Allocate(y), PostOnStream((x,), (y,), unit=2)),
-        "there is no HostUnit2",
+        "has no HostUnit2: it has no host units",
     ),
-    "operands of a unit": (_posted(count=2), "The launch of host unit 0: 2 inputs"),
-    "a dtype of a unit": (_posted(HALF), "its input 0 is .*, of another dtype"),
-    "a rank of a unit": (_posted(rank=3), "its input 0 is .*: 3 axes, expected 2"),
-    "a unit that updates": (_posted_in_place, "HostUnit0 updates its input .* in place"),
+    "operands of a unit": (
+        _posted(count=2),
+        "The launch of host unit 0: expected 1 inputs for HostUnit0, got 2",
+    ),
+    "a dtype of a unit": (_posted(HALF), "as input 0, .*: the dtype is __half, expected float"),
+    "a rank of a unit": (_posted(rank=3), "as input 0, .*: it has 3 axes, expected 2"),
+    "a unit that updates": (_posted_in_place, "HostUnit0 updates input 0 .* in place"),
     # ---- sizes and dtypes of results
-    "results without buffers": (_one_buffer, "has no buffer, but other results have"),
-    "two results in one buffer": (_two_results, "is two of its results"),
+    "results without buffers": (
+        _one_buffer,
+        "T4_g_float has no buffer, but other results of the op have a buffer",
+    ),
+    "two results in one buffer": (_two_results, "T2_g_float is given for two results of the op"),
     "extents": (
         _to((4, 7), _add),
         "axis 1 of input 0 .* does not fit axis 1 of .*: extents 8 and 7",
     ),
-    "ranks": (_to((4,), _sum), "differ in rank"),
-    "a dtype": (_to((4, 8), _add, HALF), "makes float, which does not fit T2_g___half"),
-    "cut otherwise": (_cut_otherwise, "is cut otherwise, and the op moves no data between ranks"),
-    "needed whole": (_cut_scan, "is cut, but the op needs the whole axis"),
-    "heads": (_heads, "axis 1 of input .* is cut otherwise"),
-    "a slice of a shard": (_sliced(0, given="x"), "is cut by deviceIdx.x on axis 0"),
+    "ranks": (_to((4,), _sum), "has 2 axes, which do not fit the 1 axes of the result"),
+    "a dtype": (
+        _to((4, 8), _add, HALF),
+        "computes float, which does not fit the dtype __half of T2_g___half",
+    ),
+    "cut otherwise": (
+        _cut_otherwise,
+        "are split over different devices, but the op moves no data between ranks",
+    ),
+    "needed whole": (_cut_scan, "is split over devices, but each device needs the whole axis"),
+    "heads": (_heads, "axis 1 of input .* and axis 1 of .* are split over different devices"),
+    "a slice of a shard": (
+        _sliced(0, given="x"),
+        "axis 0 of T2_g_float is already split by deviceIdx.x",
+    ),
     # ---- rules of single ops
     "local memory": (
         lambda p, x, y: (p.append(Allocate(y)), setattr(y, "memory", MemoryType.shared)),
-        "is not in global memory, but shared",
+        "is in shared memory, but a host program can allocate only",
     ),
-    "a slice along nothing": (_sliced(0, made=""), "is not cut by deviceIdx.x|to slice along"),
+    "a slice along nothing": (
+        _sliced(0, made=""),
+        "axis 0 of T3_g_float is not split by deviceIdx.x",
+    ),
     "a slice without a mesh": (
         lambda p, x, y: p.append(Allocate(y), LocalSlice(y, x, axis=0, ptype=X)),
-        "has no deviceIdx.x to slice along",
+        "at least 2 devices along deviceIdx.x, found no mesh",
     ),
-    "a slice of no axis": (_sliced(7), "there is no axis 7 of input 1 .*, which has 2"),
+    "a slice of no axis": (_sliced(7), "there is no axis 7 in input 1 .*, which has 2 axes"),
     "a slice of fewer axes": (_sliced(0, shape=(2,)), "has 1 axes, expected 2"),
-    "a slice of another dtype": (_sliced(0, dtype=HALF), "which has another dtype"),
+    "a slice of another dtype": (
+        _sliced(0, dtype=HALF),
+        "must have one dtype, found float and __half",
+    ),
     "an axis of another": (
         _select(axis=lambda y: y.domain.logical[0]),
         "the selected axis is not an axis of input",
     ),
-    "axes of a name": (_select((4, 8)), "has 2 axes, expected 1, those of input 0"),
-    "an index outside": (_select(index=9), "index 9 is outside of axis 0 of input 0 .*has 4"),
-    "a chunk of another rank": (_streamed(shape=(4,)), "differ in rank"),
-    "a chunk outside": (_streamed(5), "index 5 is outside of axis 0 of T2_g_float, which has 2"),
+    "axes of a name": (_select((4, 8)), "has 2 axes, expected 1: the axes of input 0"),
+    "an index outside": (
+        _select(index=9),
+        "index 9 of axis 0 of input 0 .* is out of range: .* < 4",
+    ),
+    "a chunk of another rank": (_streamed(shape=(4,)), "has 1 axes, expected 2, as many as"),
+    "a chunk outside": (_streamed(5), "index 5 of axis 0 of T2_g_float is out of range: .* < 2"),
     "no stream axis": (_streamed(cut=False), "has no stream axis"),
     "a view of other memory": (
         lambda p, x, y: p.append(SymmetricContiguousView(y, x)),
-        "is not in symmetric memory",
+        "is in global memory, expected symmetric memory",
     ),
-    "a view that is spread": (lambda p, x, y: _view(p, spread=True), "spread over"),
+    "a view that is spread": (
+        lambda p, x, y: _view(p, spread=True),
+        "must be replicated on .*, with an axis that devices split",
+    ),
     "a numbered stream": (
         lambda p, x, y: p.append(GetCurrentStream(Stream(sc.ONE))),
-        "is a numbered stream",
+        "expected a name for the current stream",
     ),
     "a step back": (
         lambda p, x, y: p.append(
@@ -544,7 +613,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
                 body=(),
             )
         ),
-        "its step is -1, expected at least 1",
+        "the step of the loop is -1, expected at least 1",
     ),
     # ---- communications
     "a root that is not taken": (
@@ -554,23 +623,23 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "no root": (lambda p, x, y: _reduce(p, x, y, type="Broadcast"), "Broadcast needs a root"),
     "a reduction of none": (
         lambda p, x, y: _reduce(p, x, y, type="Broadcast", root=as_scalar(0), red_op="MAX"),
-        "Broadcast reduces nothing, got red_op=MAX",
+        "Broadcast does not reduce and takes no red_op, got red_op=MAX",
     ),
     "a root outside": (
         lambda p, x, y: _reduce(p, x, y, type="Broadcast", root=as_scalar(5)),
-        "root=5 is outside of a team of 2",
+        "root=5 is not a position in a team of 2 ranks",
     ),
     "a root between members": (
         lambda p, x, y: _reduce(p, x, y, type="Broadcast", root=as_scalar(0.5)),
-        r"Communication 0 \(Broadcast\): root=double\(0.5\) is no integer, but a Double",
+        r"\(Broadcast\): root=double\(0.5\) has the dtype Double, expected an integer",
     ),
     "a root that is true": (
         lambda p, x, y: _reduce(p, x, y, type="Broadcast", root=sc.eq(RANK, sc.ZERO)),
-        r"root=\( rank == 0 \) is no integer, but a Bool",
+        r"root=\( rank == 0 \) has the dtype Bool, expected an integer",
     ),
     "one member": (
         lambda p, x, y: _reduce(p, x, y, team=TeamOf(DeviceMesh([0]), (X,))),
-        "a team of 1 needs no communication",
+        "the team has 1 rank, expected at least 2 ranks",
     ),
     "no mesh": (
         lambda p, x, y: p.append(
@@ -584,7 +653,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
             Communication(p.input([4, 8], mesh=MESH), b, number=0, type="Allreduce", team=TEAM),
             Wait(0),
         ),
-        "differ in dtype",
+        "must have one dtype, found float and __half",
     ),
     "sent without a mesh": (
         lambda p, x, y: p.append(P2PCommunication(x, sc.ONE, number=0, type="send"), Wait(0)),
@@ -592,19 +661,19 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "a peer below 0": (
         lambda p, x, y: (_sends(p, 0, peer=-1), p.append(Wait(0))),
-        "peer -1 of input 1 .* is no rank",
+        "the peer of input 1 .* is -1, expected a rank of at least 0",
     ),
     "a peer between ranks": (
         lambda p, x, y: (_sends(p, 0, peer=1.5), p.append(Wait(0))),
-        r"P2PCommunication 0 \(send\): peer=double\(1.5\) is no integer, but a Double",
+        r"0 \(send\): peer=double\(1.5\) has the dtype Double, expected an integer",
     ),
     "a permuted peer between members": (
         _permuted(peer=0.5),
-        r"CollectivePermute 0: send_peer=double\(0.5\) is no integer, but a Double",
+        r"CollectivePermute 0: send_peer=double\(0.5\) has the dtype Double, expected an integer",
     ),
     "permuted without a mesh": (_permuted(mesh=None), "has no mesh"),
-    "permuted dtypes": (_permuted(HALF), "differ in dtype"),
-    "a permuted peer": (_permuted(peer=4), "peer 4 is outside of a team of 2"),
+    "permuted dtypes": (_permuted(HALF), "must have one dtype, found float and __half"),
+    "a permuted peer": (_permuted(peer=4), "send_peer=4 is not a position in a team of 2 ranks"),
 }
 
 
@@ -628,7 +697,7 @@ def test_refusals_begin_with_a_sentence(name: str) -> None:
 # Rules that no program built by hand breaks: a parser or a constructor is in front of them.
 _BEHIND_OTHERS = {
     "the axes of {tv} are ill-formed",
-    "breaks a rule of fusions",
+    "is not well-formed",
 }
 
 

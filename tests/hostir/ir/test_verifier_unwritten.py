@@ -60,7 +60,7 @@ def test_an_output_that_nobody_writes_is_refused(
     with hic:
         hic.add_output(make(hic))
     for program in (hic, parse(hic.full_text())):
-        with pytest.raises(VerifyError, match=r"^Output T1_g_float is never written"):
+        with pytest.raises(VerifyError, match=r"^No op writes the output T1_g_float"):
             verify(program)
 
 

@@ -186,7 +186,7 @@ def test_posts_that_do_not_fit_their_unit() -> None:
         ((x,), (y,), 5, "no HostUnit5"),
         ((x, x), (y,), number, "2 inputs, but HostUnit0 has 1"),
         ((x,), (y, y), number, "2 outputs, but HostUnit0 has 1"),
-        ((x,), (half,), number, "its output 0 is T2.*, of another dtype"),
+        ((x,), (half,), number, "passes T2.* as output 0, .*: the dtype is __half, expected float"),
         ((x,), (wide,), number, "its output 0 is T3.*: 3 axes, expected 2"),
     ):
         with pytest.raises(VerifyError, match=words):
@@ -220,7 +220,10 @@ def test_the_text_of_units_is_checked() -> None:
     assert sorted(program.units) == [0, 1, 2]
     section = re.compile(r"^Host unit 1 :", re.MULTILINE)
     for wrong, words in (
-        (text.replace("HostUnit1: Inputs={T0", "HostUnit1: Inputs={T7"), "expected HostUnit1: In"),
+        (
+            text.replace("HostUnit1: Inputs={T0", "HostUnit1: Inputs={T7"),
+            "differs from the section 'Host unit 1': expected HostUnit1: In",
+        ),
         (section.sub("Host unit 0 :", text), "host unit 0 appears twice"),
     ):
         assert wrong != text

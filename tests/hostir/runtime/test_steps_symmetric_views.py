@@ -296,7 +296,7 @@ def test_what_the_caller_gets_is_no_view() -> None:
 def test_a_result_of_a_view_is_on_all_ranks() -> None:
     parts = Parts()
     parts.view.axis(0).parallelize(ParallelType.mesh_x)
-    with pytest.raises(VerifyError, match="spread over devices"):
+    with pytest.raises(VerifyError, match="with an axis that devices split"):
         verify(parts.made(*parts.head, parts.shows, double(parts.y, parts.view), *parts.tail))
 
 

@@ -176,7 +176,7 @@ def test_an_axis_that_is_the_devices_has_their_number(
         ),
         (["--size", "i0=9223372036854775807"], "854775807: at most 18 digits"),
         (["--size", "i0=922337203685477580"], "InputError: no memory for the input T0_g_float"),
-        (["--program", "1"], "ParseError: PROGRAM has 1 host programs, and none of number 1"),
+        (["--program", "1"], "ParseError: PROGRAM has no host program number 1: it has 1"),
         (["--save", "PROGRAM"], "InputError: --save"),
     ],
 )

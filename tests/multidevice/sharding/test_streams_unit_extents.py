@@ -126,7 +126,7 @@ size=8, zero_init=false, resets_to_zero=false)
 
 
 def test_a_name_of_itself_is_refused() -> None:
-    with pytest.raises(VerifyError, match=r"T2.*is a name of itself"):
+    with pytest.raises(VerifyError, match=r"T2.*is a view of itself"):
         Storage.of(parse(CYCLE))
 
 
