@@ -223,8 +223,8 @@ def _say_unchecked(args: argparse.Namespace) -> None:
     then skipped."""
     if getattr(args, "late", None) is not None:
         print(
-            "with --late, the run is not preceded by the checks for races between streams and for "
-            f"communications of ranks: python -m hostir verify {args.file} makes these checks",
+            "with --late, races between streams and communications of ranks are not checked before "
+            f"the run: python -m hostir verify {args.file} checks both",
             file=sys.stderr,
         )
 

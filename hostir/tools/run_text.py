@@ -127,7 +127,7 @@ def load_inputs(program: HostIrContainer, path: str) -> list[Argument]:
         # torch's error depends on the kind of file, and may be a page long.
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise InputError(
-            f"{path} does not hold a list of tensors that torch.save wrote: {why}"
+            f"{path} cannot be read as a list of tensors that torch.save wrote: {why}"
         ) from None
     if not isinstance(inputs, list | tuple):
         raise InputError(

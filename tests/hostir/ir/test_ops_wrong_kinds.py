@@ -285,7 +285,7 @@ def test_a_misspelt_backend_is_refused_with_the_one_that_is_near(number: int) ->
         "append: into=T1_g_float needs a tensor op with exactly one result": lambda p, x, y: (
             p.append(hostir.Deallocate(y), into=y)
         ),
-        "append: sum cannot write into T1_g_float itself: ": lambda p, x, y: p.append(
+        "append: sum cannot write directly into T1_g_float, ": lambda p, x, y: p.append(
             ops.sum(x, [0]), into=y
         ),
         "T2_l___half cannot be written into T1_g_float: the first has dtype": lambda p, x, y: (

@@ -218,7 +218,9 @@ def test_what_only_the_steps_make_is_not_found_whole() -> None:
     (op,) = program.fusion.exprs
     out: TensorView = op.out_tensor
     slicer.part(out)
-    with pytest.raises(UnsupportedError, match="the operand has no memory before the loop"):
+    with pytest.raises(
+        UnsupportedError, match=r"relu needs the whole of T1.* before the stream loop"
+    ):
         slicer.whole(out, op)
     slicer.result(out)  # allocated before the loop
     assert slicer.whole(out, op) is program.twins[out]

@@ -133,7 +133,10 @@ def test_other_ops_are_named() -> None:
         hic.append(Allocate(y), y)
         return y
 
-    with pytest.raises(UnsupportedError, match="lower_streams: the program has Allocate"):
+    with pytest.raises(
+        UnsupportedError,
+        match="lower_streams: expected a program of tensor ops only, found the op Allocate",
+    ):
         lower_streams(built(define))
 
 

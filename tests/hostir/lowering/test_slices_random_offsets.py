@@ -221,7 +221,7 @@ def test_a_program_by_hand_does_not_know_the_places() -> None:
         hic.add_output(u)
     with (
         simulate(4) as world,
-        pytest.raises(UnsupportedError, match=r"uniform: ranks or steps share T0"),
+        pytest.raises(UnsupportedError, match=r"uniform: ranks or loop iterations divide T0"),
     ):
         world.run(lambda: HostIrEvaluator(hic).run([]))
 

@@ -183,7 +183,7 @@ def test_an_exchange_sends_each_block_to_its_device_and_keeps_the_own_one_to_the
 
 def test_an_exchange_in_which_all_devices_are_at_the_same_block_is_refused() -> None:
     loop = Loop.of(exchange(2, swizzled=False), DEFAULT)
-    with pytest.raises(UnsupportedError, match="swizzle1d the operand's stream axis"):
+    with pytest.raises(UnsupportedError, match="swizzle1d on the operand's stream axis"):
         loop.emit()
 
 
@@ -308,5 +308,5 @@ def test_a_step_reduces_its_block_to_its_device_unless_devices_are_at_different_
     loop = Loop.of(define, DEFAULT).emit()
     (sent,) = (op for op in loop.body.steps if isinstance(op, Communication))
     assert (sent.type, sent.root, sent.red_op) == ("Reduce", loop.context.index, "SUM")
-    with pytest.raises(UnsupportedError, match="all devices take the same step"):
+    with pytest.raises(UnsupportedError, match="all devices must reduce the same block"):
         Loop.of(define, OFFSET).emit()

@@ -50,7 +50,7 @@ def test_buffers_are_given_up_after_their_last_use() -> None:
 
 
 def test_a_second_application_is_an_error() -> None:
-    with pytest.raises(VerifyError, match="has a Deallocate already"):
+    with pytest.raises(VerifyError, match="already has a Deallocate"):
         insert_deallocate(parse(AFTER))
 
 

@@ -413,10 +413,18 @@ def test_an_error_of_a_later_run_names_op_and_line() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"number_of_streams": "2"}, ArgumentError, "number_of_streams='2': expected an integer"),
-        ({"number_of_streams": None}, ArgumentError, "number_of_streams=None: expected"),
-        ({"number_of_streams": 2.0}, ArgumentError, "number_of_streams=2.0: expected"),
-        ({"number_of_streams": True}, ArgumentError, "number_of_streams=True: expected"),
+        ({"number_of_streams": "2"}, ArgumentError, "number_of_streams to be an integer, got '2'"),
+        (
+            {"number_of_streams": None},
+            ArgumentError,
+            "number_of_streams to be an integer, got None",
+        ),
+        ({"number_of_streams": 2.0}, ArgumentError, "number_of_streams to be an integer, got 2.0"),
+        (
+            {"number_of_streams": True},
+            ArgumentError,
+            "number_of_streams to be an integer, got True",
+        ),
         ({"device": "abc"}, InputError, "device='abc'"),
         ({"device": 3.5}, InputError, "device=3.5"),
         ({"late_stream": True}, ExecutionError, "late_stream=True"),

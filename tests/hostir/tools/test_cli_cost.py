@@ -136,8 +136,8 @@ def test_what_the_commands_refuse(
         (["--ranks", "1"], "--ranks 1: the program's meshes need 2"),
         (["--ranks", "1000000"], "--ranks 1000000: the program's meshes need 2"),
         (["--machine", ""], "there is no machine ''"),
-        (["--streams", "0"], "--streams 0: expected at least 1"),
-        (["--size", "i9=1"], "no input has a size 'i9'"),
+        (["--streams", "0"], "--streams 0: the number of streams must be at least 1"),
+        (["--size", "i9=1"], "no input of the program has a size named 'i9'"),
     ):
         assert main(["cost", str(file), *args]) == 1
         assert message in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_a_run_that_nothing_predicts_is_traced_alone(
     program, out = tmp_path / "p.txt", tmp_path / "t.json"
     program.write_text(hic.full_text())
     assert main(["trace", str(program), "-o", str(out), "--run"]) == 0
-    why = "not predicted: cost: PostOnStream (HostUnit0) has no known cost"
+    why = "not predicted: cost: the time of PostOnStream (HostUnit0) cannot be predicted"
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith(why) for line in lines if "predicted" in line] == [True]
     found = json.loads(out.read_text())
@@ -270,11 +270,14 @@ def test_a_real_run_is_traced_beside_the_predicted_one(
     assert main(args) == 0
     capsys.readouterr()
     for wrong, message in (
-        (["-o", str(out), "--seed", "1"], "InputError: --seed is for a real run: add --run"),
+        (["-o", str(out), "--seed", "1"], "InputError: --seed is for a real run only: add --run"),
         (["-o", str(out), "--device", "cpu"], "--device is for a real run"),
         (["-o", str(tmp_path / "no" / "t.json"), "--run"], "InputError: trace: path="),
         (["-o", str(out), "--run", "--machine", "h100"], "there is no machine 'h100'"),
-        (["-o", str(out), "--run", "--size", "i99=3"], "no input has a size 'i99'"),
+        (
+            ["-o", str(out), "--run", "--size", "i99=3"],
+            "no input of the program has a size named 'i99'",
+        ),
     ):
         assert main(["trace", str(program), *wrong]) == 1
         assert message in capsys.readouterr().err

@@ -49,8 +49,8 @@ def test_real_ranks_run_what_simulated_ones_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--ranks", "3"], "InputError: --ranks 3, but the launcher started 2 ranks"),
-        (["--size", "i7=2"], "InputError: no input has a size 'i7'"),
+        (["--ranks", "3"], "InputError: --ranks 3 was given, but the launcher started 2 ranks"),
+        (["--size", "i7=2"], "InputError: no input of the program has a size named 'i7'"),
         (["--save", "PROGRAM"], "InputError: --save"),
     ],
 )
