@@ -184,10 +184,10 @@ def test_posts_that_do_not_fit_their_unit() -> None:
     number = hic.unit(unit(lambda x: ops.mul(x, 2.0), 2))
     for ins, outs, unit_number, words in (
         ((x,), (y,), 5, "no HostUnit5"),
-        ((x, x), (y,), number, "2 inputs, but HostUnit0 has 1"),
-        ((x,), (y, y), number, "2 outputs, but HostUnit0 has 1"),
+        ((x, x), (y,), number, "expected 1 inputs for HostUnit0, got 2"),
+        ((x,), (y, y), number, "expected 1 outputs for HostUnit0, got 2"),
         ((x,), (half,), number, "passes T2.* as output 0, .*: the dtype is __half, expected float"),
-        ((x,), (wide,), number, "its output 0 is T3.*: 3 axes, expected 2"),
+        ((x,), (wide,), number, "passes T3.* as output 0, .*: it has 3 axes, expected 2"),
     ):
         with pytest.raises(VerifyError, match=words):
             verify(hic.with_ops((PostOnStream(ins, outs, unit=unit_number),)))

@@ -229,7 +229,7 @@ def test_wrong_fields_are_named() -> None:
         (lambda: Stream("S0"), ArgumentError, "Stream: "),  # pyright: ignore[reportArgumentType]
         (lambda: hic.tensor([2.5]), ArgumentError, r"shape\[0\]: expected .* integer, got 2.5"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.tensor([4, -2]), DefinitionError, "axis 1 has the extent -2"),
-        (lambda: hic.select(x, 2, i), DefinitionError, "axis 2 of input 0"),
+        (lambda: hic.select(x, 2, i), DefinitionError, "there is no axis 2 in input 0"),
         (lambda: hic.loop("a").__enter__(), ArgumentError, "stop: expected .*'a'"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.loop(2, True).__enter__(), ArgumentError, "loop.*start: .*True"),
         (lambda: hic.append(4), ArgumentError, "expected an op or a tensor, got 4"),  # pyright: ignore[reportArgumentType]
@@ -389,7 +389,7 @@ def test_loops_of_no_steps_and_steps_of_two() -> None:
             want[slice(*bounds) if bounds[0] < bounds[1] else slice(0, 0)] += 1
             assert method([*bounds, given]) == []
             assert torch.equal(given, want)
-    with pytest.raises(ExecutionError, match="step of i2 = 0"):
+    with pytest.raises(ExecutionError, match="the step i2 has the value 0"):
         evaluator.run([0, 8, 0, torch.zeros(8)])
 
 

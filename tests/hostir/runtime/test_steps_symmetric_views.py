@@ -266,8 +266,8 @@ _WRONG: dict[str, tuple[Callable[[Parts], HostIrContainer], str]] = {
     "given_up_before": (_given_up_before, "is deallocated while T2_g_float"),
     "not_written": (_not_written, "is read before it is written"),
     "used_after": (_used_after, "is used after its Deallocate"),
-    "made_outside": (_made_outside, "was made outside of this"),
-    "in_a_step": (_in_a_step, "in the region that made it"),
+    "made_outside": (_made_outside, "must be deallocated in the loop or branch"),
+    "in_a_step": (_in_a_step, "the region that makes the view must also deallocate"),
     "received_meanwhile": (_received_meanwhile, "is used before Wait(Communication 0)"),
 }
 
