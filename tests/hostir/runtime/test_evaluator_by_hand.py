@@ -233,7 +233,7 @@ def test_wrong_fields_are_named() -> None:
         (lambda: hic.loop("a").__enter__(), ArgumentError, "stop: expected .*'a'"),  # pyright: ignore[reportArgumentType]
         (lambda: hic.loop(2, True).__enter__(), ArgumentError, "loop.*start: .*True"),
         (lambda: hic.append(4), ArgumentError, "expected an op or a tensor, got 4"),  # pyright: ignore[reportArgumentType]
-        (lambda: hic.append(x), DefinitionError, "no op .* computes input 0"),
+        (lambda: hic.append(x), DefinitionError, "there is no op to append for input 0"),
         (
             lambda: hic.otherwise().__enter__(),
             DefinitionError,
