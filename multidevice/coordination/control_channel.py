@@ -89,7 +89,9 @@ class ControlCall:
 
 
 class Progressing(Protocol):
-    """A started communication that makes progress during every wait of its rank."""
+    """The interface of a started communication that makes progress during every wait of its
+    rank.
+    """
 
     def done(self) -> bool:
         """Makes as much progress as possible without waiting; returns whether the communication has

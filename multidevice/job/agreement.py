@@ -150,7 +150,9 @@ class Turns:
         self.latecomer = ""
 
     def take(self) -> bool:
-        """Acquires the lock; returns whether another thread held the lock before."""
+        """Acquires the lock for a call of this thread; returns whether another thread held the lock
+        before.
+        """
         if self.lock.acquire(False):
             return False
         self.latecomer = threading.current_thread().name

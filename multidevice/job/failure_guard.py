@@ -220,7 +220,7 @@ class Guard:
         control.abort(code)
 
     def _exit(self, status: object = None) -> None:
-        """Replaces sys.exit; records the exit code if this exit ends the program."""
+        """Replaces Python's sys.exit; records the exit code if this exit ends the program."""
         if threading.current_thread() is not threading.main_thread():
             raise SystemExit(status)
 

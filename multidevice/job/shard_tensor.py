@@ -1,4 +1,7 @@
-"""Cuts a whole tensor into the shards of devices, and joins shards to a whole tensor."""
+"""Cuts a whole torch tensor into the shards of devices, and joins shards to a whole tensor.
+
+Also defines the public class `DeviceMesh`.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +102,10 @@ def shard_for_rank(
 
 
 def in_declared_order(tv: TensorView, shard: torch.Tensor) -> torch.Tensor:
-    """Returns a shard that is dense in the memory order of `tv`; an expanded axis has one element.
+    """Returns the torch tensor `shard` in the memory order that the fusion's tensor `tv` declares.
 
-    Returns `shard` itself if it already has this layout, otherwise a copy.
+    The result is dense; an expanded axis has one element. Returns `shard` itself if it already has
+    this layout, otherwise a copy.
     """
     # The axes in memory order, outermost first. An allocation of other axes than the logical ones
     # defines no order.

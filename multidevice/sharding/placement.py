@@ -171,10 +171,10 @@ class _BlockDepth(Rules[int]):
 
 
 def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
-    """Returns the cuts of every axis that is cut, by number of the logical axis, outermost cut
-    first.
+    """Returns how devices and streams cut the axes of a tensor: the cuts of every axis that is cut.
 
-    Only cuts along `ptypes` count. Reduction axes are included.
+    The keys are numbers of logical axes. The values list the outermost cut first. Only cuts along
+    the types `ptypes` count. Reduction axes are included.
     """
     spread, known = spread_axes(tv), tv.domain.known
     if not spread:
@@ -199,17 +199,21 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
-    """Returns the cuts of each logical axis of a tensor, without reduction axes; () for an uncut
-    axis.
+    """Returns how devices and streams cut a tensor: a tuple of cuts for each logical axis.
 
-    Only cuts along `ptypes` count.
+    The tuple is () for an axis that is not cut. Reduction axes are left out. Only cuts along the
+    types `ptypes` count.
     """
     cuts = axis_cuts(tv, ptypes)
     return tuple(cuts.get(a.number, ()) for a in tv.domain.no_reductions)
 
 
 def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
-    """Returns the cuts of the reduction axes that are cut, by number of the logical axis."""
+    """Returns how devices and streams cut the reduction axes of a tensor, by number of the logical
+    axis.
+
+    Axes that are not cut are left out.
+    """
     reductions = {a.number for a in tv.domain.logical if a.is_reduction()}
     return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
 
@@ -219,9 +223,9 @@ Block = Literal["first", "last", "empty"]
 
 
 def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
-    """Returns the extent that one device has of an axis with the extent `extent` and `cuts`.
+    """Returns the extent of an axis on one device, after the cuts `cuts` of an axis with `extent`.
 
-    If `block` is given, returns the extent of one block of a stream on the device; `block` selects
+    If `block` is given, returns the extent of one step's block of a stream loop; `block` selects
     the kind of step. If `block` is None, stream cuts are ignored.
     """
     for cut in cuts:
@@ -236,10 +240,10 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
 
 
 def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
-    """Returns (number of the logical axis, cut) for each stream cut of a tensor.
+    """Returns which logical axes of a tensor a stream loop computes block by block.
 
-    A stream axis that merges several logical axes has several stream cuts. The outermost part of
-    the step number is first.
+    Returns (number of the logical axis, cut) for each such axis. A stream axis that merges several
+    logical axes has several entries. The outermost part of the step number is first.
     """
     cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
     return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
@@ -263,26 +267,30 @@ def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts that are outside the first stream cut; all cuts if there is no stream cut.
+    """Returns those cuts of an axis that are outside its first stream cut; all cuts if there is
+    none.
 
-    The cuts inside a stream are left out, because without the stream they would make other blocks.
+    A stream cut divides the axis into the steps of a loop. The cuts inside it are left out, because
+    without the stream they would make other blocks.
     """
     position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
 
 
 def without_streams(cuts: Cuts) -> Cuts:
-    """Removes the innermost cut from `cuts` if that cut is a stream cut.
+    """Returns the cuts of an axis without the innermost cut, if the innermost is a stream cut.
 
-    A stream cut around device cuts is not removed, because it determines which elements a device
-    has.
+    A stream cut divides the axis into the steps of a loop. A stream cut around device cuts is not
+    removed, because it determines which elements a device has.
     """
     last = bool(cuts) and cuts[-1].ptype.is_stream
     return cuts[:-1] if last else cuts
 
 
 def only_devices(cuts: Iterable[Cut]) -> Cuts:
-    """Returns those of `cuts` that have a device type."""
+    """Returns those cuts of an axis that distribute it over devices, not over the steps of a
+    stream.
+    """
     return tuple(c for c in cuts if c.ptype.is_device)
 
 
@@ -307,10 +315,10 @@ def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
 
 # ------------------------------------------------------------------ writing
 def _remainder(tv: TensorView, number: int) -> IterDomain | None:
-    """Returns the serial loop axis with the elements of one block of a logical axis, inside all its
-    cuts.
+    """Returns the serial loop axis of a logical axis that remains inside all its cuts.
 
-    `number` is the number of the logical axis. Returns None if there is no such loop axis.
+    This loop axis counts the elements of one block. `number` is the number of the logical axis.
+    Returns None if there is no such loop axis.
     """
     while True:
         if number in tv.domain.loop_numbers:
@@ -323,10 +331,10 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
 
 
 def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
-    """Cuts a logical axis once more, inside its present cuts; returns False if that is not
-    possible.
+    """Cuts a logical axis of a tensor once more, inside its present cuts.
 
-    A cut with `whole` gives the axis itself the parallel type. Any other cut makes an outer split.
+    Returns False if that is not possible. A cut with `whole` gives the axis itself the parallel
+    type. Any other cut makes an outer split.
     """
     rest = _remainder(tv, number)
     if rest is None:
@@ -341,7 +349,11 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
 
 
 def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
-    """Cuts a logical axis several times, outermost cut first; every cut must be possible."""
+    """Cuts a logical axis of a tensor several times, outermost cut first; each cut must be
+    possible.
+
+    `number` is the number of the axis.
+    """
     for cut in cuts:
         placed = add_cut(tv, number, cut)
         assert placed, f"axis {number} of {tv} does not take {cut}"

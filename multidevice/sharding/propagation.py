@@ -76,10 +76,10 @@ Transfers = tuple[tuple[IterDomain, Cuts], ...]
 
 # ------------------------------------------------------------------ through one op
 def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Translates the cuts of operand `operand_index` to cuts of the logical axes of the result
-    `out`.
+    """Translates the cuts of an operand (over devices or stream steps) to cuts of the result `out`.
 
-    Reduction axes of `out` are included. Two kinds of cuts are left out:
+    Returns (logical axis of `out`, its cuts), including reduction axes. Two kinds of cuts are left
+    out:
 
     - cuts of axes that the op resizes, or that `out` does not have;
     - cuts that a reshape does not preserve: cuts of the inner input of a merge, and cuts into more
@@ -109,12 +109,11 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
 
 
 def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Translates the cuts of the result `out` to cuts of the logical axes of operand
-    `operand_index`.
+    """Translates the cuts of the result `out` (over devices or stream steps) to cuts of an operand.
 
-    Cuts of reduction axes are first. Cuts of the inner part of a reshaped axis are left out,
-    because the operand has no corresponding axis. A local slice after the reshape has the same
-    effect.
+    Returns (logical axis of the operand, its cuts); cuts of reduction axes are first. Cuts of the
+    inner part of a reshaped axis are left out, because the operand has no corresponding axis. A
+    local slice after the reshape has the same effect.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(out)
@@ -166,9 +165,10 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the numbers of the cut axes of a result that no operand of the op can be cut like.
+    """Returns the numbers of those axes of a result that are cut although no operand can be cut so.
 
-    Only cuts along `ptypes` count. If `out` is None, the first result of the op is used.
+    The op can then not compute the blocks separately. Only cuts along `ptypes` count. If `out` is
+    None, the first result of the op is used.
     """
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
@@ -179,11 +179,11 @@ def uncuttable_axes(
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Returns whether the cuts of the logical axis cut its root axis into the same blocks, for any
+    """Returns whether `cuts` cut a logical axis and its root axis into the same blocks, for any
     extent.
 
-    This is true if both are the same axis. It is also true if the logical axis counts the blocks
-    into which a stream cuts a reduction axis.
+    A root axis is one before a reshape. The result is True if both are the same axis. It is also
+    True if the logical axis counts the blocks into which a stream cuts a reduction axis.
     """
     is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
@@ -195,7 +195,7 @@ def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
 
 
 def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
-    """Returns the cuts of the axis `source` as cuts of `target`, which may have another extent.
+    """Returns the cuts of the axis `source` for the axis `target`, which may have another extent.
 
     If the extents differ, a cut of `source` without a split becomes a split of `target`.
     """
@@ -222,17 +222,17 @@ def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -
     """Returns whether `cuts` divide both a logical axis and its root axis into blocks of equal
     size.
 
-    One of the two axes is the outermost part of the other. Blocks of unequal size would end at
-    different elements of the two axes.
+    A root axis is one before a reshape. One of the two axes is the outermost part of the other.
+    Blocks of unequal size would end at different elements of the two axes.
     """
     return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
 
 
 def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Returns the outermost of `cuts` that make the same blocks of `axis` as of its root axis
+    """Returns as many of the outermost cuts as make the same blocks of `axis` as of its root axis
     `root`.
 
-    As many cuts as possible are returned.
+    A root axis is one before a reshape.
     """
     prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
     return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
@@ -242,10 +242,11 @@ def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) ->
 def apply_transfers(
     target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
 ) -> tuple[Cut, ...]:
-    """Adds the cuts `transfers` to a tensor as far as possible; returns the cuts that were added.
+    """Adds cuts to a tensor as far as possible; returns the cuts that were added.
 
-    Only cuts along `ptypes` are added, under two conditions. The tensor's mesh has this dimension
-    in the same size. The axis already has exactly the cuts that must surround the new cut.
+    `transfers` has the axes and their wanted cuts. Only cuts along `ptypes` are added, under two
+    conditions. The tensor's mesh has this dimension in the same size. The axis already has exactly
+    the cuts that must surround the new cut.
     """
     taken: list[Cut] = []
     for axis, cuts in transfers:
@@ -573,7 +574,11 @@ class _Propagation:
 
 
 def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
-    """Translates the cuts of the result `out` of an op to cuts of another result, `sibling`."""
+    """Translates the cuts of one result of an op (over devices or stream steps) to cuts of another
+    one.
+
+    `out` is the result with the cuts, and `sibling` the other result.
+    """
     cuts = axis_cuts(out)
     for position in op.whole_axes(out):
         cuts.pop(out.domain.logical[position].number, None)

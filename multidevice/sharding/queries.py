@@ -383,7 +383,10 @@ def check_shared_keys(ops: Iterable[Op]) -> None:
 
 
 def check_types(fusion: Fusion) -> None:
-    """Raises `ShardingError` if two axes of one tensor have the same device or stream type."""
+    """Raises `ShardingError` if two axes of one tensor have the same device or stream type.
+
+    A mesh dimension, or a stream, can divide only one axis of a tensor.
+    """
     for tv in fusion.tensors():
         spread = [a for a in tv.domain.loop if a.is_device or a.is_stream]
         for axis in spread:

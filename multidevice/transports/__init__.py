@@ -1,4 +1,4 @@
-"""Transports: they move bytes between ranks and know nothing of the IR.
+"""Transports move bytes between ranks; they know nothing of fusions and host programs.
 
 Question: how does a collective run on this machine?
 Imports: `fuser.support` and `multidevice.coordination`.

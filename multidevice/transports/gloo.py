@@ -278,7 +278,7 @@ class _Transfer:
 
 
 class GlooBackend(CheckedBackend):
-    """Collectives and transfers of CPU tensors over gloo."""
+    """The communication backend for CPU tensors, over torch's gloo."""
 
     name = "gloo"
 

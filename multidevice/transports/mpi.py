@@ -250,7 +250,7 @@ class MpiWork:
 
 
 class MpiBackend(CheckedBackend):
-    """Collectives and transfers of CPU tensors over MPI."""
+    """The communication backend for CPU tensors, over MPI."""
 
     name = "mpi"
     in_place_parts = frozenset({ALLGATHER})

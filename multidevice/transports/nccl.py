@@ -98,7 +98,7 @@ class _StreamWork:
 
 
 class NcclBackend(CheckedBackend):
-    """Collectives and transfers of the tensors of one CUDA device over NCCL."""
+    """The communication backend for the tensors of one CUDA device, over NCCL."""
 
     name = "nccl"
     stages_half = False

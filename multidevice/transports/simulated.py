@@ -85,7 +85,9 @@ class Baton:
         self.generators = Generators(size)
 
     def start(self) -> None:
-        """Lets the first rank run; called once, when the threads of all ranks have been started."""
+        """Lets the first simulated rank run; called once, when the threads of all ranks have been
+        started.
+        """
         self._pass_on()
 
     def begin(self, rank: int) -> None:

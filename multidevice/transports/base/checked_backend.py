@@ -78,7 +78,7 @@ class CollectiveCall:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank is the root."""
+        """Whether this rank is the root of the collective."""
         return self.team[self.index] == self.root
 
     def describe(self) -> str:
@@ -112,7 +112,7 @@ class Exchange:
     stream: object
 
     def describe(self) -> str:
-        """Returns all transfers of the batch as text, for error messages."""
+        """Returns all transfers of this batch as text, for error messages."""
         parts = [
             f"{t.kind} {'to' if t.kind == 'send' else 'from'} rank {t.peer} of "
             f"{tensor_text(t.tensor)}, sequence number {seq}"

@@ -176,10 +176,10 @@ _STEPS = TransportTable[Callable[[CollectiveCall], Steps]](
 def _reduce_blocks(
     call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
 ) -> Steps:
-    """Yields the transfers by which member i receives block i of all members; then reduces the
+    """Yields the transfers by which the i-th rank receives block i of all ranks, then reduces the
     blocks.
 
-    `blocks` are the blocks of this member's operand. The result is written to `out`.
+    `blocks` are the blocks of this rank's operand. The result is written to `out`.
     """
     own = blocks[call.index]
     room = own.new_empty((len(blocks), own.numel()))
@@ -201,7 +201,7 @@ def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
     order.
 
     This is true for few blocks of 16-bit floats on a GPU, because torch adds them in order, in
-    float32. `own` is this member's block.
+    float32. `own` is this rank's block.
     """
     is_sum = call.reduce == "SUM" and own.dtype in HALF
     return is_sum and own.is_cuda and len(call.team) <= IN_ORDER
@@ -230,9 +230,9 @@ def _fold(call: CollectiveCall, parts: Sequence[torch.Tensor], out: torch.Tensor
 
 
 def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer]:
-    """Returns the transfers by which each member sends its own part to all other members.
+    """Returns the transfers by which each rank of the team sends its own part to all other ranks.
 
-    `parts` has one part per member; the parts of other members are received.
+    `parts` has one part per rank; the parts of other ranks are received.
     """
     return _swap(call, [parts[call.index]] * len(parts), parts)
 
@@ -240,10 +240,10 @@ def _share(call: CollectiveCall, parts: Sequence[torch.Tensor]) -> list[Transfer
 def _swap(
     call: CollectiveCall, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]
 ) -> list[Transfer]:
-    """Returns this member's transfers of an exchange: all other members get one part each.
+    """Returns this rank's transfers of an exchange in which each pair of ranks swaps one part.
 
-    Part i of `given` is sent to member i. Part i of `taken` is received from member i. This
-    member's own parts are left out.
+    Part i of `given` is sent to the i-th rank of the team. Part i of `taken` is received from that
+    rank. This rank's own parts are left out.
     """
     others = _others(call)
     return [
@@ -261,9 +261,9 @@ def _recv(call: CollectiveCall, tensor: torch.Tensor, index: int) -> Transfer:
 
 
 def _others(call: CollectiveCall) -> list[int]:
-    """Returns the positions of the other members in the team, starting after this member.
+    """Returns the positions of the other ranks in the team, starting after this rank.
 
-    The start differs between members, so that no member is the first target of all others.
+    The start differs between ranks, so that no rank is the first target of all others.
     """
     count = len(call.team)
     return [(call.index + i) % count for i in range(1, count)]

@@ -84,7 +84,12 @@ class Transfer:
 
 
 class NamedCollectives(Protocol):
-    """One method per collective, for callers who write collectives by hand."""
+    """One method per collective (allgather, allreduce, ..), for callers who write collectives by
+    hand.
+
+    All ranks of a team call the same method. `team` lists these ranks in order, and `stream` is the
+    CUDA stream of the call (None for the current one).
+    """
 
     @abstractmethod
     def collective(
@@ -110,7 +115,9 @@ class NamedCollectives(Protocol):
     def allgather(
         self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
     ) -> Work:
-        """Concatenates the `inp` of all members, in team order, in `out` on every member."""
+        """Concatenates the `inp` of all ranks of the team, in team order, in `out` on every
+        rank.
+        """
         return self.collective(ALLGATHER, out, inp, team=team, stream=stream)
 
     def allreduce(
@@ -122,7 +129,7 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the elementwise reduction of all members' `inp` to `out` on every member.
+        """Writes the elementwise reduction of all ranks' `inp` to `out` on every rank of the team.
 
         `out` and `inp` may be the same tensor.
         """
@@ -137,14 +144,17 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Reduces the `inp` of all members elementwise, and writes one part of the result to `out`.
+        """Reduces the `inp` of all ranks of the team elementwise, and gives each rank a part of the
+        result.
 
-        `inp` has one part per member, in team order. Member i receives part i.
+        `inp` has one part per rank, in team order. The i-th rank receives part i in `out`.
         """
         return self.collective(REDUCE_SCATTER, out, inp, team=team, reduce=op, stream=stream)
 
     def broadcast(self, buf: torch.Tensor, *, root: int, team: Team, stream: object = None) -> Work:
-        """Overwrites `buf` on every member with the contents of the root's `buf`."""
+        """Overwrites `buf` on every rank of the team with the contents of `buf` on the rank
+        `root`.
+        """
         return self.collective(BROADCAST, buf, buf, team=team, root=root, stream=stream)
 
     def gather(
@@ -156,9 +166,10 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Concatenates the `inp` of all members, in team order, in `out` on the root.
+        """Concatenates the `inp` of all ranks of the team, in team order, in `out` on the rank
+        `root`.
 
-        Other members pass None for `out`.
+        Other ranks pass None for `out`.
         """
         return self.collective(GATHER, out, inp, team=team, root=root, stream=stream)
 
@@ -171,10 +182,10 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Divides the root's `inp` into one part per member of the team; member i receives part i
-        in `out`.
+        """Divides the `inp` of the rank `root` into one part per rank; the i-th rank receives part
+        i in `out`.
 
-        Other members pass None for `inp`.
+        Other ranks pass None for `inp`.
         """
         return self.collective(SCATTER, out, inp, team=team, root=root, stream=stream)
 
@@ -188,18 +199,20 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Writes the elementwise reduction of all members' `inp` to `out` on the root.
+        """Writes the elementwise reduction of all ranks' `inp` to `out` on the rank `root`.
 
-        `out` is ignored on other members.
+        `out` is ignored on other ranks.
         """
         return self.collective(REDUCE, out, inp, team=team, reduce=op, root=root, stream=stream)
 
     def alltoall(
         self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
     ) -> Work:
-        """Writes part i of member j's `inp` to part j of member i's `out`.
+        """Sends one part of `inp` to each rank of the team, and receives one part from each rank in
+        `out`.
 
-        `inp` and `out` have one part per member. All parts have the same size.
+        Part i of the j-th rank's `inp` becomes part j of the i-th rank's `out`. All parts have the
+        same size.
         """
         return self.collective(ALL_TO_ALL, out, inp, team=team, stream=stream)
 

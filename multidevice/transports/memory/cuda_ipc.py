@@ -663,9 +663,9 @@ def on_device(device: torch.device) -> Generator[None]:
 
 
 def driver() -> Any:
-    """Imports the Python bindings of the CUDA driver.
+    """Imports the Python bindings of the CUDA driver (`cuda.bindings.driver`); returns the module.
 
-    Raises `UnsupportedError` if cuda-bindings is not installed.
+    Raises `UnsupportedError` if the package cuda-bindings is not installed.
     """
     try:
         return import_module("cuda.bindings.driver")
