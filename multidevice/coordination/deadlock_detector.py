@@ -95,8 +95,7 @@ class _RankPosition:
 
     - `wait`: the wait of the rank; None if it does not wait.
     - `entered`: the number of calls that the rank has entered, per sequence.
-    - `behind`: the waits of the ranks that are behind this rank: they wait, perhaps indirectly, for
-      it.
+    - `behind`: the waits of the ranks that wait, perhaps indirectly, for this rank.
     - `ended`: the latest deadlocks of which this rank was a part.
     """
 
@@ -233,9 +232,10 @@ class WaitForGraph:
     def _behind(
         self, mine: BlockedRank, entered: Mapping[Calls, int], peers: Mapping[int, _RankPosition]
     ) -> dict[int, BlockedRank]:
-        """Returns, by rank, the waits that cannot end before this rank's wait `mine` has ended.
+        """Returns the waits of all ranks that wait, perhaps indirectly, for this rank, by rank.
 
-        `entered` are the calls of this rank, and `peers` the published positions of other ranks.
+        None of these waits can end before the wait `mine` of this rank has ended. `entered` are the
+        calls of this rank, and `peers` the published positions of other ranks.
         """
         records = [*self._ended, *(d for p in peers.values() for d in p.ended)]
         ended = [w for deadlock in records for w in deadlock.waits]

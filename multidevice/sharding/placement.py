@@ -128,9 +128,10 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """Rules that count how many splits surround a block of consecutive elements of a tensor.
+    """Rules for a walk over the splits and merges of a tensor: count the splits around a block.
 
-    `axis` is the loop axis that counts these blocks; error messages name it.
+    The block consists of consecutive elements. `axis` is the loop axis that counts such blocks;
+    error messages name it.
     """
 
     needs_all = False
@@ -436,7 +437,8 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Rules that follow an axis through a reshape to the axes that begin with the same blocks.
+    """Rules for a walk over the splits and merges of a tensor: find the axes with the same
+    outermost blocks.
 
     An axis is selected if it is the outermost part of a selected axis, or the other way round. Axes
     of extent 1 and device axes do not count as outermost parts.
@@ -468,7 +470,7 @@ class _Outermost(Rules[bool]):
 
 
 class _TowardsRoot(_Outermost):
-    """Rules that follow an axis through a reshape back to all axes from which it derives.
+    """Rules for a walk from an axis back over splits and merges to the axes from which it derives.
 
     Of a merge, only the outer input is selected.
     """

@@ -153,7 +153,10 @@ class Mailbox:
         return -1
 
     def uses(self, peer: int, slot: int) -> int:
-        """Returns how many sends to `peer` have used the entry `slot` of the mailbox."""
+        """Returns how many sends to `peer` have used the entry `slot` of the mailbox so far.
+
+        The count is the value of the flags on a GPU.
+        """
         return self._uses[peer][slot]
 
     def next_use(self, peer: int, slot: int) -> int:

@@ -19,10 +19,9 @@ from multidevice.sharding.propagation import Fact
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
-    """Records the source of each tensor's cuts after propagation; for uncut tensors, that of the
-    mesh.
+    """Records for each tensor why it is cut as it is; for an uncut tensor, why it has its mesh.
 
-    `facts` has the reasons that propagation has found.
+    Called after propagation; `facts` has the reasons that propagation has found.
     """
     rows: list[Origin] = []
     for tv in fusion.tensors():
@@ -59,8 +58,10 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Completes the record `row` of a tensor by the tensor and the op from which `fact` was
-    propagated.
+    """Completes the record `row`, which says why a tensor is cut as it is, from the propagation
+    `fact`.
+
+    Adds the tensor and the op from which the cut or the mesh was propagated.
     """
     how: How = fact.direction
     op = tv.definition() if how == "forward" else fact.source.definition()
@@ -99,7 +100,7 @@ def record_reshardings(fusion: Fusion) -> None:
 
 
 def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
-    """Yields records for the cuts of the axis over which the `Reshard` `op` sums.
+    """Yields records (`Origin`) for the cuts of the axis over which the communication `op` sums.
 
     Yields nothing unless decomposition has split an op of the user into partial sums and `op`.
     """
@@ -157,8 +158,10 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Records a reason for every tensor with a mesh that has none: tensors made for a
-    communication.
+    """Records a reason for every tensor with a mesh that has no record, and thus explains all
+    tensors.
+
+    Such tensors were made for a communication.
     """
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
@@ -175,10 +178,10 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yields the record of a communication's result `out` that is then copied to its final memory
+    """Yields the record (`Origin`) of a communication's result that is then copied to its memory
     order.
 
-    The record is that of the final tensor.
+    `out` is the result. Its record is a copy of the record of the final tensor.
     """
     if out.number in placed:
         return

@@ -88,12 +88,12 @@ class Seen:
 
 @dataclass
 class Hooks:
-    """Functions of the backend that the memory allocator calls.
+    """Functions of the peer copy backend that the allocator of mapped GPU memory calls.
 
     - `is_idle`: waits until the GPU has done all its work; returns False if that is impossible now.
     - `drop_graphs`: drops all CUDA graphs, which may keep memory alive.
-    - `told`: returns a function that says whether other ranks have mapped all pieces of memory that
-      this rank had named to them at the time of the call.
+    - `told`: returns a function that says whether other ranks have mapped certain pieces of memory.
+      These are the pieces that this rank had named to other ranks at the time of the call.
     """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)
