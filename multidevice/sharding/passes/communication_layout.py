@@ -141,7 +141,11 @@ def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
 
 
 def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
-    """Gives the result of a collective the axis order of the operand, by a copy if needed."""
+    """Gives the result of a collective the axis order of the operand, by a copy if needed.
+
+    A collective copies flat buffers, so both must have the same order. Raises `UnsupportedError` if
+    a stream loop exchanges blocks that are not contiguous.
+    """
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
     # Where a step computes the block of one device, the block is sent unchanged.

@@ -115,10 +115,10 @@ def is_block(tv: TensorView) -> bool:
 
 # ------------------------------------------------------------------ domains
 def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
-    """Returns the domain of a device's shard of `tv`, without device axes and with the same memory
-    order.
+    """Returns the axes (the domain) of a device's shard of `tv`: local extents, no device axes.
 
-    If `block` is given, returns the domain of one step's block of the shard.
+    The memory order is that of `tv`. If `block` is given, returns the domain of one step's block of
+    the shard.
     """
     domain = tv.domain
     sizes = _local_sizes(tv, block)

@@ -217,7 +217,8 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
 class OverlapForm:
-    """A way to compute a pair in steps, so that communication and matrix product overlap.
+    """A way to divide a pair into the steps of a stream loop, so that communication and product
+    overlap.
 
     - `of`: the collective of the pairs to which the form applies; `fits` restricts the pairs
       further.
@@ -234,7 +235,10 @@ class OverlapForm:
 
 
 def _in_turn(pair: Pair) -> Cut:
-    """Returns the stream cut with one step per device; each device begins with its own block."""
+    """Returns the cut that divides the axis of a pair into one step per device of a stream loop.
+
+    Each device begins with its own block.
+    """
     return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
 
 
@@ -252,8 +256,10 @@ def _cut(tv: TensorView, number: int, cut: Cut) -> None:
 
 
 def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
-    """Gathers in steps; products that sum over the gathered axis read the whole tensor after the
-    steps.
+    """Divides the gather of a pair into the steps of a stream loop, in which the products read its
+    blocks.
+
+    Products that sum over the gathered axis read the whole tensor after the loop.
     """
     del fusion
     _cut_between(pair, _in_turn(pair))
@@ -261,9 +267,11 @@ def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
-    """Gathers in steps; products that sum over the axis compute one part of their sum in each step.
+    """Divides the gather of a pair into the steps of a stream loop, in which the products read its
+    blocks.
 
-    The parts are added after the last step, on each device in the order of the blocks.
+    A product that sums over the gathered axis computes one part of its sum in each step. The parts
+    are added after the last step, on each device in the order of the blocks.
     """
     _cut_between(pair, _in_turn(pair))
     _read_in_turn(pair, ())
@@ -272,7 +280,7 @@ def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
 
 
 def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
-    """Computes the ops that read the gathered tensor in the same steps as the gathering.
+    """Gives the ops that read the gathered tensor of a pair the same steps as the gather has.
 
     The matrix products in `whole`, and views that only these products read, are left out.
     """
@@ -301,7 +309,7 @@ def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
-    """Replaces an allreduce: each device sums its own rows in steps, then the devices gather all
+    """Replaces the allreduce of a pair: each device sums its own rows in steps, then all gather the
     rows.
     """
     op, out = pair.move, pair.move.out_tensor
@@ -317,7 +325,7 @@ def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
 
 
 def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
-    """Returns a function that computes a pair in `count` steps, each with its own allreduce.
+    """Returns a function that divides a pair into `count` steps, each with its own allreduce.
 
     The function is the `take` of an `OverlapForm`.
     """

@@ -224,9 +224,9 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
 
 
 def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Makes `out` the sum of `source` over the axis of partial sums along `ptype`.
+    """Turns the tensor `out` into the sum of `source` over the axis of partial sums along `ptype`.
 
-    Changes the domain of `out`.
+    Only the axes of `out` change; the caller creates the op.
     """
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
