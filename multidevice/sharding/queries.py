@@ -412,10 +412,11 @@ def check_swizzles(fusion: Fusion) -> None:
             if cut.swizzle is None or (tv.mesh and tv.mesh.dim_of(cut.swizzle) is not None):
                 continue
             name = cut.swizzle.name
-            lack = "the tensor has no mesh: call set_device_mesh"
+            lack = "the tensor has no mesh, so call set_device_mesh"
             lack = lack if tv.mesh is None else f"{tv.mesh} has no dimension {name}"
             raise ShardingError(
-                f"swizzle1d by {name} of {tv.label}: {lack}{user_code(cut_line(tv, cut.ptype))}"
+                f"swizzle1d by {name} of {tv.label} is not possible: "
+                f"{lack}{user_code(cut_line(tv, cut.ptype))}"
                 f"{in_ir(tv)}"
             )
 

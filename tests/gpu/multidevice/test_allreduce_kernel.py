@@ -289,7 +289,10 @@ def test_a_first_call_is_not_captured(
     peers = CudaPeerBackend(comm._control, device)
     x = torch.ones(100, device=device)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(CommunicationError, match="call it once before"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(CommunicationError, match="make this call once before"),
+        torch.cuda.graph(graph),
+    ):
         x.add_(1)
         peers.allreduce(x, x, op="SUM", team=world)
     peers.close()

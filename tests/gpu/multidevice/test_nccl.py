@@ -133,7 +133,7 @@ def test_the_wrong_device_is_an_error(
     backend = comm.backend_for(device)
     with pytest.raises(InputError, match="cpu"):
         backend.allreduce(torch.ones(1), torch.ones(1), op="SUM", team=world)
-    with pytest.raises(InputError, match="a stream is"):
+    with pytest.raises(InputError, match="a stream must be"):
         x = torch.ones(1, device=device)
         backend.allreduce(x, x, op="SUM", team=world, stream="side")
 
