@@ -76,8 +76,9 @@ _NUMBERS = re.compile(r"\d+(?=\{)|(?<=\d)_(?:g|l|s|sym)(?=_)")
 
 @dataclass(frozen=True)
 class RunSignature:
-    """A description of the run that a rank is about to make; ranks that run the same have equal
-    ones.
+    """A description of the run that a rank is about to make.
+
+    Ranks that are about to run the same program on the same sizes have equal signatures.
 
     - `parts`: texts; first the program as the user wrote it, then options, communications and
       sizes. The first `fixed` parts do not depend on the inputs.
@@ -128,7 +129,7 @@ class RunSignature:
     def kind(self) -> int:
         """The integer (class) by which a call token represents this signature.
 
-        It is never GAVE_UP or _EXCHANGE, which have other meanings in a token.
+        The class never equals GAVE_UP or _EXCHANGE, which have other meanings in a token.
         """
         return int.from_bytes(self.digest[:6], "little") | 2
 

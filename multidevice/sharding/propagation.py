@@ -152,8 +152,8 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
     """Returns whether the cuts of a result's logical axis can also be cuts of the op's operands.
 
-    This is true if they cut the root axis (before the reshape of `tv`) into the same blocks. `cuts`
-    maps axis numbers to cuts.
+    The condition is that these cuts divide the root axis (before the reshape of `tv`) into the same
+    blocks. `cuts` maps axis numbers to cuts.
     """
     root = origin_root(tv, logical)
     if root is None:
@@ -165,10 +165,11 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the numbers of those axes of a result that are cut although no operand can be cut so.
+    """Returns the axes along which a result is cut although the op cannot compute its blocks
+    separately.
 
-    The op can then not compute the blocks separately. Only cuts along `ptypes` count. If `out` is
-    None, the first result of the op is used.
+    No operand of the op can be cut in the same way. Returns the numbers of these logical axes. Only
+    cuts along `ptypes` count. If `out` is None, the first result of the op is used.
     """
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
@@ -182,8 +183,8 @@ def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
     """Returns whether `cuts` cut a logical axis and its root axis into the same blocks, for any
     extent.
 
-    A root axis is one before a reshape. The result is True if both are the same axis. It is also
-    True if the logical axis counts the blocks into which a stream cuts a reduction axis.
+    A root axis is one before a reshape. The result is True in two cases: both are the same axis, or
+    the logical axis counts the blocks into which a stream cuts a reduction axis.
     """
     is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
@@ -454,7 +455,8 @@ def _summed_cuts(fusion: Fusion) -> list[_Summed]:
 
 
 def _check_summed(summed: Sequence[_Summed]) -> None:
-    """Raises `ShardingError` for a cut of a summed axis along which no operand is cut.
+    """Raises `ShardingError` if the user cut a summed axis of a result, but no operand is cut along
+    it.
 
     Such a cut would have no use: each device would slice its operands, and the result would be
     replicated. If an operand is cut, the cut says how devices share the sum. Even then the user may
@@ -574,10 +576,10 @@ class _Propagation:
 
 
 def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
-    """Translates the cuts of one result of an op (over devices or stream steps) to cuts of another
-    one.
+    """Translates the cuts of the result `out` of an op to cuts of `sibling`, another result of the
+    op.
 
-    `out` is the result with the cuts, and `sibling` the other result.
+    The cuts are over devices or over the steps of a stream loop.
     """
     cuts = axis_cuts(out)
     for position in op.whole_axes(out):

@@ -361,8 +361,8 @@ def check_shared_keys(ops: Iterable[Op]) -> None:
     """Raises `UnsupportedError` for an attention gradient in which several ranks share one key
     head.
 
-    Each rank has some of the query heads. It would compute only its part of the sum over the query
-    heads, which is the gradient of the key head.
+    Each rank has some of the query heads. The gradient of the key head is a sum over all query
+    heads, of which each rank would compute only a part.
     """
     for op in ops:
         if not isinstance(op, SdpaBwdOp) or not op.enable_gqa:

@@ -488,9 +488,9 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
         c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
 
-    A device has one index of such an axis, so there are no steps along it. Users write this stream
-    type to say that the steps of `c` are reduced one by one. The stream axis of `c` already says
-    so.
+    A device has one index of such an axis, so there are no steps along the axis. Users write this
+    stream type to say that the steps of `c` are reduced one by one. The stream axis of `c` already
+    has this meaning.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):

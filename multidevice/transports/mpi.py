@@ -423,8 +423,8 @@ _COLLECTIVES: dict[Collective, Callable[[MpiBackend, Any, CollectiveCall], Any]]
 def local_layout(rank: int, size: int) -> tuple[int, int]:
     """Returns this rank's number among the ranks of its host, and how many ranks this host has.
 
-    MPI determines both numbers. Used if the launcher sets no variables for them. All ranks of the
-    job must make the call.
+    MPI determines both numbers, if the launcher sets no environment variables for them. All ranks
+    of the job must make the call.
     """
     from mpi4py import MPI
 

@@ -91,7 +91,9 @@ class NcclComm(Protocol):
 
 
 class NcclBinding(Protocol):
-    """The functions of a Python binding of NCCL that need no communicator, such as creating one."""
+    """The functions of a Python binding of NCCL that need no communicator; `connect` creates
+    one.
+    """
 
     name: str
 

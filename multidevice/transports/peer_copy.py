@@ -506,7 +506,7 @@ class PeerBackend(CheckedBackend):
     def _check_fits(self, mailbox: Mailbox, one: Numbered, record: Record) -> None:
         """Raises `CommunicationError` if a receive and its record differ in dtype or size.
 
-        The sender then raises an error, too, because the answer in the mailbox says so.
+        Also writes an answer to the mailbox that makes the sender raise an error.
         """
         tensor, peer = one.transfer.tensor, one.transfer.peer
         if (record.dtype, record.elements) == (tensor.dtype, tensor.numel()):

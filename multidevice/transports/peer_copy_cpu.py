@@ -224,8 +224,8 @@ class CpuPeerBackend(PeerBackend):
     def drain(self) -> None:
         """Waits until other ranks have copied the data that they need out of this rank's memory.
 
-        Only communications of the last run count. Those of an earlier run have ended, or no rank
-        will copy their data.
+        Only communications of the last run count. Communications of an earlier run have ended, or
+        no rank will copy their data.
         """
         works, run = self.control.works, self.control.run
         mine = [w for w in works if isinstance(w, _Copies) and w.run is run]

@@ -261,11 +261,11 @@ def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
 
 # -- after
 def _goes_after(op: TensorOp) -> bool:
-    """Returns whether the op should run on the operand as it is cut, so that the result is
+    """Returns whether the op should run with its operand's sharding, so that its result is
     resharded.
 
-    This is right for an op with one operand and one result, unless it costs more. Slicing the
-    operand of an op costs less than slicing its result. Gathering before a cast to a wider type
+    The answer is True for an op with one operand and one result, unless that costs more. Slicing
+    the operand of an op costs less than slicing its result. Gathering before a cast to a wider type
     costs less than gathering after the cast.
     """
     operands = list(tensor_operands(op))
@@ -280,7 +280,7 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Runs the op on its operand as it is cut, and reshards the result by a copy.
+    """Runs the op with its operand's sharding, and reshards the result by a copy.
 
     Returns False, and leaves the op unchanged, if that is not possible.
     """
@@ -305,7 +305,8 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
 
 # -- before
 def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
-    """Replaces operand `index` by a copy that is cut as the result needs; returns the new op.
+    """Replaces operand `index` by a copy with the sharding that the result needs; returns the new
+    op.
 
     `copies` has the copies that exist already.
     """

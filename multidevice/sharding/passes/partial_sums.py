@@ -49,11 +49,11 @@ from multidevice.sharding.reshard import exchanged_axes
 
 # ------------------------------------------------------------------ row-parallel bias
 def add_row_parallel_bias_last(fusion: Fusion) -> None:
-    """Adds the bias of a linear layer after its sum over devices; otherwise each device would add
-    it.
+    """Adds the bias of a linear layer after its sum over devices, and not on each device before the
+    sum.
 
-    The sum is cast back to the dtype of the linear layer. The bias addition and the cast fuse with
-    later ops.
+    Otherwise the sum would contain the bias once for each device. The sum is cast back to the dtype
+    of the linear layer. The bias addition and the cast fuse with later ops.
     """
     for op in fusion.exprs:
         if isinstance(op, LinearOp) and op.bias is not None and reduction_cuts(op.out):

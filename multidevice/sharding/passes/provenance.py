@@ -1,7 +1,7 @@
 """Provenance: records where each sharding comes from, and which op causes each communication.
 
-This module changes no program. It reads the result of the passes from the fusion and writes
-`Origin` records (`Fusion.origins`), which `python -m hostir why` prints.
+The module changes no program. Its functions read the fusion after each pass and write `Origin`
+records (`Fusion.origins`), which `python -m hostir why` prints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multidevice.sharding.propagation import Fact
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
-    """Records for each tensor why it is cut as it is; for an uncut tensor, why it has its mesh.
+    """Records for each tensor the source of its cuts; for an uncut tensor, the source of its mesh.
 
     Called after propagation; `facts` has the reasons that propagation has found.
     """
@@ -58,8 +58,7 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Completes the record `row`, which says why a tensor is cut as it is, from the propagation
-    `fact`.
+    """Completes the record `row` about the source of a cut or a mesh, from the propagation `fact`.
 
     Adds the tensor and the op from which the cut or the mesh was propagated.
     """

@@ -194,7 +194,7 @@ class FinishingWork:
     """The handle of a communication after which this rank must act, such as copy from a staging
     buffer.
 
-    The function `finish` does that. The first `wait` calls `finish`, once.
+    The function `finish` performs this action. The first `wait` calls `finish`, once.
     """
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
@@ -230,7 +230,8 @@ def _as_pairs(call: CollectiveCall) -> CollectiveCall:
 class CheckedBackend(NamedCollectives, Captured, ABC):
     """The base class of backends: checks each call, counts it, and passes it to the subclass.
 
-    A subclass moves the data. It implements `_start`, `_start_batch` and `_check_device`.
+    A subclass moves the data in its methods `_start` and `_start_batch`; `_check_device` says which
+    tensors are allowed.
     """
 
     name = ""

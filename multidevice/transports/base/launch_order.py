@@ -117,8 +117,10 @@ class LaunchOrder:
         return True
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Records the launch just made on `stream` as the latest of the family; the next launch
-        waits for it.
+        """Records the launch just made on `stream` as the latest of the family.
+
+        The next launch of the family waits for this launch. `is_captured` is the result of
+        `before`.
         """
         driver = self._driver
         if not is_captured:

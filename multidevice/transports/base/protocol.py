@@ -541,8 +541,9 @@ class Captured:
     def take_back(self, team: Team) -> None:
         """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
-        Called after this rank failed to repeat a run that the others repeated by graphs. They
-        notice in their next exchange of messages, because the ranks' counts differ.
+        Called after this rank failed to repeat a run that the others repeated by graphs. The other
+        ranks notice the failure in their next exchange of messages, because the ranks' counts
+        differ.
         """
         del team
 

@@ -302,7 +302,7 @@ def let_files_be_taken() -> None:
 def take_file(pid: int, fd: int) -> int:
     """Takes the open file `fd` of process `pid`; returns a descriptor of that file in this process.
 
-    Raises `OSError` if the process has ended, or if the system does not allow it.
+    Raises `OSError` if the process has ended, or if the system forbids taking its files.
     """
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, "this system has no pidfd_open")
