@@ -240,8 +240,10 @@ class Control(ABC):
             raise _deadlocked(deadlock)
 
     def _count_as_entered(self, deadlock: Deadlock) -> None:
-        """Counts all calls of a deadlock as entered, so that later calls of the ranks in it
-        match.
+        """Counts all calls for which the ranks of a deadlock wait as entered.
+
+        Otherwise the ranks' later calls would not match, because some ranks never enter these
+        calls.
         """
         for need in (need for wait in deadlock.waits for need in wait.needs):
             entered = self.ledger.entered
@@ -262,7 +264,8 @@ class Control(ABC):
     def lose(self, key: Calls) -> None:
         """Drops the transport resources (such as communicators) that a sequence of calls uses.
 
-        `key` names the sequence. The next call creates new resources.
+        Called when the ranks no longer agree on the number of these calls. `key` names the
+        sequence. The next call creates new resources.
         """
         for forget in self.on_lost:
             forget(key)
@@ -294,8 +297,8 @@ class Control(ABC):
     ) -> list[bytes]:
         """Sends this rank's `payload` to all ranks of a team; returns all payloads, in team order.
 
-        If `team` is None, the team has all ranks. `stream` is the kind under which ledgers count
-        this call. `kind` is the name of the operation, which must be equal on all ranks.
+        If `team` is None, the team has all ranks. `stream` is the kind under which ranks count this
+        call (see `Ledger`). `kind` is the name of the operation, which must be equal on all ranks.
         """
         team = self._members(team, kind)
         if len(team) == 1:
@@ -314,8 +317,9 @@ class Control(ABC):
     ) -> None:
         """Returns when no rank of the team has an error and all digests are equal.
 
-        `error` is this rank's error, or None. If `team` is None, the team has all ranks. `stream`
-        is the kind under which ledgers count this call.
+        `error` is this rank's error, or None. `digest` is a hash of the data that must be equal on
+        all ranks. If `team` is None, the team has all ranks. `stream` is the kind under which ranks
+        count this call (see `Ledger`).
 
         Raises:
             error: this rank's own error, if there is one.
@@ -363,7 +367,7 @@ class Control(ABC):
         - `where_of`: returns the user's source line for a line of the text, "" if there is none.
         - `head`: the beginning of the error message.
         - `part`: the word that the message uses for a line of the text.
-        - `stream`: the kind under which ledgers count this call.
+        - `stream`: the kind under which ranks count this call (see `Ledger`).
 
         Raises:
             ProgramMismatchError: on every rank; the message shows the first line that differs,
@@ -412,9 +416,10 @@ class Control(ABC):
     def _records(
         self, step: ControlCall, status: int, nbytes: int, digest: bytes
     ) -> list[tuple[int, int, bytes]]:
-        """Sends (status, size, digest) of this rank to the team; returns those of all ranks.
+        """Sends (status, size, digest) of this rank to the team; returns those of all ranks, in
+        team order.
 
-        Raises `CommunicationError` if the ranks make different operations.
+        Raises `CommunicationError` if the ranks make different operations of the control channel.
         """
         mine = _RECORD.pack(_KINDS.index(step.kind), status, nbytes, digest)
         rows: list[tuple[int, int, int, bytes]] = [
@@ -626,12 +631,13 @@ class CallTokens:
         self._all = tuple(tuple(LINE_WORDS * i + turn for i in range(len(team))) for turn in (0, 1))
 
     def say(self, kind: int, number: int, about: object = None) -> bool:
-        """Publishes this rank's class `kind` for call `number`; returns whether all ranks have that
-        class.
+        """Announces what this rank is about to run in call `number`; returns whether all ranks run
+        the same.
 
-        Waits until all ranks have published a class for this call. `about` is passed to the
-        function that describes the call. Raises `PeerError` if another rank gave the call up, and
-        all errors of `Control.poll_until`.
+        The integer `kind` (a class) stands for the program and its sizes. Waits until all ranks of
+        the team have announced a class for this call. `about` is passed to the function that
+        describes the call. Raises `PeerError` if another rank gave the call up, and all errors of
+        `Control.poll_until`.
         """
         word = call_token(kind, number)
         words, turn = self.page, number & 1
@@ -647,9 +653,11 @@ class CallTokens:
         return self._wait(number, word, about)
 
     def tell(self, kind: int, number: int) -> tuple[int, ...]:
-        """Publishes this rank's class `kind` for call `number`; returns the classes of all ranks.
+        """Announces the class `kind` of this rank for call `number`; returns the classes of all
+        ranks.
 
-        The classes are in team order. Waits and raises errors as `say` does.
+        A class is an integer that stands for what the rank is about to run. The classes are in team
+        order. Waits and raises errors as `say` does.
         """
         word = call_token(kind, number)
         words, turn = self.page, number & 1
@@ -670,8 +678,10 @@ class CallTokens:
         return tuple([words[slot] >> _NUMBER_BITS for slot in slots])
 
     def who_says(self, kind: int, number: int) -> list[int]:
-        """Returns the other ranks that have published the class `kind` for call `number`, without
+        """Returns the other ranks that have announced the class `kind` for call `number`, without
         waiting.
+
+        A class is an integer that stands for what a rank is about to run.
         """
         word = call_token(kind, number)
         return [rank for rank, slot in self._others[number & 1] if self.page[slot] == word]

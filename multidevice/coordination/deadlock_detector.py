@@ -350,9 +350,11 @@ class WaitForGraph:
 
 
 def left_key(team: Team) -> Calls:
-    """Returns the ledger key for the number of a team's latest call that failed on this rank.
+    """Returns the key under which this rank stores the number of a team's latest call that failed
+    on it.
 
-    Numbers start at 1. The ledger entry is removed when all other ranks know of the failure.
+    The number is stored in the `Ledger`; numbers start at 1. The entry is removed when all other
+    ranks know of the failure.
     """
     return Calls(LEFT, team)
 

@@ -272,7 +272,7 @@ class Channel:
             self._threads = ""
 
     def enter(self, signature: RunSignature, numbers: tuple[object, ...]) -> None:
-        """Returns when all ranks of the team are about to run `signature` with equal `numbers`.
+        """Waits until all ranks of the team are about to run `signature` with equal `numbers`.
 
         Raises the errors of `run_agreed`.
         """
@@ -350,7 +350,8 @@ class Channel:
         self._calls += 1
 
     def _all_say(self, kind: int, signature: RunSignature | None) -> bool:
-        """Publishes this rank's call token with the class `kind`, for the next call.
+        """Announces what this rank is about to run in the next call, by a call token with the class
+        `kind`.
 
         Returns whether the tokens of all ranks of the team are equal.
         """
@@ -659,8 +660,7 @@ _RUN = "run"
 def counts_of(control: Control) -> dict[Calls, int]:
     """Returns how many calls this rank has entered, for each sequence that other ranks count, too.
 
-    The result includes the number of runs of each team. Runs are counted separately, because normal
-    calls then need not create their keys.
+    After an error, ranks compare these counts. The result includes the number of runs of each team.
     """
     entered = control.ledger.entered
     counts = {key: n for key, n in entered.items() if key.kind not in _NOT_SHARED}
@@ -670,7 +670,7 @@ def counts_of(control: Control) -> dict[Calls, int]:
 def realign(
     control: Control, team: Team, counts: Sequence[dict[Calls, int]], *, has_failed: bool
 ) -> str:
-    """Sets the call counts of all ranks of a team to the largest count of any rank.
+    """Sets the call counts of all ranks of a team to the largest count of any rank, after an error.
 
     `counts` has each rank's result of `counts_of`. Returns a text about a sequence of calls whose
     counts differed, "" if there was none. In programs written by hand, a send may come long before
