@@ -660,7 +660,8 @@ _RUN = "run"
 def counts_of(control: Control) -> dict[Calls, int]:
     """Returns how many calls this rank has entered, for each sequence that other ranks count, too.
 
-    After an error, ranks compare these counts. The result includes the number of runs of each team.
+    Ranks compare these counts whenever they exchange run signatures. The result includes the number
+    of runs of each team.
     """
     entered = control.ledger.entered
     counts = {key: n for key, n in entered.items() if key.kind not in _NOT_SHARED}
@@ -670,11 +671,12 @@ def counts_of(control: Control) -> dict[Calls, int]:
 def realign(
     control: Control, team: Team, counts: Sequence[dict[Calls, int]], *, has_failed: bool
 ) -> str:
-    """Sets the call counts of all ranks of a team to the largest count of any rank, after an error.
+    """Sets the call counts of all ranks of a team to the largest count of any rank.
 
-    `counts` has each rank's result of `counts_of`. Returns a text about a sequence of calls whose
-    counts differed, "" if there was none. In programs written by hand, a send may come long before
-    its receive. Therefore different counts of transfers are an error only if a call `has_failed`.
+    Counts differ after a call that failed on some ranks. `counts` has each rank's result of
+    `counts_of`. Returns a text about a sequence of calls whose counts differed, "" if there was
+    none. In programs written by hand, a send may come long before its receive. Therefore different
+    counts of transfers are an error only if a call `has_failed`.
     """
     told = dict(zip(team, counts, strict=True))
     text = ""

@@ -56,7 +56,8 @@ class _DescribesPosition(Protocol):
 class _LazyPosition:
     """The communication in which a simulated rank waits.
 
-    The functions return texts; they are called only if an error message needs the texts.
+    `describe()` returns its text, and `needs()` the calls of other ranks that end the wait. Both
+    functions are called only for error messages.
     """
 
     describe: Callable[[], str]
@@ -448,11 +449,11 @@ class SimulatedPeers(SimulatedBackend):
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory for a buffer that a program keeps for many runs, by `empty`."""
+        """Calls `empty` to allocate memory for a buffer that a program keeps for many runs."""
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory for one rank's shard, by `empty`."""
+        """Calls `empty` to allocate memory for one rank's shard."""
         return self.empty(nbytes)
 
     def release(self) -> None:
