@@ -176,7 +176,11 @@ def indivisible_rows_of_an_exchange(fd: FusionDefinition) -> None:
             ShardingError,
             r"T0_g_float\) has 2 axes on mesh_x, but only(?s:.*)in the IR: idev\S+ and idev",
         ),
-        (rotated_without_a_mesh, ShardingError, "mesh_x of T1_g_float.* no mesh, so call set_device"),
+        (
+            rotated_without_a_mesh,
+            ShardingError,
+            "mesh_x of T1_g_float.* no mesh, so call set_device",
+        ),
         (
             rotated_by_a_dimension_that_is_not_there,
             ShardingError,
