@@ -240,7 +240,7 @@ class Control(ABC):
             raise _deadlocked(deadlock)
 
     def _count_as_entered(self, deadlock: Deadlock) -> None:
-        """Counts all calls for which the ranks of a deadlock wait as entered.
+        """Marks as entered all calls for which the ranks of a deadlock wait.
 
         Otherwise the ranks' later calls would not match, because some ranks never enter these
         calls.

@@ -507,7 +507,8 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
-    """Returns the numbers of the axes on the way from a logical axis back to its root axis.
+    """Returns the numbers of the axes on the way from a logical axis back over reshapes to its root
+    axis.
 
     A root axis is one before a reshape. The numbers of both axes are included.
     """

@@ -153,8 +153,8 @@ def is_device_to_stream(op: TensorOp) -> bool:
 
 
 def is_exchange(op: TensorOp) -> bool:
-    """Returns whether in each step of a stream loop every device sends a block and receives another
-    block.
+    """Returns whether every device sends a block and receives another one in each step of a stream
+    loop.
 
     An axis in steps becomes an axis over devices, and an axis over devices becomes an axis in
     steps.

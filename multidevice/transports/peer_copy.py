@@ -155,7 +155,7 @@ class Mailbox:
     def uses(self, peer: int, slot: int) -> int:
         """Returns how many sends to `peer` have used the entry `slot` of the mailbox so far.
 
-        The count is the value of the flags on a GPU.
+        On GPUs, flags signal this count.
         """
         return self._uses[peer][slot]
 

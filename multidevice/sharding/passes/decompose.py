@@ -171,9 +171,9 @@ def _differing(op: TensorOp) -> list[int]:
 
 
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Cuts all results of an op over devices as the first result is cut.
+    """Gives all results of an op the same device cuts as its first result.
 
-    Results that need other cuts become copies. Returns the new op.
+    A result that needs other cuts becomes a copy. Returns the new op.
     """
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()

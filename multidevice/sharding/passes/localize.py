@@ -172,9 +172,11 @@ def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
 def _local_allocation(
     tv: TensorView, logical: tuple[IterDomain, ...]
 ) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns the allocation axes and the contiguity of a device's shard of `tv`.
+    """Returns the memory order of a device's shard of `tv`: its allocation axes and their
+    contiguity.
 
-    `logical` are the logical axes of the shard. The allocation is () if it has the same order.
+    `logical` are the logical axes of the shard. The allocation is () if it is in the order of these
+    axes.
     """
     axes = [a for a in logical if not a.is_reduction()]
     order = memory_order(tv)

@@ -394,15 +394,16 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return self._bind_batch(batch) if transfers else None
 
     def _bind_batch(self, batch: Exchange) -> PostBatch | None:
-        """Returns a function that starts batches with the same peers, dtypes and sizes as `batch`.
+        """Returns a function that starts the transfers of `batch` again, on other tensors of the
+        same size.
 
         This base class returns None: each batch is checked.
         """
         del batch
 
     def _checked_batch(self, transfers: Sequence[Transfer], team: Team) -> int:
-        """Raises an error if a transfer has a wrong buffer or peer; returns this rank's position in
-        the team.
+        """Checks the tensor and the peer of each transfer; returns this rank's position in the
+        team.
         """
         index = self._index("batch", team)
         for transfer in transfers:
@@ -461,8 +462,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return self._bind(call) if reduce is None else self._bind_reduction(call)
 
     def _bind(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts collectives like `call` on buffers of the same dtypes and
-        sizes.
+        """Returns a function that starts the collective `call` again, on other buffers of the same
+        size.
 
         The buffers are used directly, without staging. This base class returns None: each call is
         checked.
@@ -494,8 +495,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return index, out, inp
 
     def _bind_reduction(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts collectives with the reduction of `call`, on buffers like
-        its own.
+        """Returns a function that starts the reduction `call` again, on other buffers of the same
+        size.
 
         Returns None if the reduction needs a staging buffer, or work of this rank after the
         collective.

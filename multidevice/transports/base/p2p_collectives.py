@@ -275,13 +275,13 @@ def _both(call: CollectiveCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Divides a buffer that has one equal part per member of the team into these parts."""
+    """Divides a buffer that has one equal part for each rank of the team into these parts."""
     count = len(call.team)
     return tensor.view(count, tensor.numel() // count).unbind(0)
 
 
 def _blocks(tensor: torch.Tensor, call: CollectiveCall) -> Sequence[torch.Tensor]:
-    """Divides a buffer of any size into one block per member of the team.
+    """Divides a buffer of any size into one block for each rank of the team.
 
     The last blocks may be one element shorter.
     """
