@@ -121,7 +121,8 @@ def _graph(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...], befo
             backend.allreduce(out, x, op="SUM", team=team).wait()
     graph.replay()
     measure = by_events(graph.replay, REPLAYS, before=before)
-    return lambda: measure() / CHAIN
+    # The result lives as long as the function.
+    return lambda out=out: measure() / CHAIN
 
 
 def _start(backend: CheckedBackend, x: torch.Tensor, team: tuple[int, ...]) -> Run:

@@ -7,6 +7,7 @@ failing rank ends the job (`mpi_abort`).
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -170,6 +171,20 @@ def kernel_cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "kernels"
     monkeypatch.setenv("FUSER_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def only_new_garbage(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes `gc.collect` of a test look at the objects of that test alone.
+
+    A long run keeps millions of older objects; to look at them takes seconds for each call.
+    """
+    if not hasattr(request.module, "gc"):
+        yield
+        return
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # The kernels that the tests made: text -> name.

@@ -40,6 +40,31 @@ def test_a_time_is_per_call_and_begins_after_what_comes_before() -> None:
     assert calls == ["before", "run", "run", "run"]
 
 
+def test_a_time_between_events_is_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the GPU's events by a clock of calls: each call takes 2 ms."""
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = calls.count("run")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+        def elapsed_time(self, stop: Event) -> float:
+            assert calls[-1] == "synchronize"
+            return 2.0 * (stop.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    measure = turns.by_events(lambda: calls.append("run"), 5, before=lambda: calls.append("run"))
+    assert measure() == 2e-3
+    assert calls == ["run"] * 6 + ["synchronize"]
+    assert turns.clock_of("cuda:1") is turns.by_events and turns.clock_of("cpu") is turns.by_clock
+
+
 def test_a_spread_has_median_least_and_most() -> None:
     found = turns.spread([4e-6, 1e-6, 3e-6])
     assert found == (3e-6, 1e-6, 4e-6)
