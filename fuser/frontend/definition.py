@@ -337,13 +337,13 @@ class FusionDefinition:
         _disable_options: Sequence[str] = NONE,
         **named: object,
     ) -> list[torch.Tensor]:
-        """Runs the program on `inputs` and returns its visible outputs in the order of
-        `add_output`.
+        """Runs the program on `inputs` and returns its outputs in the order of `add_output`.
 
         - A tensor that the program shards is passed as this rank's shard.
         - Numbers are passed for scalar inputs. Nested sequences are flattened.
         - The options (`docs/reference/options.md`) apply to this call only.
         - `save_repro_inputs=True` records the inputs' shapes and dtypes for `last_repro_script`.
+        - Outputs that only update an input are not returned.
         - Outputs carry no gradient, in backward or forward mode. The first input that requires a
           gradient, or is a dual tensor of `torch.autograd.forward_ad`, causes one warning.
 

@@ -1,4 +1,4 @@
-"""FusionExecutorCache: from a fusion and concrete inputs to a host program that runs.
+"""FusionExecutorCache: finds or compiles the host program for a fusion and inputs, and runs it.
 
 There are three levels of caches, all bounded:
 
@@ -7,7 +7,7 @@ There are three levels of caches, all bounded:
 2. The input class: the facts that change the program. These are dtypes, memory layouts and the
    structure of the fusion for these sizes. With the input class, the program is found in the cache
    of the process (`program_cache`), and bound to this rank.
-3. The kernel executors' own caches.
+3. The caches of the kernel executors, which have the compiled variants of each kernel.
 """
 
 from __future__ import annotations
@@ -401,7 +401,9 @@ class FusionExecutorCache(Watching, Inspection):
         return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
     def _completed(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of the program for a call that is only inspected, not run."""
+        """Returns the inputs of the program, from the inputs of a call that is only inspected, not
+        run.
+        """
         inputs = self._read(inputs)
         return (
             flatten(inputs, declared=self._fusion.inputs)

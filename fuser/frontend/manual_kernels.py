@@ -1,4 +1,4 @@
-"""Kernels that the user scheduled by hand: `FusionDefinition.manual_execute`."""
+"""Kernels with a schedule that the user wrote: `FusionDefinition.manual_execute`."""
 
 from __future__ import annotations
 
@@ -171,7 +171,10 @@ class KernelExecutor:
         return outputs, {s: v for s, v in values.items() if isinstance(v, int)}
 
     def kernel_text(self) -> str:
-        """Returns the CUDA text of all variants of the kernel that exist so far."""
+        """Returns the CUDA text of all variants of the kernel that exist so far.
+
+        A variant is compiled, for example, for another memory layout of the inputs.
+        """
         variants = () if self._executor is None else self._executor.variants
         return "\n".join(v.kernel.source.text for v in variants)
 

@@ -4,9 +4,9 @@
         fd.execute(inputs)
     print(prof.profile)
 
-Within the block, and everywhere if `FUSER_PROF` is set, `execute` runs the program as a trace does
-(`hostir.profiling.profiler`). The results, in-place updates and random numbers are those of a
-single run.
+Within the block, and everywhere if `FUSER_PROF` is set, `execute` issues the ops of the program one
+by one, as a trace does (`hostir.profiling.profiler`). The results, in-place updates and random
+numbers are those of a single run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """One kernel, library call or communication of a run on this rank.
+    """The measurements of one kernel, library call or communication of a run on this rank.
 
     - `scheduler`: the name of a `SchedulerType` ("none" for the plain schedule of a single op),
       "cluster_persistent", "user", "expr_eval" for ops that torch evaluates, or "communication".
-    - `segment_id`: the number of the program's segment, or -1 if the work belongs to no segment.
-      Each iteration of a stream loop has its own `KernelProfile`.
+    - `segment_id`: the number of the program's segment, or -1 without a segment. Each iteration of
+      a stream loop has its own `KernelProfile`.
     - `stream`: the number of the program's stream; -1 is the caller's.
     - `compile_time_ms`: the time in which the kernel was lowered and compiled, or found on disk,
       even if that was before this run. Kernels that were compiled together share their time
@@ -49,7 +49,7 @@ class KernelProfile:
     - `input_bytes`, `output_bytes`: bytes of the local tensors.
     - `time_ms`: the run time; on CPU ranks, by the host's clock.
 
-    A value that is not known is None. On a CPU, these are `registers`, `device` and the percentage.
+    An unknown value is None. On a CPU, `registers`, `device` and the percentage are unknown.
     `correlation_id` is always None.
     """
 

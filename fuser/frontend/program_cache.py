@@ -128,7 +128,7 @@ class Program:
         return found
 
     def group_of(self, executor: FusedKernelExecutor) -> int:
-        """Returns the number of the kernel group to which an executor belongs."""
+        """Returns the number of the kernel group whose kernels an executor runs."""
         return next(
             number
             for number, runner in self._kernels.items()
@@ -235,7 +235,9 @@ def _class_text(key: CallKey, usual: Settings, passed: int) -> str:
 
 @dataclass
 class BoundProgram:
-    """A program, and the evaluator that runs the program on this rank."""
+    """A program on this rank: the program, and the evaluator that runs it with this rank's
+    communicator.
+    """
 
     program: Program
     evaluator: ProgramEvaluator
@@ -329,7 +331,7 @@ class CallCacheEntry:
         self.runs_left = self.patience
 
     def enable_fast_path(self, inputs: Iterable[Any]) -> None:
-        """Replaces the quick check of inputs by one in C, if the compiled runner is available.
+        """Replaces the quick check of inputs by a check in C, if the compiled runner is available.
 
         This method is called after enough runs of such calls. If the runner is still being
         compiled, the method is called again later.

@@ -96,7 +96,7 @@ def translate_fusion(fusion: Fusion) -> str:
     """Returns a fusion as a Python program: the text of `repr(fd)`, with a newline at the end.
 
     Raises:
-        UnsupportedError: no statement can create a value, which the message names.
+        UnsupportedError: no Python statement can create a value. The message names the value.
     """
     lines = _Writer(fusion).program()
     return "\n".join([HEADER, *(f"    {line}" for line in lines or ["pass"])]) + "\n"

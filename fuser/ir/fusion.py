@@ -206,7 +206,11 @@ class TensorView:
 
     @checked
     def axis(self, index: int) -> Axis:
-        """Returns the loop axis at position `index`. A negative index counts from the end."""
+        """Returns the loop axis at position `index`. A negative index counts from the end.
+
+        Raises:
+            DefinitionError: there is no axis at this position.
+        """
         loop = self.domain.loop_numbers
         if not loop:
             raise DefinitionError(f"Tried to access an axis in a 0-dim TensorView: {self}")
@@ -222,7 +226,9 @@ class TensorView:
         return wrapped
 
     def user_line(self) -> str:
-        """Returns the user's line that created this tensor, as `file.py:12`, or "" if unknown."""
+        """Returns the user's source line that created this tensor, as `file.py:12`, or "" if
+        unknown.
+        """
         op = self.definition()
         return self.where or (op.where if op is not None else "")
 
@@ -362,7 +368,13 @@ class TensorView:
 
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
-        """Sets the parallel type of an axis of this tensor, as `Axis.parallelize` describes."""
+        """Sets the parallel type of an axis of this tensor.
+
+        `Axis.parallelize` calls this method after its own checks.
+
+        Raises:
+            DefinitionError: the axis is not an axis of this tensor, or needs a constant extent.
+        """
         current = self.domain.axes.get(axis.number)
         if current is None:
             raise DefinitionError(f"{axis} is not an axis of {self}")
@@ -514,7 +526,10 @@ class TensorOp(Op):
     REFERENCES: ClassVar[tuple[int, ...]] = ()
 
     def template(self) -> str:
-        """Returns the text template of this op, which may depend on the op's attributes."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field.
+
+        The text may depend on the op's attributes.
+        """
         return self.TEXT
 
     @classmethod
@@ -786,7 +801,10 @@ class Fusion:
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
     def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
-        """Returns a serial copy of an axis with an unused number and with the fields `changes`."""
+        """Returns a serial copy of an axis, with an unused number and without the `rfactor` mark.
+
+        `changes` sets other fields of the copy.
+        """
         fresh = IterDomain(self.next_axis(), axis.kind, axis.extent, expanded=axis.expanded)
         return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -814,7 +832,9 @@ class Fusion:
     # ------------------------------------------------------------ ops
     @property
     def exprs(self) -> tuple[TensorOp, ...]:
-        """All ops in topological order."""
+        """All ops of the fusion in topological order: an op follows the ops that define its
+        operands.
+        """
         if self._added:
             self._exprs = (*self._exprs, *self._added)
             self._added.clear()
@@ -1144,7 +1164,7 @@ class Fusion:
     if TYPE_CHECKING:  # `fuser.frontend.manual_kernels` adds this method
 
         def print_kernel(self, compile_params: Any = None) -> str:
-            """Returns the CUDA text of the scheduled fusion as one kernel."""
+            """Returns the CUDA text of the kernel for the fusion with its current schedule."""
             ...
 
     def print_math(self, from_outputs_only: bool = True) -> str:
@@ -1268,7 +1288,11 @@ class Axis(Val):
 
     @property
     def state(self) -> IterDomain:
-        """The current properties of the axis."""
+        """The current properties of the axis, read from its tensor.
+
+        Raises:
+            DefinitionError: scheduling has removed the axis from the tensor.
+        """
         found = self.tensor.domain.axes.get(self.number)
         if found is None:
             raise DefinitionError(
@@ -1325,7 +1349,7 @@ class Axis(Val):
         return self.state.is_stream
 
     def is_reduction(self) -> bool:
-        """Returns whether the op reduces this axis."""
+        """Returns whether the op that computes the tensor reduces this axis."""
         return self.state.is_reduction()
 
     # ------------------------------------------------------------ nvFuser's `Val` queries

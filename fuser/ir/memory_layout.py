@@ -29,7 +29,7 @@ MemoryOrder = tuple[tuple[int, bool | None], ...]
 def is_stored(axis: IterDomain) -> bool:
     """Returns whether memory holds all elements along an axis.
 
-    This is not so for broadcast and reduction axes.
+    Memory holds one element along a broadcast axis, and has no reduction axes.
     """
     return not (axis.is_broadcast or axis.is_reduction())
 

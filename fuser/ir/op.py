@@ -170,12 +170,15 @@ class Op:
 
     @remembered
     def outputs(self) -> tuple[Any, ...]:
-        """The values that the op defines or writes, in declaration order."""
+        """The tensors or other values that the op defines or writes, in declaration order."""
         return self._values("result", "results")
 
     @property
     def regions(self) -> tuple[tuple[Op, ...], ...]:
-        """The nested tuples of ops, in declaration order. Most ops have none."""
+        """The nested tuples of ops, such as the body of a loop, in declaration order.
+
+        Most ops have none.
+        """
         return tuple(getattr(self, name) for name, kind in self._kinds() if kind == "region")
 
     @classmethod
@@ -258,7 +261,9 @@ class Op:
         return numbered("output", self, self.outputs, index)
 
     def verify(self) -> None:
-        """Checks the invariants that field types do not express. By default, there are none.
+        """Checks the invariants of the op that the types of its fields do not express.
+
+        By default, there are none.
 
         Raises:
             VerifyError: an invariant does not hold.

@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class Statement(metaclass=ABCMeta):  # noqa: B024 (it is for isinstance alone)
-    """A value or an op of a fusion. `str` returns its text."""
+    """Base class of the values and ops of a fusion. `str` returns the text in the IR."""
 
     __slots__ = ()
 
 
 class Val(Statement):
-    """A value: a tensor, a scalar, an axis, or the domain of a tensor."""
+    """Base class of the values of a fusion: tensors, scalars, axes, and domains of tensors."""
 
     __slots__ = ()
 
 
 class Expr(Statement):
-    """An op: `input(i)` returns operand i, and `output(i)` returns result i."""
+    """Base class of the ops of a fusion: `input(i)` returns operand i, and `output(i)` result i."""
 
     __slots__ = ()
 

@@ -73,7 +73,7 @@ class ParallelType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The text in printed axes: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
+        """The text of the type in printed axes: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
         return _PTYPE_TEXT[self]
 
     @property

@@ -32,7 +32,7 @@ __all__ = ["DisjointValSets", "IdModel", "ValGraph"]
 
 
 class IdModel:
-    """The graphs of mapped axes of a fusion, one graph per mode.
+    """The relations between the axes of a fusion: one graph of mapped axes per mode.
 
     A graph describes the fusion at the time when the graph is first requested.
 

@@ -35,7 +35,7 @@ from multidevice.sharding.queries import whole_axis_sizes
 
 
 class CommunicatorBackend(IrEnum):
-    """The transport between GPUs.
+    """The ways to transport data between ranks.
 
     - `nccl`: NCCL.
     - `cuda`: peer copies, for ranks of one host. Each rank copies data out of the other rank's

@@ -137,8 +137,10 @@ class NoCompilerError(CompileError):
 
 
 class KernelError(FuserError):
-    """Raised if a kernel fails while it runs: checked mode finds an error, or the device reports
-    one."""
+    """Raised if a kernel fails while it runs.
+
+    The device reports the error, or checked mode (kernels with additional checks) finds it.
+    """
 
 
 class ExecutionError(FuserError):
@@ -149,15 +151,18 @@ class ExecutionError(FuserError):
 
 
 class CommunicationError(FuserError):
-    """Raised if a communication fails."""
+    """Raised if a communication between ranks fails."""
 
 
 class CommunicationTimeout(CommunicationError, TimeoutError):
-    """Raised if a communication does not complete within its deadline."""
+    """Raised if a communication does not complete within its time limit (`FUSER_TIMEOUT_S`)."""
 
 
 class DeadlockError(CommunicationError):
-    """Raised if no rank can continue. The message shows the position of every rank."""
+    """Raised if ranks wait for each other, so that no rank can continue.
+
+    The message shows the position of every rank.
+    """
 
     # For each rank, the sequences of calls in which it waits: kind, team, ends of a transfer.
     keys: Mapping[int, Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(

@@ -19,7 +19,9 @@ class KernelParam:
 
 @record
 class KernelSource:
-    """The text of one kernel. The comment at the top of `fuser/codegen/rt.h` describes its form.
+    """The text of one kernel, with its parameters.
+
+    `fuser/codegen/rt.h` describes the form of the text.
 
     - `uses_barriers`: whether the text uses barriers, shuffles, votes, shared memory or the
       reduction templates.

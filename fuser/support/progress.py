@@ -49,7 +49,7 @@ class ProgressLine:
         self._stage = f"{name} {number} of {count}" if count else name
 
     def end(self) -> None:
-        """Ends the drawing thread, and erases the line."""
+        """Ends the thread that draws the progress line, and erases the line."""
         self._is_over.set()
         self._thread.join()
         if self._is_drawn:

@@ -1,4 +1,4 @@
-"""A position in a text that is being parsed. Error messages show the line of the position."""
+"""A cursor for parsers: a position in a text. Error messages show the line of the position."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Version(str):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the version, without zeros at the end."""
+        """The numbers of the version, such as (0, 2, 36), without zeros at the end."""
         return _numbers(self)
 
     def __eq__(self, other: object) -> bool:
@@ -58,5 +58,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def version() -> Version:
-    """Returns the version of this project, which is not nvFuser's."""
+    """Returns the version of this project. It differs from the version of nvFuser's interface."""
     return Version(__version__)

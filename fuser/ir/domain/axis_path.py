@@ -124,43 +124,45 @@ class Rules(Generic[V]):
     needs_all = True
 
     def split(self, t: SplitTransform, inp: V) -> tuple[V | None, V | None]:
-        """Returns the values of (outer, inner)."""
+        """Returns the values of the axes (outer, inner) from the value of the axis that is
+        split.
+        """
         return None, None
 
     def merge(self, t: MergeTransform, outer: Any, inner: Any) -> V | None:
-        """Returns the value of the merged axis."""
+        """Returns the value of the merged axis from the values of its two source axes."""
         return None
 
     def resize(self, t: Resize, inp: V) -> V | None:
-        """Returns the value of the resized axis."""
+        """Returns the value of the resized axis from the value of its source axis."""
         return None
 
     def swizzle(self, t: Swizzle1D, inp: V) -> V | None:
-        """Returns the value of the rotated axis."""
+        """Returns the value of the rotated axis from the value of its source axis."""
         return None
 
     def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (axis of rows, shifted axis)."""
+        """Returns the values of (axis of rows, shifted axis) from those of the two source axes."""
         return None, None
 
     def unsplit(self, t: SplitTransform, outer: Any, inner: Any) -> V | None:
-        """Returns the value of the axis that was split."""
+        """Returns the value of the axis that was split from the values of (outer, inner)."""
         return None
 
     def unmerge(self, t: MergeTransform, out: V) -> tuple[V | None, V | None]:
-        """Returns the values of (outer, inner), the axes that were merged."""
+        """Returns the values of the merged axes (outer, inner) from the value of the result."""
         return None, None
 
     def unresize(self, t: Resize, out: V) -> V | None:
-        """Returns the value of the axis that was resized."""
+        """Returns the value of the axis that was resized from the value of the result."""
         return None
 
     def unswizzle(self, t: Swizzle1D, out: V) -> V | None:
-        """Returns the value of the axis that was rotated."""
+        """Returns the value of the axis that was rotated from the value of the result."""
         return None
 
     def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (axis of rows, axis that was shifted)."""
+        """Returns the values of (axis of rows, axis that was shifted) from those of the results."""
         return None, None
 
     def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
@@ -311,11 +313,11 @@ class IndexRules(Rules[Scalar]):
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the row index, and the element index plus the shift of the row."""
+        """Returns the index of the row, and the index of the element plus the shift of its row."""
         return rows, sc.add(inp, self._begin(t, rows))
 
     def unshift(self, t: Shift, same: Scalar, out: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the row index, and the element index minus the shift of the row."""
+        """Returns the index of the row, and the index of the element minus the shift of its row."""
         return same, sc.sub(out, self._begin(t, same))
 
 
@@ -358,16 +360,18 @@ def indices_backward(
 class SizeRules(Rules[Scalar]):
     """Rules for the sizes of derived axes, in the forward direction only.
 
-    `rewrite` is applied to the factors of splits and to the widths of resizes and shifts.
+    `rewrite` is applied to the factors of splits and to the widths of resizes and shifts. For
+    example, it replaces symbols by values.
     """
 
     def __init__(self, rewrite: Callable[[Scalar], Scalar] = lambda x: x) -> None:
         self._rewrite = rewrite
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the sizes of (outer, inner): the factor, and ceil(size / factor).
+        """Returns the sizes of (outer, inner), one of which is the factor.
 
-        The factor is the inner size if `inner_split` is set, else the outer size.
+        The factor is the inner size if `inner_split` is True, else the outer size. The other size
+        is ceil(size / factor).
         """
         factor = self._rewrite(t.factor)
         rest = sc.ceildiv(inp, factor)

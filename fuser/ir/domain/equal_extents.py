@@ -52,8 +52,8 @@ class ExtentClasses:
 
         `reason` is shown if the inputs of a call contradict this.
 
-        The extent with the lower `_rank` becomes the representative, or `a` if both ranks are
-        equal.
+        The extent with the lower sort key (`_rank`) becomes the representative, or `a` if the keys
+        are equal.
         """
         a, b = self.canonical(a), self.canonical(b)
         if a == b:

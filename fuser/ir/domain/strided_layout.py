@@ -1,4 +1,4 @@
-"""The layout of a tensor in memory (shape, strides and alignment) as a value without memory."""
+"""The layout of a tensor in memory (shape, strides and alignment), without a tensor or memory."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class IterDomain:
         return self.extent if self.expanded is None else self.expanded
 
     def is_reduction(self) -> bool:
-        """Returns whether the op reduces this axis."""
+        """Returns whether the op that computes the tensor reduces this axis."""
         return self.kind is IterType.reduction
 
     def numbered(self, number: int) -> IterDomain:
@@ -104,12 +104,12 @@ class SplitTransform:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The number of the axis that is split."""
+        """The axis that is split, as a tuple of its axis number."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The numbers of (outer, inner)."""
+        """The axis numbers of (outer, inner)."""
         return (self.outer, self.inner)
 
     @property
@@ -144,12 +144,12 @@ class MergeTransform:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The numbers of (outer, inner)."""
+        """The axis numbers of (outer, inner), which are merged."""
         return (self.outer, self.inner)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The number of the merged axis."""
+        """The merged axis, as a tuple of its axis number."""
         return (self.out,)
 
     @property
@@ -186,12 +186,12 @@ class Resize:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The number of the axis that is resized."""
+        """The axis that is resized, as a tuple of its axis number."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The number of the resized axis."""
+        """The resized axis, as a tuple of its axis number."""
         return (self.out,)
 
     @property
@@ -228,12 +228,12 @@ class Swizzle1D:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The number of the axis that is rotated."""
+        """The axis that is rotated, as a tuple of its axis number."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The number of the rotated axis."""
+        """The rotated axis, as a tuple of its axis number."""
         return (self.out,)
 
     @property
@@ -276,12 +276,12 @@ class Shift:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The numbers of (axis of rows, axis that is shifted)."""
+        """The axis numbers of (axis of rows, axis that is shifted)."""
         return (self.rows, self.inp)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The numbers of (copy of the axis of rows, shifted axis)."""
+        """The axis numbers of (copy of the axis of rows, shifted axis)."""
         return (self.same, self.out)
 
     @property
@@ -328,7 +328,7 @@ def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
 
 
 def splits_of(transforms: Iterable[Transform]) -> dict[int, SplitTransform]:
-    """Returns the splits among `transforms`, by the number of the axis that is split."""
+    """Returns the splits among `transforms`, by the axis number of the axis that is split."""
     return {t.inp: t for t in transforms if isinstance(t, SplitTransform)}
 
 
@@ -534,7 +534,7 @@ class TensorDomain:
 
     @remembered
     def splits(self) -> Mapping[int, SplitTransform]:
-        """The split transforms; the key of a split is the number of the axis it splits."""
+        """The split transforms, by the axis number of the axis that is split."""
         return splits_of(self.transforms)
 
     def rotated(self, number: int) -> IterDomain:
@@ -621,7 +621,7 @@ class TensorDomain:
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
-        """Returns the domain with `fn` applied to every axis. `fn` may change the axis numbers."""
+        """Returns the domain with `fn` applied to every axis. `fn` may also change axis numbers."""
         made = {n: fn(a) for n, a in self.axes.items()}
         if all(made[n] is a for n, a in self.axes.items()):
             return self
@@ -708,7 +708,7 @@ class TensorDomain:
 
     @remembered
     def problem(self) -> str | None:
-        """The cached result of `domain_problem`: a description of a broken invariant, or None."""
+        """A description of a broken invariant of this domain, or None. The result is cached."""
         return domain_problem(self)
 
 
@@ -735,7 +735,7 @@ def _pruned(
 
 
 def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:
-    """Returns the numbers of `axes`, in the same order."""
+    """Returns the axis numbers of `axes`, in the same order."""
     return tuple(a.number for a in axes)
 
 

@@ -1,6 +1,6 @@
 """Scaled dot product attention and its gradient, as ops that torch executes.
 
-Every axis has a letter:
+In docstrings and code, every axis has a letter:
 
 - n: batch. More batch axes may precede n.
 - h: heads. With `enable_gqa`, keys and values have fewer heads, with letter g. Then h / g
@@ -284,13 +284,13 @@ class SdpaFwdOp(AttentionOp):
         return "sdpfa_fwd"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         has = (v is not None for v in (self.bias, self.mask, self.scale))
         return _forward(*has, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for *has, grouped in itertools.product((False, True), repeat=4):
             named = zip(("bias", "mask", "scale"), has, strict=True)
             absent = {f: None for f, given in named if not given}
@@ -342,12 +342,12 @@ class SdpaBwdOp(AttentionOp):
         return "sdpfa_bwd"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return _backward(self.scale is not None, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for scale, grouped in itertools.product((True, False), (False, True)):
             absent = {} if scale else {"scale": None}
             yield {**absent, "enable_gqa": grouped}, _backward(scale, enable_gqa=grouped)

@@ -49,7 +49,7 @@ class LookupOp(TensorOp):
 
     @property
     def axis(self) -> int:
-        """The position of the looked-up axis in the table."""
+        """The position of the looked-up axis among the axes of the table."""
         return self.dim
 
     def table_map(self) -> AxisMap:
@@ -283,12 +283,15 @@ class GatherOp(_AlongAxisOp):
         return "gather"
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes, except `dim`, along which table and index may differ in length."""
+        """Returns the axes, except `dim`, along which the index may be shorter than the table."""
         found = _differing(self.table, self.index)
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, table): along this axis, the index may not be longer than the table."""
+        """Yields pairs (axis, table).
+
+        Along this axis, the index must not be longer than the table.
+        """
         return ((k, self.table) for k in self.narrowed())
 
 
@@ -332,7 +335,10 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor): along this axis, the index may not be longer than this tensor."""
+        """Yields pairs (axis, tensor).
+
+        Along this axis, the index must not be longer than the tensor.
+        """
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):
             yield from ((k, self.src) for k in _differing(self.src, self.index))

@@ -67,12 +67,12 @@ class ProductOp(LibraryOp):
     }
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return self._template([f for f, _ in self.tensors() if f != "out"])
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
             yield cls._variant([f for f, has in zip(cls.OPTIONAL, given, strict=True) if not has])
 
@@ -237,7 +237,7 @@ class GroupedMmaOp(ProductOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         yield cls._variant([*cls.SCALES])
         yield from super().variants()
 
@@ -248,7 +248,7 @@ class GroupedMmaOp(ProductOp):
 
     @property
     def ragged(self) -> str:
-        """The letter of the ragged axis, which the groups divide."""
+        """The letter of the ragged axis (m, n or k), which the groups divide."""
         return self.FORMS[self.mat1.ndim, self.mat2.ndim][0]
 
     @classmethod

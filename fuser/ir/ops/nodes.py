@@ -46,12 +46,12 @@ class UnaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return unary_template(self.kind, is_float=self.out.dtype() is DataType.Float)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for kind in kinds_of(1):
             for is_float in (False, True):
                 yield {"kind": kind}, unary_template(kind, is_float=is_float)
@@ -69,12 +69,12 @@ class CastOp(TensorOp):
         return "cast"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return "{out}\n   = " + cast_spelling(self.inp.dtype(), self.out.dtype()) + "({inp});"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         spellings = {cast_spelling(s, d): None for s in INFO for d in INFO}
         for spelling in spellings:
             yield {}, "{out}\n   = " + spelling + "({inp});"
@@ -92,7 +92,7 @@ class BinaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return binary_template(self.kind, is_float=category(self.out.dtype()) == "float")
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
@@ -103,7 +103,7 @@ class BinaryOp(TensorOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for kind in kinds_of(2):
             for is_float in (False, True):
                 yield {"kind": kind}, binary_template(kind, is_float=is_float)
@@ -122,7 +122,7 @@ class TernaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return ternary_template(self.kind)
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
@@ -133,7 +133,7 @@ class TernaryOp(TensorOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for kind in kinds_of(3):
             yield {"kind": kind}, ternary_template(kind)
 
@@ -212,14 +212,14 @@ class RandomOp(TensorOp):
     }
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return self._template(
             self.KINDS[self.kind][self.a is not None], self.seed is not None, bool(self.begin)
         )
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for kind, spellings in cls.KINDS.items():
             for spelled in spellings:
                 general = {} if spelled is spellings[1] else {"a": None, "b": None}
@@ -276,14 +276,14 @@ class LoadStoreOp(TensorOp):
         return "permute" if self.out.domain.root else "set"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         permute = ".Permute" if self.out.domain.root else ""
         hint = "" if self.cache_op is CacheOp.unspecified else f", cache_op={self.cache_op.value}"
         return "{out}\n   = " + self.kind.value + permute + "( {inp}" + hint + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for kind in LoadStoreOpType:
             for cache_op in CacheOp:
                 hint = "" if cache_op is CacheOp.unspecified else f", cache_op={cache_op.value}"
@@ -322,12 +322,12 @@ class Reshard(TensorOp):
         return "reshard"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return _reshard_template(self.source is not None, self.target is not None, self.reduction)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for source in (False, True):
             for target in (False, True):
                 for reduction in (None, *ReductionOp.KINDS):
@@ -453,7 +453,7 @@ class ReductionOp(TensorOp):
         return {"add": "sum", "mul": "prod"}.get(self.kind, self.kind)
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return (
             "{out}\n   = reduction( {inp}, op = "
             + self.kind
@@ -462,7 +462,7 @@ class ReductionOp(TensorOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for kind in cls.KINDS:
             yield (
                 {"kind": kind},
@@ -514,7 +514,9 @@ class LibraryOp(TensorOp):
 
     @property
     def draws(self) -> bool:
-        """Whether results may depend on random numbers that torch draws in each run."""
+        """Whether results may depend on random numbers that torch draws in each run, as for
+        dropout.
+        """
         return False
 
     def followed_by(self, out: TensorView) -> TensorView | None:
@@ -593,13 +595,13 @@ class LinearOp(Contraction):
         return "linear"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         tail = ",\n            {bias}" if self.bias is not None else ""
         return "{out}\n   = linear({x},\n            {weight}" + tail + ")"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
 
@@ -638,7 +640,10 @@ class LinearOp(Contraction):
 
     @property
     def bias_lacks(self) -> tuple[bool, ...]:
-        """One flag per axis of the result: True if the bias has no such axis (the rows `*i`)."""
+        """One flag per axis of the result:
+
+        True if the bias has no such axis, and so is broadcast along it.
+        """
         return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])
 
 
@@ -742,13 +747,13 @@ class PadOp(TensorOp):
             )
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         filler = "" if self.filler is None else ", {filler}"
         return "{out}\n   = pad( {inp}, {widths}" + filler + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         yield {"filler": None}, "{out}\n   = pad( {inp}, {widths} )"
         yield {}, "{out}\n   = pad( {inp}, {widths}, {filler} )"
 

@@ -101,12 +101,12 @@ class ScanOp(AlongAxisOp):
         return (self.init,)
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return self._template(self.kind)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for kind in ReductionOp.KINDS:
             yield {"kind": kind}, cls._template(kind)
 
@@ -139,12 +139,12 @@ class ArgsortOp(AlongAxisOp):
         return "argsort"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return self._template(self.descending, self.stable)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for down, stable in itertools.product((False, True), repeat=2):
             yield {"descending": down, "stable": stable}, cls._template(down, stable)
 
@@ -178,12 +178,12 @@ class TopKOp(AlongAxisOp):
         return "topk"
 
     def template(self) -> str:
-        """Returns the template of the IR text of this op, for its attributes and operands."""
+        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
         return self._template(self.largest, self.sorted)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for each way in which the op is printed."""
+        """Yields (attribute values, text template) of each printed form, for the parser."""
         for largest, in_order in itertools.product((False, True), repeat=2):
             yield {"largest": largest, "sorted": in_order}, cls._template(largest, in_order)
 

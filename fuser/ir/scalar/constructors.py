@@ -206,7 +206,7 @@ def ne(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def logical_not(a: ScalarLike) -> Scalar:
-    """Returns the negation of a condition."""
+    """Returns the condition that `a` is false."""
     return apply("!", a)
 
 

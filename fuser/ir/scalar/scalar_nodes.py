@@ -38,8 +38,8 @@ class Scalar:
     """Base class of all scalars: constants, symbols and expressions. Scalars are immutable.
 
     Equal scalars are one object. In the compiler, `==` and hashing are therefore those of `object`,
-    and take the same time for any size of the expression. In a user's definition, `==` creates a
-    condition.
+    and their time does not depend on the size of the expression. In a user's definition, `==`
+    creates a condition.
     """
 
     __slots__ = ("__weakref__", "depth", "dtype", "interval", "order", "symbols")
@@ -293,7 +293,7 @@ def converted(value: AnyNumber, kind: Category) -> Number:
 
 
 class Const(Scalar):
-    """A literal with a value and a dtype."""
+    """A constant number with a dtype."""
 
     __slots__ = ("value",)
     value: Number

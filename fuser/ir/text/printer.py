@@ -109,10 +109,10 @@ def line_key(op: Op) -> str:
 
 
 def lines_text(ops: Iterable[Op]) -> str:
-    """Returns the section with the user's line of each op, or "" if no line is known.
+    """Returns the section of a program's text with the user's line of each op, or "" without lines.
 
-    Ops of regions are included. If several ops have one key, an op is listed only if its line
-    differs from the line of the first of these ops.
+    Ops of regions are included. If several ops have the same key (`line_key`), an op is listed only
+    if its line differs from that of the first of them.
     """
     rows: dict[str, str] = {}
 
