@@ -92,7 +92,7 @@ class Draws:
     def complete(self, inputs: Iterable[object], key: Sequence[int] = (0, 0)) -> list[Argument]:
         """Returns the inputs of `fusion`: the caller's inputs as a flat list, then seed and offset.
 
-        `key` is (seed, offset).
+        `key` has the seed and the offset.
 
         Raises:
             InputError: the number of inputs is wrong.

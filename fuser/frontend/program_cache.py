@@ -300,8 +300,9 @@ class CallCacheEntry:
         return self.bound.evaluator.cuda_graphs(self.known)
 
     def repeated(self) -> list[str]:
-        """Returns one line of text: how many such calls the compiled runner has repeated, or why
-        none.
+        """Returns one line of text: how many such calls the compiled runner has repeated.
+
+        If it has repeated none, the line says why.
         """
         if self.steady is None:
             return [f"not repeated: {self.never or self._what_is_awaited()}"]
@@ -321,8 +322,7 @@ class CallCacheEntry:
         """Drops the compiled runner of such calls, because the runner no longer accepts them.
 
         A runner that was used often is soon replaced by a new one. Two events can make a runner
-        invalid: an error, which frees the buffer of intermediates, or a larger program, which moves
-        it.
+        invalid: an error frees the buffer of intermediates, or a larger program moves this buffer.
         """
         why = "too many calls had other inputs, a run failed, or a larger program moved the memory"
         self.steady, self.why_not = None, why

@@ -219,7 +219,7 @@ def _difference(
     rtol: float,
     legal: torch.Tensor | None = None,
 ) -> str:
-    """Returns a text on how an output differs from its reference, or "" if it does not.
+    """Returns a text on how an output differs from its reference, or "" if both agree.
 
     `atol` and `rtol` are the tolerances. `legal` is an additional allowed difference for each
     element.

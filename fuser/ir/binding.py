@@ -30,8 +30,7 @@ Values = dict[Symbol, Number]
 
 @record
 class _Axis:
-    """One axis of an input: its position, its extent, and the number of shards into which it is
-    divided.
+    """One axis of an input: its position, its extent, and its number of shards.
 
     In the extent, each symbol is replaced by the representative of the symbols that are equal to
     it.
@@ -327,9 +326,9 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
 
 
 def _counted(text: PythonText, x: Scalar) -> str:
-    """Returns the Python expression of an extent as an int.
+    """Returns the Python expression for an extent, converted to an int if necessary.
 
-    Its symbols have variables in `text`.
+    The symbols of the extent must have variables in `text`.
     """
     return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
@@ -535,8 +534,9 @@ class Contents:
         self._also = also
 
     def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Checks the arguments of a call, and returns their places, as the class docstring defines
-        them.
+        """Checks the arguments of a call, and returns their places.
+
+        The class docstring defines the places.
 
         Raises:
             InputError: the storage of a tensor has become too small, or a number is out of range.
@@ -561,8 +561,9 @@ class Contents:
         return self.places(arguments) if bits & self._between else ()
 
     def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the places of the arguments, as the class docstring defines them, and checks
-        nothing.
+        """Returns the places of the arguments, which the class docstring defines.
+
+        Unlike `check`, this method checks nothing.
         """
         found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
         return found if any(found) else ()

@@ -332,10 +332,9 @@ class TensorView:
 
     @checked
     def swizzle(self, x: int, y: int) -> NoReturn:
-        """Raises `UnsupportedError` in every case, because the compiler chooses the layout of
-        shared memory.
+        """Raises `UnsupportedError` in every case. The method exists because nvFuser has it.
 
-        The method exists because nvFuser has it.
+        In this project, the compiler chooses the layout of shared memory.
         """
         raise UnsupportedError(
             f"swizzle({x}, {y}) of {self} is not supported: the compiler chooses the layout of "
@@ -1098,9 +1097,7 @@ class Fusion:
         self.unify_extents(extent, value, "the schedule")
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Returns a scalar in which each symbol is replaced by the representative of its equal
-        extents.
-        """
+        """Returns a scalar with each symbol replaced by the representative of its equal extents."""
         return self.extents.canonical(x)
 
     def equal_extents(self) -> tuple[tuple[Scalar, Scalar], ...]:

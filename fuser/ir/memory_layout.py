@@ -157,7 +157,7 @@ def memory_strides(
     """Returns (allocation axis, stride in elements) of the axes that memory holds, outermost first.
 
     `size` returns the size of an axis. `gap` returns the stride of a non-contiguous axis. The
-    stride of a contiguous axis is the stride of the next inner axis times its size.
+    stride of a contiguous axis is the stride of the next inner axis times the size of that axis.
     """
     domain = tv.domain
     order = list(zip(domain.maybe_allocation, domain.contiguity, strict=True))
@@ -188,10 +188,7 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
-    """Raises `AssertionError`.
-
-    The strides of a tensor without gaps never ask for the stride of a gap.
-    """
+    """Raises `AssertionError`, because a tensor without gaps has no non-contiguous axis."""
     raise AssertionError(f"{axis} is contiguous")
 
 

@@ -33,11 +33,9 @@ def axis_words(tv: TensorView, axis: IterDomain) -> str:
 
 
 def in_ir(*things: object) -> str:
-    """Returns a second line for a message, with the IR's text:
+    """Returns the second line of a message, which has the IR's text of `things`.
 
-    `in the IR: iS4{i0} of T1_g_float[..]`.
-
-    The arguments are joined by `of`.
+    Example: `in the IR: iS4{i0} of T1_g_float[..]`, where `of` joins the arguments.
     """
     return f"\n  in the IR: {' of '.join(map(str, things))}"
 

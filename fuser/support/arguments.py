@@ -438,9 +438,9 @@ class Entrance:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """Returns the parameters of a function as text:
+    """Returns the parameters of a function as text.
 
-    `(arg, dim=None, keepdim=False, *, dims=None)`.
+    Example: `(arg, dim=None, keepdim=False, *, dims=None)`.
     """
     given = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     spelled = [p.replace(default=_Text(str(p.default))) if _is_named(p) else p for p in given]

@@ -568,7 +568,7 @@ def _options(kind: str) -> Mapping[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=64)
 def _parse(kind: str, text: str) -> Mapping[str, tuple[str, ...]]:
-    """Parses the value of a variable, `name,name(a,b),...`. Returns the arguments of each name.
+    """Parses the value of a variable, `name,name(a,b),...`, and returns the arguments of each name.
 
     Raises:
         OptionError: a name is unknown, or the syntax is wrong.

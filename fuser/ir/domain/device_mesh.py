@@ -152,16 +152,18 @@ class DeviceMesh:
         return 0 if dim is None else self._coordinates(rank)[dim]
 
     def _coordinates(self, rank: int) -> list[int]:
-        """Returns the position of `rank` along each mesh dimension, or zeros if the mesh lacks the
-        rank.
+        """Returns the position of `rank` along each mesh dimension.
+
+        If the mesh lacks the rank, all positions are 0.
         """
         at = self._place.get(rank, 0)
         return [at // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape)]
 
     @checked
     def coordinates(self, ptype: ParallelType) -> tuple[int, ...]:
-        """Returns the position of every device along the mesh dimension `ptype`, in the order of
-        `devices`.
+        """Returns the positions of all devices along the mesh dimension `ptype`.
+
+        They are in the order of `devices`.
         """
         if ptype not in self._along:
             dim = self.dim_of(ptype)
@@ -292,9 +294,9 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 
 
 def read_ranks(cursor: Cursor) -> DeviceMesh:
-    """Reads a list of ranks at the cursor, and returns a one-dimensional mesh:
+    """Reads a list of ranks at the cursor, such as `(0 1 2)` or `(0..1023)`.
 
-    `(0 1 2)`, `(0..1023)`.
+    Returns a one-dimensional mesh.
 
     Raises:
         ParseError: the text is no list of ranks. The error has the position.

@@ -434,8 +434,9 @@ class TensorDomain:
 
     @remembered
     def root(self) -> tuple[IterDomain, ...]:
-        """The root axes, from which the op derives the logical axes, or () if both are the same
-        axes.
+        """The root axes, from which the op derives the logical axes.
+
+        They are () if the root axes are the logical axes.
         """
         return self.states(self.root_numbers)
 

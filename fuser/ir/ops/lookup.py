@@ -344,9 +344,9 @@ class ScatterOp(LibraryOp):
             yield from ((k, self.src) for k in _differing(self.src, self.index))
 
     def _whole(self) -> set[int]:
-        """Returns the axes that cannot be sharded:
+        """Returns the axes that cannot be sharded.
 
-        `dim`, and axes along which tensors differ in length.
+        These are `dim`, and axes along which tensors differ in length.
         """
         return {self.dim, *(k for k, _ in self.limits())}
 

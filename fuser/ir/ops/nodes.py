@@ -181,8 +181,8 @@ class IotaOp(TensorOp):
         return (None,)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0,): the axis cannot be sharded, because there is no operand whose sharding it
-        follows.
+        """Returns (0,), because the op has no operand from which the sharding of axis 0 could
+        follow.
         """
         return (0,)
 
@@ -640,9 +640,8 @@ class LinearOp(Contraction):
 
     @property
     def bias_lacks(self) -> tuple[bool, ...]:
-        """One flag per axis of the result:
-
-        True if the bias has no such axis, and so is broadcast along it.
+        """One flag per axis of the result, which is True if the bias has no such axis (the rows
+        `*i`).
         """
         return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])
 

@@ -656,9 +656,9 @@ class Parser(ValueParser):
         self.fusion.extents.write(extent, self.scalar())
 
     def math(self) -> None:
-        """Reads inputs, outputs and ops of a fusion:
+        """Reads the inputs, outputs and ops of a fusion at the cursor.
 
-        `Inputs: ... Outputs: ... %kernel_math { ... }`.
+        The text has the form `Inputs: ... Outputs: ... %kernel_math { ... }`.
         """
         c = self.cursor
         c.take("Inputs:")
@@ -821,9 +821,9 @@ def key_of(text: str, start: int) -> str:
 
 @lru_cache(maxsize=16)
 def templates_of(ops: tuple[type[Op], ...]) -> Mapping[str, list[Template]]:
-    """Returns the text templates of op classes, by the key that `key_of` finds in their text.
+    """Returns the text templates of op classes, by the name of the op in its text.
 
-    Ops that are printed as operators have the key "".
+    The names are those of `key_of`. Ops that are printed as operators have the name "".
     """
     buckets: dict[str, list[Template]] = {"": []}
     for op in ops:
