@@ -36,10 +36,10 @@ def mapped_axes(
 ) -> tuple[AxisPair, ...]:
     """Returns the pairs (operand axis, result axis) that op `op` maps onto each other.
 
-    The operand is `op.inputs[operand_index]`, and the pairs have its logical axes. `out` is the
-    result of the op, by default its first result, and the pairs have its root axes. If the op
-    broadcasts the operand, a pair may have a broadcast axis and a concrete axis; `is_exact_pair`
-    excludes such pairs.
+    The operand is `op.inputs[operand_index]`, and `out` is the result, by default the first one.
+    Pairs have logical axes of the operand and root axes of the result. If the op broadcasts the
+    operand, a pair may have a broadcast axis and a concrete axis; `is_exact_pair` excludes such
+    pairs.
     """
     consumer = out if out is not None else op.out_tensor
     return _pairs(op, operand_index, consumer, op.axis_map_to(operand_index, consumer))
@@ -149,9 +149,8 @@ class AxisGraph:
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """Puts two axes into one class.
-
-        Axes that equal transforms derive from the two are also joined.
+        """Puts two axes into one class, and also the axes that equal transforms derive from
+        them.
         """
         self._union(a.number, b.number)
         self._close()

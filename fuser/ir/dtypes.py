@@ -364,7 +364,8 @@ def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> D
         dtype = D.Float
     if config == "float_only" and dtype not in (D.Float, D.Double):
         raise DtypeError(
-            f"Promoted type must be single or double precision float but found {dtype_text(dtype)}"
+            f"Promoted type must be single or double precision float but found "
+            f"{dtype_text(dtype)}: cast the operands to Float or Double"
         )
     return D.Float if dtype in HALF_LIKE else dtype
 

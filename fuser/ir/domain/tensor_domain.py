@@ -876,10 +876,8 @@ class DomainBuilder:
     ) -> tuple[IterDomain, IterDomain]:
         """Splits an axis into two axes and returns (outer, inner).
 
-        Both inherit kind and parallel type.
-
-        If the axis is an expanded broadcast axis, its expanded size is split, and both results have
-        extent 1.
+        Both axes inherit the kind and the parallel type. If the axis is an expanded broadcast axis,
+        its expanded size is split, and both results have extent 1.
         """
 
         def sizes(extent: Scalar) -> tuple[Scalar, Scalar]:

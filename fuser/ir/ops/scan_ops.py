@@ -73,10 +73,10 @@ class AlongAxisOp(LibraryOp):
 
 
 class ScanOp(AlongAxisOp):
-    """A cumulative reduction along axis `dim`, such as cumsum: out[i] = init * inp[0] * .. *
-    inp[i].
+    """A cumulative reduction along axis `dim`, such as cumsum.
 
-    `*` stands for the operation `kind`: add, mul, max or min.
+    out[i] = init * inp[0] * .. * inp[i], where `*` stands for the operation `kind`: add, mul, max
+    or min.
     """
 
     out: TensorView = result()
@@ -121,10 +121,10 @@ class ScanOp(AlongAxisOp):
 
 
 class ArgsortOp(AlongAxisOp):
-    """The order of the elements along axis `dim`: out[.., i, ..] is the position of the i-th
-    element.
+    """The order of the elements along axis `dim`, as their positions.
 
-    With `stable`, equal elements keep their order. NaN counts as larger than all numbers.
+    out[.., i, ..] is the position of the element that is at position i after sorting. With
+    `stable`, equal elements keep their order. NaN counts as larger than all numbers.
     """
 
     out: TensorView = result()

@@ -320,7 +320,7 @@ def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
-        raise DefinitionError(f"division of {a} by zero")
+        raise DefinitionError(f"a scalar divides {a} by zero")
     if av is not None and bv is not None:
         down = op == "floorDiv" or (av < 0) == (bv < 0)
         return Const(av // bv if down else -(-av // bv), dtype)
@@ -358,7 +358,7 @@ def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
     if bv == 0:
-        raise DefinitionError(f"remainder of {a} by zero")
+        raise DefinitionError(f"a scalar has the remainder of {a} by zero, which is not defined")
     if av is not None and bv is not None:
         down = op == "floorMod" or (av < 0) == (bv < 0)
         return Const(av % bv if down else -(-av % bv), dtype)
@@ -399,7 +399,7 @@ def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
     """Returns a / b rounded up."""
     av, bv = int_value(a), int_value(b)
     if bv == 0:
-        raise DefinitionError(f"division of {a} by zero")
+        raise DefinitionError(f"a scalar divides {a} by zero")
     if av is not None and bv is not None:
         return Const(-(-av // bv), int_dtype(a, b))
     if bv == 1:

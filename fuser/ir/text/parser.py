@@ -74,7 +74,7 @@ class ValueParser:
         self._depth += 1
         try:
             if self._depth > MAX_DEPTH:
-                raise c.fail(f"more than {MAX_DEPTH} nested parentheses")
+                raise c.fail(f"this scalar has more than {MAX_DEPTH} nested parentheses")
             return self._scalar()
         except ParseError:
             raise
@@ -448,7 +448,7 @@ class Parser(ValueParser):
         self._depth += 1
         try:
             if self._depth > MAX_DEPTH:
-                raise self.cursor.fail(f"more than {MAX_DEPTH} nested regions", start)
+                raise self.cursor.fail(f"this op is nested in more than {MAX_DEPTH} regions", start)
             return self._filled(template, start)
         finally:
             self._depth -= 1

@@ -92,7 +92,7 @@ def test_operators_keep_their_spelling(op: str) -> None:
         ("( i0 + )", "line 1, column 8: expected a scalar"),
         ("( i0 + 1", "expected ')'"),
         ("double(x)", "column 8: 'x' is not a number"),
-        ("( i0 / 0 )", "division of i0 by zero"),
+        ("( i0 / 0 )", "a scalar divides i0 by zero"),
         ("i0 i1", "expected the end"),
         ("", "expected a scalar"),
     ],
