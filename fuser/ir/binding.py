@@ -234,8 +234,8 @@ class Binder:
         why = self._because(raw, axis.extent)
         if not symbols(axis.extent):
             raise InputError(
-                f"{where.removesuffix(',')}: Tried to bind to a constant value: {expected} as "
-                f"{axis.found(size)} at axis {axis.position}"
+                f"{where} to have size {expected} at axis {axis.position}, but got "
+                f"{axis.found(size)}. Tried to bind to a constant value: {expected} as {size}"
                 f"{self._shard_hint(axis, values)}"
                 f"{why or user_code(axis.tv.user_line())}{_spread_hint(axis, size) if why else ''}"
             )
