@@ -131,7 +131,11 @@ class StandInBackend(nccl.NcclBackend):
     def poll(self, done: Any, what: Any, needs: Any) -> None:
         # The thread that connects is no rank of the simulation, which would not wait for it.
         until = time.monotonic() + HANG_S
-        while what().startswith("connection of NCCL") and not done() and time.monotonic() < until:
+        while (
+            what().startswith("the connection of the NCCL")
+            and not done()
+            and time.monotonic() < until
+        ):
             time.sleep(1e-4)
         super().poll(done, what, needs)
 
