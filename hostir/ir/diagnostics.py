@@ -148,10 +148,10 @@ def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
     for first, *others in list(alike.values())[:MAX_SHOWN]:
         parts.append(first.text(lines))
         if others:
-            parts.append("  for want of such a wait also:")
+            parts.append("  the same wait would also repair:")
             parts += [f"    {f.short(lines)}" for f in others]
     if len(alike) > MAX_SHOWN:
-        parts.append(f"and {len(alike) - MAX_SHOWN} more")
+        parts.append(f"and {len(alike) - MAX_SHOWN} more faults, which are not shown")
     return "\n".join(parts)
 
 

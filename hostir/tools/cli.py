@@ -300,16 +300,18 @@ def _verify(args: argparse.Namespace) -> None:
     program = _checked(args)
     values = symbol_values(program, _sizes(args.size))
     _say_sizes(args, program)
-    print(f"{sum(1 for _ in walk(program.ops))} ops: the program keeps the rules")
+    print(
+        f"{sum(1 for _ in walk(program.ops))} ops: the program obeys all rules of single operations"
+    )
     values[NUMBER_OF_STREAMS] = args.streams
     found = findings(program, values)
     refuse(program, found, what=f"with {args.streams} streams")
     if has_streams(program):
         looked, classes = ranks_to_look_at(program, values, program.devices() or (0,))
         where = f" on {len(looked)} ranks of {classes} that differ" if len(looked) < classes else ""
-        print(f"with {args.streams} streams, nothing is left unordered{where}")
+        print(f"with {args.streams} streams, waits order all conflicting uses of buffers{where}")
     if has_communications(program):
-        print(f"the {len(program.devices())} ranks meet in every communication")
+        print(f"the communications of the {len(program.devices())} ranks match")
 
 
 def _cost(args: argparse.Namespace) -> None:
@@ -337,7 +339,8 @@ def _trace(args: argparse.Namespace) -> None:
         _say_sizes(args, program)
         _say_assumed(args, program)
         print(
-            f"{args.output}: {len(made.work)} pieces of work, from the cost model; nothing was run"
+            f"{args.output}: {len(made.work)} operations, predicted by the cost model; nothing was "
+            "run"
         )
         return
     launch, device = read_launch(), args.device or "cpu"

@@ -32,8 +32,8 @@ from multidevice.sharding.queries import sharded_logical_axis
 # Parallel type -> the position of the axis that it cuts.
 Cuts = dict[ParallelType, int]
 UNKNOWN = (
-    "nothing says where shardings came from: FUSER_DUMP=host_ir writes a Provenance section for a "
-    "compiled program; one that was built by hand has none"
+    "the text does not say where shardings came from: a dump of a compiled program "
+    "(FUSER_DUMP=host_ir) has a Provenance section; a program that was built by hand has none"
 )
 _DIRECTIONS = {"forward": "forward", "backward": "backward", "beside": "beside another result"}
 
@@ -358,11 +358,12 @@ class _Why:
             if all(n is not None and n % count == 0 for n in values):
                 continue
             verb = "are not known to divide" if None in values else "do not divide"
-            cure = "; numbers in fd.define_tensor([...], ...) are known" if None in values else ""
+            cure = ", and give them as numbers in fd.define_tensor([...], ...)"
             return (
-                f"; a reshape keeps this cut where the devices divide axis {axis} before it and "
-                f"behind it: {count} devices {verb} both {extents[0]} and {extents[1]}. Choose "
-                f"sizes that they divide{cure}"
+                f"; a reshape keeps this split only if the number of devices divides axis {axis} "
+                f"before and after the reshape: {count} devices {verb} both {extents[0]} and "
+                f"{extents[1]}. Choose sizes that are divisible by {count}"
+                f"{cure if None in values else ''}"
             )
         return ""
 

@@ -307,8 +307,8 @@ def test_why_of_a_program_by_hand_says_that_it_has_no_provenance() -> None:
         x = hic.input([2, 4], mesh=DeviceMesh([0, 1]))
         x.axis(0).parallelize(ParallelType.mesh_x)
     (line,) = explain(hic, "T0")
-    assert line.startswith("T0 is cut by mesh_x on axis 0; nothing says where")
-    assert line.endswith("one that was built by hand has none")
+    assert line.startswith("T0 is cut by mesh_x on axis 0; the text does not say where")
+    assert line.endswith("that was built by hand has none")
 
 
 def test_a_ring_is_explained_by_the_tensor_of_which_it_moves_parts() -> None:
@@ -368,24 +368,24 @@ def heads(features: int, *, is_inner: bool = False) -> None:
     [
         (
             -1,
-            "2 devices are not known to divide both i0 and ( i0 / 4 ). Choose sizes that they "
-            "divide; numbers in fd.define_tensor([...], ...) are known",
+            "2 devices are not known to divide both i0 and ( i0 / 4 ). Choose sizes that are "
+            "divisible by 2, and give them as numbers in fd.define_tensor([...], ...)",
         ),
-        (12, "2 devices do not divide both 12 and 3. Choose sizes that they divide"),
+        (12, "2 devices do not divide both 12 and 3. Choose sizes that are divisible by 2"),
     ],
 )
 def test_a_reshape_of_heads_says_which_sizes_would_keep_the_cut(features: int, end: str) -> None:
     program = read_back(lambda: heads(features), (3, 5, 12))
     (line,) = explain(program, "all")
-    reason, _, cure = line.partition("; a reshape keeps this cut where ")
+    reason, _, cure = line.partition("; a reshape keeps this split only if ")
     assert "takes T" in reason and "whole along axis 2" in reason
-    assert cure == f"the devices divide axis 2 before it and behind it: {end}"
+    assert cure == (f"the number of devices divides axis 2 before and after the reshape: {end}")
 
 
 def test_a_reshape_that_merges_the_inner_side_promises_nothing() -> None:
     program = read_back(lambda: heads(8, is_inner=True), (3, 5, 8))
     (line,) = explain(program, "all")
-    assert "whole along axis 2" in line and "keeps this cut" not in line
+    assert "whole along axis 2" in line and "keeps this split" not in line
 
 
 def test_a_send_is_explained_by_what_it_is_received_into() -> None:
