@@ -65,7 +65,8 @@ class WholeShapes:
         self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
 
     def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
-        """Returns the shape of each undivided tensor. `values` binds the symbols in the extents.
+        """Returns the shape of each undivided tensor: a tensor that neither devices nor stream
+        loops divide. `values` binds the symbols in the extents.
 
         Returns {} if some extent cannot be evaluated, is negative, or is not an integer.
         """

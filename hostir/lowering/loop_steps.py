@@ -62,8 +62,8 @@ from multidevice.sharding.streams import (
 class LoweringState:
     """The host program while it is created from a fusion: its tensors, its kernels, and counters.
 
-    `fusion` is complete, sharded and finalized, and does not change. `values` is a copy that owns
-    the tensors of the host program. `twins` maps each tensor of `fusion` to its copy.
+    `fusion` has its final shardings and does not change. `values` is a copy that owns the tensors
+    of the host program. `twins` maps each tensor of `fusion` to its copy.
     """
 
     fusion: Fusion
@@ -221,10 +221,11 @@ class LoopContext:
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Returns the index along the stream axis of type `ptype`, for the iteration with this
+        """Returns the index along the stream axis of type `ptype`, for the loop iteration with this
         `number`.
 
-        If a loop has several stream axes, each axis is one digit of the iteration's number.
+        If a loop has several stream axes, the number of an iteration is written with one digit per
+        axis.
         """
         count, inner = self.digits[ptype]
         if sc.int_value(self.count) == 0:

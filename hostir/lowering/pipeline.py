@@ -165,8 +165,8 @@ def lower_sharded(
     dump: KeepsDump = _no_dump,
     facts: KernelFacts = NO_FACTS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
-    """Returns the segments and the verified host program of `fusion`, which is already sharded and
-    finalized.
+    """Returns the segments and the verified host program of `fusion`, which already has its final
+    shardings.
 
     `facts` are facts about inputs and device. The other parameters are those of `build_program`.
     """

@@ -65,10 +65,9 @@ def lower(
     """Returns the host program of a fusion that is divided into segments (kernels and the ops
     between kernels).
 
-    The fusion must be complete, sharded and finalized. `loops` are the stream loops of the fusion;
-    if None, `lower` computes the loops. `backend_name` is the library that communications name. The
-    program has no deallocations yet: `hostir.passes.deallocation.run_passes` adds the
-    deallocations.
+    The fusion must have its final shardings. `loops` are the stream loops of the fusion; if None,
+    `lower` computes the loops. `backend_name` is the library that communications name. The program
+    has no deallocations yet: `hostir.passes.deallocation.run_passes` adds the deallocations.
     """
     found = StreamLoops(segmented.fusion) if loops is None else loops
     program = LoweringState.of(segmented.fusion, found, params, backend_name)

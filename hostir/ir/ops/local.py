@@ -176,8 +176,8 @@ class LaunchKernel(HostOp):
 
     @property
     def subject(self) -> str:
-        """The phrase that names the launch at the beginning of a message: `The launch of kernel
-        group 1`."""
+        """The phrase that names a `LaunchKernel` op at the beginning of an error message: `The
+        launch of kernel group 1`."""
         return f"The launch of kernel group {self.group}"
 
     def effects(self) -> tuple[Effect, ...]:
@@ -190,8 +190,8 @@ class LaunchKernel(HostOp):
         rt.launch(self)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` unless the operands of the launch fit the fusion of the kernel.
-        Their number, dtypes, extents and meshes must agree."""
+        """Raises `VerifyError` unless the operands of `LaunchKernel` fit the fusion that the kernel
+        computes. Their number, dtypes, extents and meshes must agree."""
         fusion = program.kernel(self.group)
         _check_operands(self, fusion, f"kernel group {self.group}", _kernel_kind)
 
@@ -213,8 +213,8 @@ class PostOnStream(HostOp):
 
     @property
     def subject(self) -> str:
-        """The phrase that names the op at the beginning of a message: `The launch of host unit
-        0`."""
+        """The phrase that names a `PostOnStream` op at the beginning of an error message: `The
+        launch of host unit 0`."""
         return f"The launch of host unit {self.unit}"
 
     @property
@@ -229,20 +229,21 @@ class PostOnStream(HostOp):
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
-        """Runs `PostOnStream`: runs the host unit on the current stream."""
+        """Runs `PostOnStream` on one rank: runs the host unit, a separately compiled fusion, on the
+        current stream."""
         rt.run_unit(self)
 
     def work(self, sizes: Sizes) -> Work:
-        """Raises `UnsupportedError`, because the cost of a host unit is unknown until the host unit
-        is scheduled."""
+        """Raises `UnsupportedError`, because the cost of `PostOnStream` is unknown: its host unit
+        is scheduled only when the program runs."""
         raise UnsupportedError(
             f"cost: the time of PostOnStream (HostUnit{self.unit}) cannot be predicted, because a "
             f"host unit is scheduled only when it runs{user_code(self.where)}"
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` unless the operands of the op fit the fusion of the host unit. Their
-        number, dtypes, numbers of axes and meshes must agree.
+        """Raises `VerifyError` unless the operands of `PostOnStream` fit the fusion of the host
+        unit. Their number, dtypes, numbers of axes and meshes must agree.
 
         Also raises `VerifyError` if the host unit updates an input in place.
         """
@@ -433,15 +434,15 @@ class HirAliasSelect(HostOp):
 
     @cached_property
     def position(self) -> int | None:
-        """The index of the selected axis of `inp`, counted without reductions. None if the selected
-        axis is a reduction."""
+        """The index of the axis that `HirAliasSelect` removes from `inp`, counted without
+        reductions. None if the axis is a reduction."""
         kept = [a.number for a in self.inp.domain.no_reductions]
         return kept.index(self.axis.number) if self.axis.number in kept else None
 
     @cached_property
     def part(self) -> Part | None:
-        """The part of `inp` of which `out` is a view: one element of an axis. None if `out` is a
-        view of the whole of `inp`."""
+        """The part of `inp` that `HirAliasSelect` selects: one element of an axis. None if `out` is
+        a view of the whole of `inp`."""
         return None if self.position is None else Part(self.position, self.index)
 
     def effects(self) -> tuple[Effect, ...]:
@@ -493,8 +494,8 @@ class ShardByStream(HostOp):
 
     @cached_property
     def part(self) -> Part:
-        """The part of `inp` of which `out` is a view: a chunk of the axis that the stream axis
-        divides."""
+        """The part of `inp` that `ShardByStream` selects: a chunk of the axis that the stream axis
+        of `out` divides."""
         position, count = stream_cut(self.out)
         return Part(position, self.stream_index, count)
 
@@ -566,7 +567,8 @@ class SymmetricContiguousView(HostOp):
 
     @cached_property
     def team(self) -> TeamOf | None:
-        """The ranks whose shards the view `out` shows; None if only one rank has a shard."""
+        """The ranks whose shards a `SymmetricContiguousView` shows. None if only one rank has a
+        shard."""
         mesh, cuts = self.inp.mesh, placement(self.inp, DEVICE_TYPES)
         along = {cut.ptype for mine in cuts for cut in mine}
         if mesh is None or not along:
@@ -607,8 +609,8 @@ class SymmetricContiguousView(HostOp):
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether several ranks have shards of `inp`. The op is then a barrier, in which these
-        ranks wait for each other."""
+        """Whether `SymmetricContiguousView` is a barrier, in which several ranks wait for each
+        other. False if only one rank has a shard of `inp`."""
         return self.team is not None
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
@@ -738,7 +740,8 @@ class ForLoop(HostOp):
 
     @property
     def subject(self) -> str:
-        """The phrase that names the loop at the beginning of a message: `The loop over i3`."""
+        """The phrase that names a `ForLoop` op at the beginning of an error message: `The loop over
+        i3`."""
         return f"The loop over {self.index}"
 
     def template(self) -> str:
@@ -792,7 +795,8 @@ class IfThenElse(HostOp):
 
     @property
     def subject(self) -> str:
-        """The phrase that names the branch at the beginning of a message: `The branch`."""
+        """The phrase that names an `IfThenElse` op at the beginning of an error message: `The
+        branch`."""
         return "The branch"
 
     @property

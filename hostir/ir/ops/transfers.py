@@ -186,18 +186,20 @@ class Communication(StartsCommunication):
 
     @property
     def name(self) -> str:
-        """The phrase that names the collective in a sentence: `Communication 3 (Allgather)`."""
+        """The phrase that names a `Communication` op in a sentence: `Communication 3
+        (Allgather)`."""
         return f"Communication {self.number} ({self.type})"
 
     @cached_property
     def collective(self) -> Collective:
-        """The facts about this type of collective, for example whether it has a root, or
-        reduces."""
+        """The facts about the collective that `Communication` starts, for example whether the
+        collective has a root, or reduces."""
         return COLLECTIVES[self.type]
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory orders of the axes of `inp` and of `out`."""
+        """The memory orders of `inp` and of `out` of a `Communication`: the order in which their
+        axes are stored."""
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def template(self) -> str:
@@ -226,8 +228,8 @@ class Communication(StartsCommunication):
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the collective on this rank, if the rank is in a team. Raises `ExecutionError` if
-        the root is no position in the team."""
+        """Runs `Communication`: starts the collective on this rank, if the rank is in a team.
+        Raises `ExecutionError` if the root is no position in the team."""
         team = self.team.ranks(rt.rank)
         if team:
             root = -1 if self.root is None else member(team, rt.integer(self.root), self)
@@ -235,12 +237,13 @@ class Communication(StartsCommunication):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How the operand and the result of this type of collective may share one buffer."""
+        """How the operand and the result of a `Communication` may share one buffer. The type of
+        collective decides."""
         return self.collective.sharing
 
     @cached_property
     def movement(self) -> Movement:
-        """The data that the collective moves: from `inp` to `out`, between the members of the
+        """The data that `Communication` moves: from `inp` to `out`, between the members of the
         team."""
         return Movement(
             self.type,
@@ -254,19 +257,19 @@ class Communication(StartsCommunication):
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if another communication of the program has the same number, or if a
-        team member is in no tensor's mesh."""
+        """Raises `VerifyError` if another op of the program starts a communication with the number
+        of this `Communication`, or if a team member is in no tensor's mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def _members(self, side: Side) -> Members:
-        """Returns the team members that read the operand or write the result, whichever `side`
-        describes: all members, or only the root."""
+        """Returns the team members that read the operand or write the result of the collective,
+        whichever `side` describes. These are all members, or only the root."""
         return Members(self.team, self.root if side.at_root else None)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if the root, the reduction, the team, the meshes or the dtypes do
-        not fit the type of collective."""
+        """Raises `VerifyError` if the root, the reduction, the team, the meshes or the dtypes of a
+        `Communication` do not fit the type of collective."""
         row = self.collective
         if (self.root is not None) != row.is_rooted:
             rule = "needs a root" if row.is_rooted else "takes no root"
@@ -338,13 +341,14 @@ class P2PCommunication(StartsCommunication):
 
     @property
     def name(self) -> str:
-        """The phrase that names the op in a sentence: `P2PCommunication 3 (send)`."""
+        """The phrase that names a `P2PCommunication` op in a sentence: `P2PCommunication 3
+        (send)`."""
         return f"P2PCommunication {self.number} ({self.type})"
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory order of the buffer, twice: the one buffer is both the operand of a send and
-        the result of a receive."""
+        """The memory order of the buffer of a `P2PCommunication`, twice: the one buffer is both the
+        operand of a send and the result of a receive."""
         order = AxisOrder.of(self.buffer)
         return order, order
 
@@ -356,13 +360,14 @@ class P2PCommunication(StartsCommunication):
 
     @cached_property
     def movement(self) -> Movement:
-        """The data that the op moves: its buffer, sent to the peer or received from the peer."""
+        """The data that `P2PCommunication` moves: its buffer, sent to the peer or received from the
+        peer."""
         ends = (self.buffer, None) if self.type == "send" else (None, self.buffer)
         return Movement(self.type, *ends, None, self.backend, peers={"peer": self.peer})
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the send or receive on this rank. Raises `ExecutionError` if the peer is not one
-        of the program's ranks."""
+        """Runs `P2PCommunication`: starts the send or receive on this rank. Raises `ExecutionError`
+        if the peer is not one of the program's ranks."""
         peer = rt.integer(self.peer)
         if peer not in rt.team:
             raise ExecutionError(
@@ -404,12 +409,13 @@ class CollectivePermute(StartsCommunication):
 
     @property
     def name(self) -> str:
-        """The phrase that names the op in a sentence: `CollectivePermute 3`."""
+        """The phrase that names a `CollectivePermute` op in a sentence: `CollectivePermute 3`."""
         return f"CollectivePermute {self.number}"
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory orders of the axes of `inp` and of `out`."""
+        """The memory orders of `inp` and of `out` of a `CollectivePermute`: the order in which
+        their axes are stored."""
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def effects(self) -> tuple[Effect, ...]:
@@ -420,15 +426,15 @@ class CollectivePermute(StartsCommunication):
 
     @cached_property
     def movement(self) -> Movement:
-        """The data that the permutation moves: from `inp` to `out`, between the members of the
+        """The data that `CollectivePermute` moves: from `inp` to `out`, between the members of the
         team."""
         peers = {"send_peer": self.send_peer, "recv_peer": self.recv_peer}
         kind = type(self).__name__
         return Movement(kind, self.inp, self.out, self.team, self.backend, peers=peers)
 
     def emit(self, rt: Runtime) -> None:
-        """Starts the permutation on this rank, if the rank is in a team. Raises `ExecutionError` if
-        a peer is no position in the team."""
+        """Runs `CollectivePermute`: starts the permutation on this rank, if the rank is in a team.
+        Raises `ExecutionError` if a peer is no position in the team."""
         team = self.team.ranks(rt.rank)
         if team:
             to, source = (
@@ -437,14 +443,14 @@ class CollectivePermute(StartsCommunication):
             rt.permute(self, team, to, source)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if another communication of the program has the same number, or if a
-        team member is in no tensor's mesh."""
+        """Raises `VerifyError` if another op of the program starts a communication with the number
+        of this `CollectivePermute`, or if a team member is in no tensor's mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if `inp` or `out` has no mesh, their dtypes differ, or a constant
-        peer is no position in the team."""
+        """Raises `VerifyError` if `inp` or `out` of a `CollectivePermute` has no mesh, their dtypes
+        differ, or a constant peer is no position in the team."""
         for tv in (self.inp, self.out):
             if tv.mesh is None:
                 raise VerifyError(f"{self.name}: {tv} has no mesh, {_NEEDS_MESH}")
@@ -483,7 +489,7 @@ class EndCoalescing(StartsCommunication):
 
     @property
     def name(self) -> str:
-        """The phrase that names the op in a sentence: `EndCoalescing 3`."""
+        """The phrase that names an `EndCoalescing` op in a sentence: `EndCoalescing 3`."""
         return f"EndCoalescing {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
@@ -510,7 +516,7 @@ class Wait(HostOp):
 
     @property
     def name(self) -> str:
-        """The phrase that names the op in a sentence: `Wait 3`."""
+        """The phrase that names a `Wait` op in a sentence: `Wait 3`."""
         return f"Wait {self.number}"
 
     def effects(self) -> tuple[Effect, ...]:
