@@ -342,7 +342,8 @@ class OperandSlicer:
         """Makes the view of the part of an operand that one iteration of the stream loop uses. The
         operand is computed before the loop.
 
-        `op` is the reshard that takes the part. Its result then refers to the view.
+        `op` is the reshard (change of sharding) that takes the part. The result of `op` then refers
+        to the view.
         """
         self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
         self._wholes[op.out] = op.inp

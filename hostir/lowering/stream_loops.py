@@ -152,9 +152,9 @@ class RingEmitter:
         """Adds the transfer by which one loop iteration receives its block from the device that has
         this block. In return, this rank sends its own block to the device that needs it.
 
-        `op` is the reshard. `inp` is this rank's own block, and `out` is the memory for the
-        received block. In the first iteration, the needed block is this rank's own, so nothing is
-        sent.
+        `op` is the reshard (change of sharding). `inp` is this rank's own block, and `out` is the
+        memory for the received block. In the first iteration, the needed block is this rank's own,
+        so nothing is sent.
         """
         (ptype,) = team.ptypes
         loop, in_turn = self._loop, self._program.copies_in_turn
@@ -176,7 +176,8 @@ class RingEmitter:
 
     def exchange(self, op: nodes.Reshard) -> None:
         """Adds the transfer by which one loop iteration sends its result to the device that needs
-        this result. In return, this rank receives a result that it needs.
+        this result. In return, this rank receives a result that it needs. `op` is the reshard
+        (change of sharding).
 
         In one iteration, this rank needs its own result, so nothing is sent. With `offset_by_rank`,
         that is the first iteration, and otherwise the last. Raises `UnsupportedError` if all
@@ -310,11 +311,11 @@ class RingEmitter:
 
 
 def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
-    """Returns the ops that copy `mine` into `theirs`: in an exchange, this is the block that stays
-    on this device.
+    """Returns the ops that copy `mine` into `theirs`: in an exchange of blocks between devices, the
+    block that stays on this device.
 
-    `op` is the reshard that exchanges blocks. Axes of one element are removed first, so that both
-    sides of the copy have equal axes.
+    `op` is the reshard (change of sharding) that exchanges blocks. Axes of one element are removed
+    first, so that both sides of the copy have equal axes.
     """
     source, target = op.source, op.target
     assert source is not None and target is not None, f"{op} exchanges no axes"
@@ -357,7 +358,8 @@ class CollectiveEmitter:
         self._slicer, self._rings = slicer, rings
 
     def emit(self, op: nodes.Reshard) -> None:
-        """Adds the ops that carry out the reshard `op` for the block of one loop iteration."""
+        """Adds the ops that carry out a reshard (change of sharding) for the block of one loop
+        iteration."""
         kind = communication_type(op)
         if kind == "StepSlice":
             self._slicer.slice_whole(op)
@@ -396,8 +398,8 @@ class CollectiveEmitter:
         )
 
     def _scatter(self, op: nodes.Reshard) -> None:
-        """Adds a reduction: one loop iteration sums one block over all devices, on the device that
-        needs this block.
+        """Adds a reduction to the loop: each iteration sums one block over all devices, on the
+        device that needs this block. `op` is the reshard (change of sharding).
 
         Raises `UnsupportedError` with `offset_by_rank`, because all devices must reduce the same
         block at the same time.
@@ -431,10 +433,10 @@ class CollectiveEmitter:
 
     def _bring(self, op: nodes.Reshard) -> None:
         """Adds the communication by which one loop iteration gets the block that another device
-        has. In a broadcast, device k sends its block to all others in iteration k.
+        has. `op` is the reshard (change of sharding).
 
-        If each device begins with its own block, the blocks move in a ring or a permutation
-        instead.
+        In a broadcast, device k sends its block to all others in iteration k. If each device begins
+        with its own block, the blocks move in a ring or a permutation instead.
         """
         inp, out = self._program.twins[op.inp], self._slicer.result(op.out)
         team, backend, loop = team_of(op), self._program.step_backend, self._loop

@@ -152,7 +152,8 @@ class _Why:
         return "it came with the program" if row is None else self.chain(row, ptype)
 
     def row(self, number: int, ptype: ParallelType | None) -> Origin | None:
-        """Returns the Provenance row that says where a sharding of the tensor `number` came from.
+        """Returns the row of the program's Provenance section that says where a sharding of the
+        tensor `number` came from.
 
         `ptype` is the mesh dimension or stream that splits an axis. If `ptype` is None, the row is
         about the tensor's mesh. If there is no such row, the row about the whole placement of the
@@ -168,11 +169,10 @@ class _Why:
         return next(iter(ranked), None)
 
     def chain(self, row: Origin, ptype: ParallelType | None) -> str:
-        """Returns a text that lists the propagations of a sharding, from the Provenance row `row`
-        back to the user's annotation.
+        """Returns a text that lists the propagations of a sharding, back to the user's annotation.
 
-        `ptype` is the mesh dimension or stream that splits the axis; None stands for the tensor's
-        mesh.
+        `row`, of the program's Provenance section, says where the sharding came from. `ptype` is
+        the mesh dimension or stream that splits the axis; None stands for the tensor's mesh.
         """
         steps: list[str] = []
         seen: set[Origin] = set()
@@ -186,8 +186,9 @@ class _Why:
         return ", ".join(steps)
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
-        """Returns the Provenance row from which the sharding in `row` was propagated, one op closer
-        to the user's annotation. Returns None at the end.
+        """Returns the row of the program's Provenance section from which the sharding in `row` was
+        propagated. The returned row is one op closer to the user's annotation. Returns None at the
+        end.
 
         `ptype` is the mesh dimension or stream that splits the axis; None stands for the tensor's
         mesh.
@@ -206,13 +207,15 @@ class _Why:
         return None if row.how == "sum" else self.row(row.source, ptype)
 
     def summed(self, number: int) -> list[Origin]:
-        """Returns the Provenance rows about split axes that the tensor `number` no longer has,
-        because an op summed over these axes."""
+        """Returns the rows of the program's Provenance section about split axes over which an op
+        summed. The tensor `number`, the sum, no longer has these axes."""
         return [r for r in self.rows.get(number, []) if r.what == "cut" and r.axis is None]
 
     def step(self, row: Origin) -> str:
         """Returns the text of one propagation: the tensor from which a sharding came, and the op.
-        `row` is the Provenance row of the propagation."""
+
+        `row`, of the program's Provenance section, describes the propagation.
+        """
         through = f"{row.op or 'an op'}{_at(row.where)}"
         source = f"T{row.source}"
         match row.how:
@@ -282,8 +285,10 @@ class _Why:
         return f"{head}: {reason}"
 
     def reason(self, row: Origin, inp: TensorView, out: TensorView) -> str:
-        """Returns a text about the reason for the communication from `inp` to `out`. `row` is the
-        Provenance row of `out`."""
+        """Returns a text about the reason for the communication from `inp` to `out`.
+
+        `row`, of the program's Provenance section, says where the sharding of `out` came from.
+        """
         through = f"{row.op or 'an op'}{_at(row.where)}"
         name, change = f"T{out.number}", self.change(inp, out)
         match row.how:
@@ -368,8 +373,8 @@ class _Why:
         return ""
 
     def result_of(self, row: Origin) -> TensorView | None:
-        """Returns the result of the op that the Provenance row `row` names. The result may be a
-        tensor inside a kernel."""
+        """Returns the result of the op that `row`, of the program's Provenance section, names. The
+        result may be a tensor inside a kernel."""
         if row.result in self.tensors:
             return self.tensors[row.result]
         kernels = (group.fusion.tensors() for group in self.program.groups.values())
@@ -379,8 +384,8 @@ class _Why:
         """Returns a text in parentheses: how shardings of the tensor `number` follow from the
         user's annotations.
 
-        `cuts` are the mesh dimensions and streams of these shardings. Returns "" if the tensor has
-        no Provenance rows.
+        `cuts` are the mesh dimensions and streams of these shardings. Returns "" if the program's
+        Provenance section has no rows for the tensor.
         """
         rows = [] if number is None else [(self.row(number, p), p) for p in cuts]
         found = dict.fromkeys(self.chain(row, p) for row, p in rows if row is not None)

@@ -257,8 +257,9 @@ class Communication(StartsCommunication):
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if another op of the program starts a communication with the number
-        of this `Communication`, or if a team member is in no tensor's mesh."""
+        """Raises `VerifyError` if another op of the program starts a communication with the same
+        number. Also raises `VerifyError` if a team member of this `Communication` is in no tensor's
+        mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
@@ -443,8 +444,9 @@ class CollectivePermute(StartsCommunication):
             rt.permute(self, team, to, source)
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` if another op of the program starts a communication with the number
-        of this `CollectivePermute`, or if a team member is in no tensor's mesh."""
+        """Raises `VerifyError` if another op of the program starts a communication with the same
+        number. Also raises `VerifyError` if a team member of this `CollectivePermute` is in no
+        tensor's mesh."""
         super().verify_in(program)
         _check_team(self.team, program)
 
