@@ -385,7 +385,7 @@ class ProgramBuilder:
         try:
             yield body
         finally:
-            assert self._open.pop() is body, "regions end in the order of their begin"
+            assert self._open.pop() is body, "the innermost region must end first"
 
 
 def _refusal(text: str, *tensors: TensorView) -> DefinitionError:

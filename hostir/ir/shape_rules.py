@@ -113,7 +113,9 @@ def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> N
     several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
     for one, other in zip(*several, strict=False):
         (a, k, _), (b, m, _) = one, other
-        assert k is not None and m is not None, f"{op.name}: axes of {a} and {b}"
+        assert k is not None and m is not None, (
+            f"{op.name}: a head axis of {a} or {b} is a reduction"
+        )
         if device_cuts(a, k) != device_cuts(b, m):
             _refuse(op, one, other, how=_OTHER_DEVICES)
 

@@ -118,7 +118,7 @@ def stepping_axis(tv: TensorView) -> StreamAxis:
     """Returns the stream axis of `tv`, a tensor that a loop over streams computes. Each iteration
     of the loop computes one part along this axis."""
     axis = stream_axis(tv)
-    assert axis is not None, f"{tv} is in a loop without a stream axis"
+    assert axis is not None, f"{tv} is computed in a stream loop, but has no stream axis"
     return axis
 
 

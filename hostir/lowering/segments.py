@@ -109,7 +109,7 @@ def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segm
     ordered: list[list[Segment]] = []
     while groups:
         ready = next((k for k in groups if not needs[k] & groups.keys()), None)
-        assert ready is not None, "loops over streams need one another"
+        assert ready is not None, "two stream loops each need a result of the other"
         ordered.append(groups.pop(ready))
     return ordered
 
@@ -159,7 +159,7 @@ class SegmentLowering:
         for out in outs:
             if out not in self._in_place:
                 self._allocate(out)
-        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
+        assert segment.fusion is not None, f"the kernel segment {segment.number} has no fusion"
         fusion, places = with_places(segment.fusion)
         fusion = self._with_aliases(segment, fusion)
         self._program.groups[segment.number] = KernelGroup(
@@ -192,7 +192,9 @@ class SegmentLowering:
     def _communication(self, segment: Segment) -> None:
         for expr in segment.exprs:
             op = self._twin_op(expr)
-            assert isinstance(op, nodes.Reshard), f"{op.name} is no communication"
+            assert isinstance(op, nodes.Reshard), (
+                f"expected a reshard in a communication segment, got {op.name}"
+            )
             self._allocate(op.out)
             kind = communication_type(op)
             if kind == "LocalSlice":

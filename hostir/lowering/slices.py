@@ -126,7 +126,7 @@ def rotated(
     """
     if by is None:
         return index
-    assert mesh is not None, f"blocks rotated along {by.text} without a mesh"
+    assert mesh is not None, f"blocks cannot be rotated along {by.text} without a mesh"
     return sc.mod(sc.add(index, coordinate(mesh, by)), count)
 
 
@@ -310,7 +310,7 @@ def block_type(tv: TensorView) -> ParallelType:
     number is the block's number.
     """
     axis = cut_axis(tv)
-    assert axis is not None, f"{tv} has no blocks"
+    assert axis is not None, f"no stream axis divides {tv} into blocks"
     return axis.ptype
 
 
@@ -349,7 +349,9 @@ BlockOf = Callable[[TensorView, ParallelType], Scalar]
 
 
 def _no_steps(tv: TensorView, ptype: ParallelType) -> Scalar:
-    raise AssertionError(f"{tv} is computed in steps of {ptype.text}, outside of a loop")
+    raise AssertionError(
+        f"{tv} has the stream axis {ptype.text}, but is computed outside of a stream loop"
+    )
 
 
 def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, tuple[Scalar, ...]]:
@@ -413,7 +415,7 @@ def _first(tv: TensorView, extent: Scalar, cuts: Cuts, block_of: BlockOf) -> Sca
     for cut in cuts:
         extent = local_extent(extent, (cut,), "first")
         if cut.ptype.is_device:
-            assert tv.mesh is not None, f"{tv} is cut over devices, and has no mesh"
+            assert tv.mesh is not None, f"{tv} is split over devices, but has no mesh"
             number = coordinate(tv.mesh, cut.ptype)
         else:
             number = block_of(tv, cut.ptype)

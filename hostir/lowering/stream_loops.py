@@ -318,7 +318,9 @@ def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> li
     first, so that both sides of the copy have equal axes.
     """
     source, target = op.source, op.target
-    assert source is not None and target is not None, f"{op} exchanges no axes"
+    assert source is not None and target is not None, (
+        f"{op} does not exchange blocks between devices"
+    )
     copied: list[Op] = []
     drops = (stepping_axis(op.inp).is_logical, stepping_axis(op.out).is_logical)
     if drops != (True, True) or abs(source - target) != 1:
@@ -518,7 +520,7 @@ class StreamLoopBuilder:
         return [*body.before, *join(loop, (*body.steps, *body.last))]
 
     def _kernel(self, segment: Segment) -> None:
-        assert segment.fusion is not None, f"kernel segment {segment.number} has no fusion"
+        assert segment.fusion is not None, f"the kernel segment {segment.number} has no fusion"
         loop, slicer = self._loop, self._slicer
         ins: list[TensorView | Scalar] = [
             (slicer.part(v) if is_block(mine) else self._program.twins[v])
@@ -579,7 +581,9 @@ class StreamLoopBuilder:
             self._program, self._loop, self._body, self._slicer, self._rings
         )
         for op in segment.exprs:
-            assert isinstance(op, nodes.Reshard), f"{op.name} is no communication"
+            assert isinstance(op, nodes.Reshard), (
+                f"expected a reshard in a communication segment, got {op.name}"
+            )
             emitter.emit(op)
 
 

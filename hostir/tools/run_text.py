@@ -109,7 +109,7 @@ def random_inputs(
                     f"there is not enough memory for the input {what}: {error}"
                 ) from None
         else:
-            assert isinstance(value, Symbol), f"input scalar {value} is no symbol"
+            assert isinstance(value, Symbol), f"the scalar input {value} must be a symbol"
             inputs.append(values[value])
     return inputs
 

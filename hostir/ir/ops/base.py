@@ -142,7 +142,9 @@ class Movement:
     def both(self) -> tuple[TensorView, TensorView]:
         """The pair (tensor sent, tensor received) of a collective or a permutation. Must not be
         used for a send or a receive, which has only one tensor."""
-        assert self.sent is not None and self.received is not None, f"{self.kind} has one end"
+        assert self.sent is not None and self.received is not None, (
+            f"{self.kind} has only one tensor"
+        )
         return self.sent, self.received
 
     @property
@@ -363,12 +365,12 @@ class HostOp(Op):
     def effects(self) -> tuple[Effect, ...]:
         """Returns what the op does to buffers, views, communications and streams, in order. Effects
         of ops inside a loop body or branch are not included."""
-        raise NotImplementedError(f"{type(self).__name__} declares no effects")
+        raise NotImplementedError(f"the host op {type(self).__name__} must define effects()")
 
     def emit(self, rt: Runtime) -> None:
         """Runs the op on one rank, by calling the methods of `rt` that do its work. A loop or
         branch calls `rt` to run the ops inside."""
-        raise NotImplementedError(f"{type(self).__name__} does not define emit")
+        raise NotImplementedError(f"the host op {type(self).__name__} must define emit()")
 
     @property
     def subject(self) -> str:
