@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     """Adds torch and the GPU to the machine that pytest-benchmark records."""
+    import torch
+
     machine_info["torch"] = torch.__version__
     if torch.cuda.is_available():
         machine_info["gpu"] = torch.cuda.get_device_name(0)

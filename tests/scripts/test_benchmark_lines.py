@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import benchmark_lines
@@ -45,10 +47,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_a_line_has_the_seconds_and_the_facts_that_processes_report(folder: Path) -> None:
+def test_lines_have_the_reported_seconds_and_facts_and_the_last_an_exceeded_limit(
+    folder: Path,
+) -> None:
     del folder
-    (line,) = benchmark_lines.run_benchmarks("made", "quick one")
-    assert line == {
+    lines: list[dict[str, Any]] = benchmark_lines.run_benchmarks("made")
+    assert lines[0] == {
         "bench": "made",
         "what": "made",
         "case": "quick one",
@@ -57,13 +61,24 @@ def test_a_line_has_the_seconds_and_the_facts_that_processes_report(folder: Path
         "define_s": 0.05,
         "lower_s": 0.2,
     }
-
-
-def test_an_exceeded_limit_is_a_line(folder: Path) -> None:
-    del folder
-    lines: list[dict[str, Any]] = benchmark_lines.run_benchmarks("made")
     assert [line.get("case") for line in lines] == ["quick one", "slow", None]
     assert lines[-1] == {"bench": "made", "is_kept": False}
+
+
+def test_the_chosen_cases_remain_and_tests_of_all_cases() -> None:
+    conftest = importlib.import_module("benchmarks.conftest")
+
+    def item(case: str | None) -> Any:
+        return SimpleNamespace(callspec=SimpleNamespace(params={"case": case} if case else {}))
+
+    items = [item("a"), item("b"), item("c"), item(None), SimpleNamespace()]
+    chosen: Any = SimpleNamespace(getoption=lambda _: "c,a")
+    left = [*items]
+    conftest.pytest_collection_modifyitems(chosen, left)
+    assert left == [items[0], items[2], items[3], items[4]]
+    everything: Any = SimpleNamespace(getoption=lambda _: "")
+    conftest.pytest_collection_modifyitems(everything, left := [*items])
+    assert left == items
 
 
 def test_an_unknown_case_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
