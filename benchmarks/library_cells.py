@@ -101,17 +101,3 @@ def is_behind(row: Row) -> bool:
     """Whether torch is faster in a cell that was timed."""
     times = [row[kind] for kind in ("eager_us", "device_us") if kind in row]
     return any(not time.get("is_even", True) for time in times)
-
-
-def line_of(row: Row) -> str:
-    """Returns one line of the table."""
-    parts = [f"{row['op']:36} {'x'.join(map(str, row['shape'])):20} {row['dtype']:9}"]
-    for kind in ("eager_us", "device_us"):
-        found = row.get(kind, {})
-        if "why_not" in found:
-            parts.append(f"{found['why_not'][:34]:34}")
-        elif found:
-            theirs = found["torch"][0] if "torch" in found else float("nan")
-            ratio = found.get("ratio", float("nan"))
-            parts.append(f"{found['ours'][0]:9.1f} / {theirs:9.1f} = {ratio:5.2f}")
-    return "  ".join(parts) + ("  BEHIND" if is_behind(row) else "")

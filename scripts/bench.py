@@ -56,11 +56,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,6 +99,7 @@ ALL_SHAPES = (
 LARGE_COPY = (32768, 16384)
 # The largest number of neighbours of one choice that `explore` times.
 MAX_EXPLORED = 128
+Row = dict[str, Any]
 PEERS = ("eager", "default", "max-autotune-no-cudagraphs", quack_peer.NAME)
 
 
@@ -157,7 +157,7 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def kernel_copy(m: int, n: int, dtype: str, device: str) -> dict[str, Any]:
+def kernel_copy(m: int, n: int, dtype: str, device: str) -> Row:
     """Returns the line of a kernel that reads and writes one tensor: the faster of ours and
     torch's.
 
@@ -200,7 +200,7 @@ def time_copies(
     return copies
 
 
-def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
+def bench_kernels(args: argparse.Namespace) -> list[Row]:
     """Times all chosen cells. Their lines are written at once, so the returned list is empty."""
     began = time.monotonic()
     deadline = began + args.seconds if args.seconds else float("inf")
@@ -227,7 +227,7 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     for line in summarise(rows):
         lines.emit(line)
     took = round(time.monotonic() - began, 1)
-    ending: dict[str, Any] = {"bench": "kernels", "seconds": took, "cells": len(rows)}
+    ending: Row = {"bench": "kernels", "seconds": took, "cells": len(rows)}
     lines.emit({**ending, "not_timed": [str(cell) for cell in left]})
     bad = [row for row in rows if "failed" in row or is_wrong(row)]
     if bad:
@@ -235,7 +235,7 @@ def bench_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     return []
 
 
-def bench_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+def bench_attention(args: argparse.Namespace) -> list[Row]:
     """Times the cells of attention. Their lines are written at once, so the returned list is empty.
 
     Raises:
@@ -248,15 +248,12 @@ def bench_attention(args: argparse.Namespace) -> list[dict[str, Any]]:
     return []
 
 
-def bench_summary(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prints a summary of the lines of earlier runs of `kernels`."""
-    found = summarise(read_rows(args.files))
-    for row in found:
-        print(json.dumps(row), flush=True)
-    return found
+def bench_summary(args: argparse.Namespace) -> Iterator[Row]:
+    """Yields a summary of the lines of earlier runs of `kernels`."""
+    yield from summarise(read_rows(args.files))
 
 
-def launches(cell: Cell) -> dict[str, Any]:
+def launches(cell: Cell) -> Row:
     """Returns the schedulers of the kernels of a cell on an H200, and the number of library calls.
 
     Nothing is compiled.
@@ -274,13 +271,10 @@ def launches(cell: Cell) -> dict[str, Any]:
     }
 
 
-def bench_launches(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prints the launches of each cell with the H200's schedules, which need no GPU."""
+def bench_launches(args: argparse.Namespace) -> Iterator[Row]:
+    """Yields the launches of each cell with the H200's schedules, which need no GPU."""
     os.environ["FUSER_ENABLE"] = SCHEDULES
-    rows = [launches(cell) for cell in chosen_cells(args)]
-    for row in rows:
-        print(json.dumps(row))
-    return rows
+    yield from map(launches, chosen_cells(args))
 
 
 # ------------------------------------------------------------------ tuning
@@ -313,10 +307,8 @@ def _launchable(executor: Any, params: Any, inputs: Any, outs: Any, sizes: Any) 
     return is_launchable(record[1], describe_device("cuda"))
 
 
-def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times neighbours of the chosen parameters of each pattern; emits the choice and the
-    best 5.
-    """
+def bench_explore(args: argparse.Namespace) -> Iterator[Row]:
+    """Times neighbours of the chosen parameters of each pattern; yields the choice, the best 5."""
     from fuser.kernels.autotune_candidates import neighbours
     from fuser.kernels.executor import FusedKernelExecutor, compile_many
     from fuser.passes.concretize import concretize
@@ -324,7 +316,6 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
     from fuser.schedule.registry import find_scheduler
     from hostir.runtime.inputs import InputBinder
 
-    rows: list[dict[str, Any]] = []
     for name, dtype, m, n in chosen_cells(args):
         pattern, key = PATTERNS[name], (m, n, DTYPES[dtype])
         sets = [pattern.random(*key) for _ in range(set_count(pattern.nbytes(*key)))]
@@ -361,10 +352,7 @@ def bench_explore(args: argparse.Namespace) -> list[dict[str, Any]]:
         for text in dict.fromkeys((str(chosen), *best)):
             us = round(results[text] * 1e6, 2)
             labels = {"bench": "explore", "pattern": name, "dtype": dtype, "shape": [m, n]}
-            row = {**labels, "us": us, "params": text}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    return rows
+            yield {**labels, "us": us, "params": text}
 
 
 def _shown_params(fd: FusionDefinition) -> list[str]:
@@ -382,9 +370,8 @@ def _execute(fd: FusionDefinition, options: Sequence[str], *inputs: Any) -> list
     return fd.execute(inputs, _enable_options=options)
 
 
-def bench_tune(args: argparse.Namespace) -> list[dict[str, Any]]:
+def bench_tune(args: argparse.Namespace) -> Iterator[Row]:
     """Times each pattern with the option `tune` and with the heuristic's choice, in turns."""
-    rows: list[dict[str, Any]] = []
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, dtype, m, n in chosen_cells(args):
         pattern, key = PATTERNS[name], (m, n, DTYPES[dtype])
@@ -402,10 +389,7 @@ def bench_tune(args: argparse.Namespace) -> list[dict[str, Any]]:
         timed = time_interleaved([timer(device)(run, sets) for run in runs.values()])
         us = {way: round(t[0] * 1e6, 2) for way, t in zip(runs, timed, strict=True)}
         labels = {"bench": "tune", "pattern": name, "dtype": dtype, "shape": [m, n]}
-        row = {**labels, "us": us, "first_run_s": seconds, "params": params}
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
+        yield {**labels, "us": us, "first_run_s": seconds, "params": params}
 
 
 # ------------------------------------------------------------------ CPU kernels
@@ -419,7 +403,7 @@ def _residual_norm(
     return torch.nn.functional.layer_norm(x + residual, x.shape[-1:], weight, bias, 1e-12)
 
 
-def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
+def bench_cpu(args: argparse.Namespace) -> Iterator[Row]:
     """Times kernels on the CPU: median milliseconds of 15 interleaved runs after 3 warm-ups, one
     thread.
     """
@@ -440,7 +424,6 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
             ((32, 56, 384), (32, 56, 384), (384,), (384,)),
         ),
     }
-    rows: list[dict[str, Any]] = []
     for name, (build, peer, shapes) in cases.items():
         with FusionDefinition() as fd:
             tensors = [
@@ -453,7 +436,7 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
         measures = {who: by_clock(run) for who, run in runs.items()}
         times = take_turns(measures, rounds=15, warm_ups=3)
         ours, theirs = (spread(times[who]).median for who in ("ours", "torch"))
-        row = {
+        yield {
             "bench": "cpu",
             "kernel": name,
             "shapes": shapes,
@@ -462,12 +445,9 @@ def bench_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
             "torch_ms": round(theirs * 1e3, 3),
             "ratio": round(ours / theirs, 2),
         }
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
 
 
-def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
+def bench_agree(args: argparse.Namespace) -> Iterator[Row]:
     """Times how long ranks need to agree on a call, compared with a message of the control channel.
 
     All ranks make the same calls in the same order.
@@ -485,34 +465,29 @@ def bench_agree(args: argparse.Namespace) -> list[dict[str, object]]:
     }
     measures = {name: by_clock(way, 200) for name, way in ways.items()}
     times = {name: spread(s) for name, s in take_turns(measures, rounds=40, warm_ups=0).items()}
-    if communicator.rank():
-        return []
-    rows = [
-        {"bench": "agree", "way": name, "min_us": t.least * 1e6, "median_us": t.median * 1e6}
-        for name, t in times.items()
-    ]
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    return rows
+    if communicator.rank() == 0:
+        for name, t in times.items():
+            median_us, min_us, _ = t.scaled("us", 3)
+            yield {"bench": "agree", "way": name, "min_us": min_us, "median_us": median_us}
 
 
-def bench_library(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times the rows of library ops, and prints a line for each."""
+def bench_library(args: argparse.Namespace) -> Iterator[Row]:
+    """Times the rows of library ops, and names those behind torch."""
     device = "cpu" if args.cpu else "cuda"
     only = chosen(args.only, LIBRARY, "row") if args.only else ()
     machine = torch.cuda.get_device_name(0) if device == "cuda" else "CPU"
-    header = {"bench": "library", "machine": machine, "torch": torch.__version__}
-    found: list[dict[str, Any]] = []
+    yield {"bench": "library", "machine": machine, "torch": torch.__version__}
+    found: list[Row] = []
     began = time.monotonic()
     for name, shape, dtype in library_cells.cells(only, device):
         if args.seconds and time.monotonic() - began > args.seconds:
-            print(f"not timed: {name} {shape} {dtype} and all later cells")
+            print(f"not timed: {name} {shape} {dtype} and all later cells", file=sys.stderr)
             break
         found.append(library_cells.measure(name, shape, dtype, device))
-        print(library_cells.line_of(found[-1]), flush=True)
-    behind = sum(map(library_cells.is_behind, found))
-    print(f"{len(found)} cells, {behind} behind torch")
-    return [header, *found]
+        yield found[-1]
+    behind = [r for r in found if library_cells.is_behind(r)]
+    names = ", ".join(f"{r['op']} {r['dtype']} {r['shape']}" for r in behind)
+    print(f"{len(found)} cells, {len(behind)} behind torch: {names}", file=sys.stderr)
 
 
 # Cells of `kernels` in which torch.compile was once faster, and the least ratio of its time to
@@ -527,14 +502,14 @@ HELD = (
 )
 
 
-def is_behind_compiled(row: dict[str, Any]) -> bool:
+def is_behind_compiled(row: Row) -> bool:
     """Whether torch.compile is faster in one of the cells of `HELD`."""
     is_held = (row.get("pattern"), tuple(row.get("shape", ()))) in HELD
     times = row.get("us", {}) if is_held else {}
     return "default" in times and times["default"] / times["ours"] < LEAST_OF_COMPILED
 
 
-def is_behind(rows: Sequence[dict[str, Any]]) -> bool:
+def is_behind(rows: Sequence[Row]) -> bool:
     """Whether any measurement misses its limit.
 
     These are: library ops and the cells of `HELD`, where torch must not be faster, and lowering.
@@ -547,15 +522,12 @@ def is_behind(rows: Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def bench_by_pytest(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs the benchmarks of a file by pytest-benchmark, and prints a line for each."""
-    rows = run_benchmarks(name, args.only)
-    for row in rows:
-        print(json.dumps(row))
-    return rows
+def bench_by_pytest(name: str, args: argparse.Namespace) -> Iterable[Row]:
+    """Runs the benchmarks of a file by pytest-benchmark; returns a line for each."""
+    return run_benchmarks(name, args.only)
 
 
-BENCHES = {
+BENCHES: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
     "library": bench_library,
     "agree": bench_agree,
     "attention": bench_attention,
@@ -589,11 +561,10 @@ def main() -> int:
     parser.add_argument("--beside", action="store_true", help="of attention: heads lie beside")
     parser.add_argument("--cpu", action="store_true", help="try the benchmark itself")
     args = parser.parse_args()
-    rows = BENCHES[args.bench](args)
-    if args.json is not None:
-        with args.json.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    return int(is_behind(rows))
+    lines = Lines(args.json)
+    for row in BENCHES[args.bench](args):
+        lines.emit(row)
+    return int(is_behind(lines.rows))
 
 
 if __name__ == "__main__":

@@ -44,12 +44,16 @@ def test_row_is_what_torch_computes(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(out, value.to(out.dtype), rtol=limit, atol=limit)
 
 
-def test_a_cell_is_timed_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_are_timed_and_those_behind_torch_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     header, *rows = bench.bench_library(Namespace(cpu=True, only="cumsum", seconds=0.0))
     assert header["machine"] == "CPU" and not bench.is_behind([header])
     assert [row["dtype"] for row in rows] == ["bfloat16", "float16", "float32"]
-    printed = capsys.readouterr().out
-    assert printed.count("cumsum") == 3 and "3 cells" in printed
+    behind = [row for row in rows if library_cells.is_behind(row)]
+    printed = capsys.readouterr().err
+    assert f"3 cells, {len(behind)} behind torch" in printed
+    assert printed.count("cumsum") == len(behind)
 
 
 def test_a_cell_behind_torch_ends_with_an_error() -> None:
