@@ -72,13 +72,21 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
 
     Raises:
         ArgumentError: an argument has the wrong type, or the two arguments are swapped.
-        ShardingError: `tv` has no mesh, `tensor` has another number of dimensions than `tv`, or the
-            mesh does not divide an extent.
+        ShardingError: `tv` has no mesh, `tv` is a result without a placement of its own, `tensor`
+            has another number of dimensions than `tv`, or the mesh does not divide an extent.
         UnsupportedError: a device axis is the result of a merge, or the tensor is allocated in
             steps of a stream loop.
     """
     from multidevice.job.communicator import Communicator
 
+    made_by = tv.definition()
+    if made_by is not None and tv.mesh is not None and not tv.has_own_mesh:
+        # The mesh is that of an operand. The shard could be any part of the tensor.
+        raise ShardingError(
+            f"shard_tensor(): {tensor_words(tv)} has no placement of its own. The compiler chooses "
+            "the placements of such results when it compiles the program. Give it one in the "
+            f"definition, by shard(tensor, mesh, [...]){user_code(made_by.where)}"
+        )
     return shard_for_rank(tensor, tv, Communicator.instance().rank(), copy=copy)
 
 

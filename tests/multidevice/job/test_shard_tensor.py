@@ -100,6 +100,21 @@ def test_errors_name_tensor_extent_and_mesh() -> None:
         shard_for_rank(torch.zeros(4, 4), tv, 0)
 
 
+def test_a_result_that_has_no_placement_of_its_own_is_refused() -> None:
+    """The mesh of such a result is its operand's, and its placement is not known yet."""
+    pair = DeviceMesh([0, 1])
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([4, 8], contiguity=True, mesh=pair, placements=[Shard(0)])
+        y, z = fd.ops.exp(x), fd.ops.neg(x)
+        fd.add_output(y)
+        fd.add_output(z)
+        shard(z, pair, [Replicate()])
+    whole = torch.arange(32.0).view(4, 8)
+    with pytest.raises(ShardingError, match=r"the result of exp .* has no placement .*shard\("):
+        shard_tensor(whole, y)
+    assert torch.equal(shard_tensor(whole, z), whole)
+
+
 def test_swapped_arguments_raise_an_error_that_says_to_swap_them() -> None:
     tv = tensor(1)
     tv.set_device_mesh(mesh(1))
