@@ -282,7 +282,9 @@ def test_a_cut_of_what_is_needed_whole_is_told(ragged: str, axis: int) -> None:
     check_results(op)
     op.mat1.set_device_mesh(DeviceMesh([0, 1]))
     cut(op.mat1, axis, DeviceMesh([0, 1]))
-    with pytest.raises(VerifyError, match=r"grouped_mm: .* cut, but the op needs the whole"):
+    with pytest.raises(
+        VerifyError, match=r"grouped_mm: .* split over devices, but each device needs the whole"
+    ):
         check_results(op)
 
 
