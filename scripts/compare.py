@@ -7,7 +7,7 @@
 
 The command is any that appends its measurements to the file of `--json`, a JSON line each. The
 scripts are those of this checkout in every run; PYTHONPATH decides which product they measure. A
-first turn, which compiles kernels, is left out.
+first turn, which compiles kernels, is left out. In every second turn the other's product is first.
 
 Reported for each time of each line are the median, the smallest and the largest ratio over the
 turns: this checkout's time over the other's. The last line has their geometric mean.
@@ -130,12 +130,14 @@ def main() -> int:
     products = ROOT, args.other.resolve()
     if not (products[1] / "fuser").is_dir():
         parser.error(f"{args.other} is no checkout of this project")
+    turns: list[tuple[dict[Key, float], dict[Key, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        turns = [
-            tuple(run(args.command, product, Path(folder)) for product in products)
-            for _ in range(args.turns + 1)
-        ]
-    lines = compared([(ours, others) for ours, others in turns[1:]])
+        for turn in range(args.turns + 1):
+            # Each is the first in every second turn, so that no product gains from the order.
+            order = products[:: -1 if turn % 2 else 1]
+            found = {product: run(args.command, product, Path(folder)) for product in order}
+            turns.append((found[products[0]], found[products[1]]))
+    lines = compared(turns[1:])
     text = "".join(json.dumps(line) + "\n" for line in lines)
     print(text, end="", flush=True)
     if args.json is not None:

@@ -34,7 +34,7 @@ def test_the_products_take_turns_and_ratios_are_this_over_the_other(
     words = ["compare.py", str(other), "--turns", "2", "--json", str(found), "--"]
     monkeypatch.setattr(sys, "argv", [*words, sys.executable, str(command)])
     assert compare.main() == 0
-    assert order.read_text() == "momomo"
+    assert order.read_text() == "moommo"
     rows = [json.loads(line) for line in found.read_text().splitlines()]
     assert [row["of"] for row in rows[:-1]] == ["bench=b case=x s", "bench=b case=y s"]
     assert [row["ratio"] for row in rows[:-1]] == [1.5, 1.5]
