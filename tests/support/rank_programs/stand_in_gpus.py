@@ -124,6 +124,8 @@ def views(driver: Driver) -> None:
 
 def main() -> None:
     driver = gpu_of_this_rank()
+    # Later collections then look at the programs alone, not at all that the imports made.
+    gc.freeze()
     kinds = {"turns": turns, "alone": alone, "ahead": ahead, "views": views}
     kinds[sys.argv[1]](driver)
     Communicator.instance().barrier()
