@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 
 from fuser.support import options
@@ -142,6 +143,14 @@ def test_a_port_is_written_in_ascii_digits(monkeypatch: pytest.MonkeyPatch, port
 def test_the_cache_of_an_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSER_CACHE_DIR", "~no-such-user-here/kernels")
     with pytest.raises(OptionError, match="FUSER_CACHE_DIR='~no-such-user-here/kernels'"):
+        options.cache_dir()
+    monkeypatch.delenv("FUSER_CACHE_DIR")
+
+    def has_no_home(*_: object, **__: object) -> Path:
+        raise RuntimeError("no home directory")
+
+    monkeypatch.setattr(platformdirs, "user_cache_path", has_no_home)
+    with pytest.raises(OptionError, match="FUSER_CACHE_DIR is not set: no home directory"):
         options.cache_dir()
 
 
