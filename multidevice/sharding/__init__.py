@@ -1,12 +1,13 @@
 """Shardings on the fusion IR: which rank stores which part of each tensor.
 
-Question: how is a tensor cut over devices, and which communication follows?
+Question: how are the axes of a tensor divided over devices, and which communication follows?
 Imports: `fuser` but its frontend.
 Files, in reading order:
 
-- `placement`: the cuts of a tensor, read and written.
+- `placement`: the cuts of a tensor, read and written; a cut divides one axis into blocks, one per
+  device or one per step of a loop.
 - `queries`: how a tensor is cut, and whether two tensors are cut in the same way.
 - `propagation`: cuts of tensors that the user has not annotated: forward, then backward.
 - `reshard`: the collective that a change of cuts becomes, and its single steps.
-- `streams`: the ops that run block by block, and their loops.
+- `streams`: the ops that a loop on the host computes block by block, and their loops.
 """

@@ -1,9 +1,13 @@
-"""Placements: which parallel types cut which logical axes of a tensor into blocks.
+"""Placements: how devices and stream loops divide the axes of a tensor into blocks.
 
-A parallel type is a mesh dimension (device type) or the loop of a stream (stream type). In the
-fusion IR, a sharding is an outer split whose outer axis has such a type. This module represents a
-sharding as *cuts*, for each logical axis in nesting order. The cuts `[(mesh_y, 2), (mesh_x, 4)]`
-describe an axis of 2 blocks along mesh_y, each of 4 blocks along mesh_x. Propagation and
+A parallel type says who gets the blocks of an axis: the devices along a mesh dimension (such as
+mesh_x), or the steps of a stream loop. A stream loop is a loop on the host; each iteration, called
+a step, computes one block of a tensor. In the fusion IR, an axis is divided by a split, and the
+outer axis of the split has the parallel type.
+
+This module represents such splits as *cuts*. A cut divides one axis into blocks, one per device or
+one per step. The cuts of an axis are listed outermost first: `[(mesh_y, 2), (mesh_x, 4)]` is an
+axis of 2 blocks along mesh_y, and each of these has 4 blocks along mesh_x. Propagation and
 decomposition work on cuts and write the cuts back as splits.
 """
 
@@ -38,12 +42,18 @@ SPREAD_TYPES = (*DEVICE_TYPES, *STREAM_TYPES)
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of an axis into `count` blocks, which the parallel type `ptype` distributes.
+    """The division of an axis into `count` blocks, one per device of a mesh dimension or one per
+    step.
 
-    - `count`: the number of blocks, which is symbolic only for streams.
-    - `whole`: True if the axis itself has the type and the extent `count`, without a split.
-    - `swizzle`: a device type, or None. If set, the block numbers are rotated by the device's
-      coordinate along this type, so that each device starts with its own block.
+    A step is an iteration of a stream loop, a loop on the host that computes a tensor block by
+    block.
+
+    - `ptype`: the parallel type that gets the blocks: a mesh dimension such as mesh_x, or a stream.
+    - `count`: the number of blocks; a symbolic expression is possible only for streams.
+    - `whole`: True if each block is a single index. Then the axis has the extent `count`, and has
+      the parallel type itself; otherwise, the outer part of a split of the axis has the type.
+    - `swizzle`: a mesh dimension, or None. If set, the block numbers are rotated by the device's
+      coordinate along this dimension, so that each device starts with its own block.
     """
 
     ptype: ParallelType
@@ -53,9 +63,9 @@ class Cut:
 
     @property
     def devices(self) -> int:
-        """The number of devices that share the axis.
+        """The number of devices among which this cut divides the axis.
 
-        The number is 1 for a stream, because each device runs all steps of a stream.
+        The number is 1 for a cut over the steps of a stream, because each device runs all steps.
         """
         assert isinstance(self.count, int) or self.ptype.is_stream
         return self.count if isinstance(self.count, int) and self.ptype.is_device else 1
@@ -67,40 +77,45 @@ Placement = tuple[Cuts, ...]
 
 
 def is_plain_broadcast(axis: IterDomain) -> bool:
-    """Returns whether an axis has one element that all devices share, so that the axis is never
-    cut.
+    """Returns whether a broadcast axis has extent 1, so that there is nothing to divide over
+    devices.
+
+    A broadcast axis that was expanded to a larger extent is no such axis.
     """
     return axis.is_broadcast and axis.expanded is None
 
 
 def cut_line(tv: TensorView, ptype: ParallelType) -> str:
-    """Returns the user's source line, such as `file.py:12`, that cut a tensor along the type
-    `ptype`.
+    """Returns the user's source line, such as `file.py:12`, that divided a tensor along `ptype`.
 
-    If the user did not cut the tensor, returns the line that defines the tensor; "" if unknown.
+    `ptype` is a mesh dimension or a stream type. If the user did not divide the tensor, returns the
+    line that defines the tensor; "" if unknown. Used in error messages.
     """
     return tv.cut_lines.get(ptype) or tv.user_line()
 
 
 # ------------------------------------------------------------------ reading
 def spread_axes(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Returns the loop axes of a tensor that have a device or stream type, including reduction
-    axes.
+    """Returns the axes of a tensor whose parallel type is a mesh dimension or a stream.
+
+    Searches the loop axes: the axes after all splits and merges, including reduction axes.
     """
     return tv.domain.spread
 
 
 def sharded_axis(tv: TensorView, ptype: ParallelType) -> IterDomain | None:
-    """Returns the loop axis of a tensor with the type `ptype`, other than a reduction; None if
-    none.
+    """Returns the loop axis of a tensor that has the parallel type `ptype`; None if there is none.
+
+    Loop axes are the axes after all splits and merges. Reduction axes are ignored.
     """
     return next((a for a in spread_axes(tv) if a.ptype is ptype and not a.is_reduction()), None)
 
 
 def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
-    """Returns the number of blocks of a loop axis with a device or stream type.
+    """Returns the number of blocks into which the loop axis `axis` divides its tensor.
 
-    The number is the size of the mesh dimension, or the extent of the stream axis.
+    A loop axis is an axis after all splits. The number is the size of its mesh dimension, or the
+    extent of a stream axis.
     """
     if axis.ptype.is_device:
         if tv.mesh is None:
@@ -115,11 +130,15 @@ def _count(tv: TensorView, axis: IterDomain) -> int | Scalar:
 
 
 def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
-    """Returns the logical axis that a loop axis cuts, and how deep the cut is nested.
+    """Returns the logical axis that a loop axis divides into blocks, and how deep the blocks are
+    nested.
 
-    The result is (number of the logical axis, depth). Depth 0 means that the loop axis is the
-    logical axis itself. Raises `UnsupportedError` if `axis` does not count blocks of consecutive
-    elements. Such an axis is the inner output of a split, or part of a merge.
+    A loop axis is an axis after splits and merges; a logical axis is one that the user sees. The
+    result is (number of the logical axis, depth). Depth 0 means that the loop axis is the logical
+    axis itself. Blocks of a larger depth are inside the blocks of smaller depths.
+
+    Raises `UnsupportedError` if `axis` does not number blocks of consecutive elements, because it
+    is the inner part of a split, or part of a merge.
     """
     domain = tv.domain
     steps = path(domain, (axis,), domain.logical)
@@ -128,10 +147,12 @@ def cut_origin(tv: TensorView, axis: IterDomain) -> tuple[int, int]:
 
 
 class _BlockDepth(Rules[int]):
-    """Rules for a walk over the splits and merges of a tensor: count the splits around a block.
+    """Rules for a walk from a loop axis up to the logical axis that it divides: counts the splits
+    passed.
 
-    The block consists of consecutive elements. `axis` is the loop axis that counts such blocks;
-    error messages name it.
+    The count says how deep the blocks that the loop axis numbers are nested in the logical axis.
+    The rules raise an error, which names the loop axis `axis`, if such a block would not consist of
+    consecutive elements.
     """
 
     needs_all = False
@@ -172,10 +193,12 @@ class _BlockDepth(Rules[int]):
 
 
 def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> dict[int, Cuts]:
-    """Returns how devices and streams cut the axes of a tensor: the cuts of every axis that is cut.
+    """Returns how devices and stream loops divide the axes of a tensor: the cuts of every divided
+    axis.
 
-    The keys are numbers of logical axes. The values list the outermost cut first. Only cuts along
-    the types `ptypes` count. Reduction axes are included.
+    A cut divides one axis into blocks, one per device or one per step (iteration) of a stream loop.
+    The keys are the numbers (ids) of logical axes, including reduction axes; the values list the
+    outermost cut first. Cuts along parallel types that are not in `ptypes` are left out.
     """
     spread, known = spread_axes(tv), tv.domain.known
     if not spread:
@@ -200,20 +223,21 @@ def axis_cuts(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -
 
 
 def placement(tv: TensorView, ptypes: Collection[ParallelType] = SPREAD_TYPES) -> Placement:
-    """Returns how devices and streams cut a tensor: a tuple of cuts for each logical axis.
+    """Returns how devices and stream loops divide a tensor: a tuple of cuts for each logical axis.
 
-    The tuple is () for an axis that is not cut. Reduction axes are left out. Only cuts along the
-    types `ptypes` count.
+    A cut divides one axis into blocks, one per device or one per step of a stream loop. The tuple
+    is () for an axis that is not divided. Reduction axes have no entry. Cuts along parallel types
+    that are not in `ptypes` are left out.
     """
     cuts = axis_cuts(tv, ptypes)
     return tuple(cuts.get(a.number, ()) for a in tv.domain.no_reductions)
 
 
 def reduction_cuts(tv: TensorView) -> dict[int, Cuts]:
-    """Returns how devices and streams cut the reduction axes of a tensor, by number of the logical
-    axis.
+    """Returns how devices and stream loops share the reduction axes of a tensor.
 
-    Axes that are not cut are left out.
+    Maps the number of each reduction axis that is divided into blocks to its cuts (`Cut`),
+    outermost first.
     """
     reductions = {a.number for a in tv.domain.logical if a.is_reduction()}
     return {n: c for n, c in axis_cuts(tv).items() if n in reductions}
@@ -224,10 +248,12 @@ Block = Literal["first", "last", "empty"]
 
 
 def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scalar:
-    """Returns the extent of an axis on one device, after the cuts `cuts` of an axis with `extent`.
+    """Returns the extent that one device has of an axis of extent `extent` after it is divided by
+    `cuts`.
 
-    If `block` is given, returns the extent of one step's block of a stream loop; `block` selects
-    the kind of step. If `block` is None, stream cuts are ignored.
+    With `block`, returns the extent that one step of a stream loop computes on the device. `block`
+    says which step: "first" is any before the last one with elements, "last" is that one, and
+    "empty" any after it. If `block` is None, divisions into steps are ignored.
     """
     for cut in cuts:
         if cut.ptype.is_device or block is not None:
@@ -241,18 +267,23 @@ def local_extent(extent: Scalar, cuts: Cuts, block: Block | None = None) -> Scal
 
 
 def stream_cuts(tv: TensorView) -> tuple[tuple[int, Cut], ...]:
-    """Returns which logical axes of a tensor a stream loop computes block by block.
+    """Returns which logical axes of a tensor a stream loop computes block by block, and in which
+    blocks.
 
-    Returns (number of the logical axis, cut) for each such axis. A stream axis that merges several
-    logical axes has several entries. The outermost part of the step number is first.
+    Each entry is (number of the logical axis, cut); the cut says into how many blocks the axis is
+    divided. If the loop runs over several axes merged into one, there is an entry for each. The
+    axis whose index changes slowest from step to step is first.
     """
     cuts = ((n, c) for n, mine in axis_cuts(tv, STREAM_TYPES).items() for c in mine)
     return tuple(sorted(cuts, key=lambda x: STREAM_TYPES.index(x[1].ptype)))
 
 
 def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
-    """Returns (number of the logical axis, cut) of the first stream cut of a tensor; None if
-    none.
+    """Returns (number of the logical axis, cut) of the first axis that a stream loop computes in
+    blocks.
+
+    The cut says into how many blocks, one per step of the loop, the axis is divided. Returns None
+    if no stream loop computes the tensor.
     """
     return next(iter(stream_cuts(tv)), None)
 
@@ -260,46 +291,48 @@ def stream_axis_of(tv: TensorView) -> tuple[int, Cut] | None:
 def step_parts(tv: TensorView) -> tuple[ParallelType, ...]:
     """Returns the stream types of a tensor's axes; () if no stream loop computes the tensor.
 
-    A stream axis that merges several logical axes has several types. Reduction axes are not
-    counted.
+    A stream loop computes one block of the tensor in each step. If it runs over several axes merged
+    into one, each of these axes has a stream type of its own. Reduction axes are ignored.
     """
     summed = {a.number for a in tv.domain.logical if a.is_reduction()}
     return tuple(cut.ptype for number, cut in stream_cuts(tv) if number not in summed)
 
 
 def outside_streams(cuts: Cuts) -> Cuts:
-    """Returns those cuts of an axis that are outside its first stream cut; all cuts if there is
-    none.
+    """Returns the cuts of an axis that are outside its first division into steps of a stream loop.
 
-    A stream cut divides the axis into the steps of a loop. The cuts inside it are left out, because
-    without the stream they would make other blocks.
+    A cut divides an axis into blocks, over devices or over steps, and is inside the cuts before it.
+    The cuts inside the division into steps are left out, because without it they would make other
+    blocks. Returns all cuts if there is no division into steps.
     """
     position = next((k for k, c in enumerate(cuts) if c.ptype.is_stream), len(cuts))
     return cuts[:position]
 
 
 def without_streams(cuts: Cuts) -> Cuts:
-    """Returns the cuts of an axis without the innermost cut, if the innermost is a stream cut.
+    """Returns the cuts of an axis without the innermost one, if that one is over the steps of a
+    stream.
 
-    A stream cut divides the axis into the steps of a loop. A stream cut around device cuts is not
-    removed, because it determines which elements a device has.
+    A cut divides an axis into blocks, over devices or over steps; the innermost cut is last. A cut
+    over steps that has a cut over devices inside it is kept, because it determines which elements a
+    device has.
     """
     last = bool(cuts) and cuts[-1].ptype.is_stream
     return cuts[:-1] if last else cuts
 
 
 def only_devices(cuts: Iterable[Cut]) -> Cuts:
-    """Returns those cuts of an axis that distribute it over devices, not over the steps of a
-    stream.
+    """Returns those cuts of an axis that divide it over devices, not over the steps of a stream
+    loop.
     """
     return tuple(c for c in cuts if c.ptype.is_device)
 
 
 def is_allocated_per_step(tv: TensorView) -> bool:
-    """Returns whether each step of a stream loop allocates memory for its own block of the tensor.
+    """Returns whether each step of a stream loop allocates memory for the block that it computes.
 
-    Otherwise the whole tensor is allocated before the loop. The pass `finalize_domains` decides
-    between the two.
+    Otherwise the memory of the whole tensor `tv` is allocated before the loop. The pass
+    `finalize_domains` decides between the two.
     """
     logical = set(tv.domain.logical_numbers)
     return any(a.is_stream and a.number not in logical for a in tv.domain.allocation)
@@ -316,10 +349,12 @@ def _swizzle_of(domain: TensorDomain, axis: IterDomain) -> ParallelType | None:
 
 # ------------------------------------------------------------------ writing
 def _remainder(tv: TensorView, number: int) -> IterDomain | None:
-    """Returns the serial loop axis of a logical axis that remains inside all its cuts.
+    """Returns the loop axis that numbers the elements in one block of a logical axis.
 
-    This loop axis counts the elements of one block. `number` is the number of the logical axis.
-    Returns None if there is no such loop axis.
+    Loop axes are the axes after all splits. `number` identifies the logical axis, which may be
+    divided into blocks over devices or the iterations of a stream loop, also several times. Returns
+    None if no such axis is left, for example because the axis has only one element per block.
+    `add_cut` divides the returned axis further.
     """
     while True:
         if number in tv.domain.loop_numbers:
@@ -332,10 +367,12 @@ def _remainder(tv: TensorView, number: int) -> IterDomain | None:
 
 
 def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
-    """Cuts a logical axis of a tensor once more, inside its present cuts.
+    """Divides a logical axis over devices or the iterations of a stream loop once more, inside the
+    blocks that it has.
 
-    Returns False if that is not possible. A cut with `whole` gives the axis itself the parallel
-    type. Any other cut makes an outer split.
+    `number` identifies the axis. If `cut.whole` is set, each block is one index, so the axis itself
+    gets the parallel type. Otherwise the axis is split, and the outer part gets the type. Returns
+    False, and changes nothing, if the axis cannot be divided further.
     """
     rest = _remainder(tv, number)
     if rest is None:
@@ -350,10 +387,11 @@ def add_cut(tv: TensorView, number: int, cut: Cut) -> bool:
 
 
 def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
-    """Cuts a logical axis of a tensor several times, outermost cut first; each cut must be
-    possible.
+    """Divides a logical axis of a tensor several times over devices or the iterations of a stream
+    loop.
 
-    `number` is the number of the axis.
+    `number` identifies the axis. `cuts` lists the divisions, outermost first. Each must be
+    possible; the function fails with an assertion otherwise.
     """
     for cut in cuts:
         placed = add_cut(tv, number, cut)
@@ -361,11 +399,11 @@ def add_cuts(tv: TensorView, number: int, cuts: Cuts) -> None:
 
 
 def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Removes the device and stream types of the axes that `drop` accepts, and splits without a
-    use.
+    """Removes mesh dimensions and stream types from the axes that `drop` accepts, so they stay
+    undivided.
 
-    A split has no use if its two outputs are serial axes of the loop domain and are not in the
-    allocation domain.
+    Splits that no longer have a use are removed, too: both of their outputs are then serial loop
+    axes, and no output is in the allocation domain, which describes the memory layout.
     """
     domain = tv.domain.with_axes(
         *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
@@ -390,11 +428,11 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
 
 
 def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
-    """Removes the types of the axes that `drop` accepts, and of all axes that cut the same axis
-    further.
+    """Removes the parallel types of the axes that `drop` accepts, and of the divisions inside them.
 
-    The types are device and stream types. The inner cuts are removed because without the outer cut
-    they would make other blocks.
+    The types are mesh dimensions and stream types, each of which divides an axis into blocks. If
+    the same axis is divided again inside such a block, the inner division is removed because it
+    would otherwise make other blocks.
     """
     places = {a.number: cut_origin(tv, a) for a in spread_axes(tv)}
     dropped = [places[a.number] for a in spread_axes(tv) if drop(a)]
@@ -409,9 +447,12 @@ def unparallelize_inward(tv: TensorView, drop: Callable[[IterDomain], bool]) -> 
 def copy_like(
     source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, dtype: DataType | None = None
 ) -> TensorView:
-    """Creates a tensor with the same logical axes as `source`, but with the given mesh and cuts.
+    """Creates a tensor with the logical axes of `source`, placed on `mesh` and divided as `cuts`
+    says.
 
-    Reduction axes are left out. If `dtype` is None, the new tensor has the dtype of `source`.
+    `cuts` has, for each axis, its divisions over devices and the iterations of a stream loop.
+    Reduction axes of `source` are left out. If `dtype` is None, the new tensor has the dtype of
+    `source`. No op is created.
     """
     fusion = source.fusion
     axes = tuple(fusion.clone_axis(a) for a in source.domain.no_reductions)
@@ -422,9 +463,9 @@ def copy_like(
 
 
 def clone_domain(fusion: Fusion, domain: TensorDomain) -> tuple[TensorDomain, dict[int, int]]:
-    """Copies the axes of a tensor (its domain) with new axis numbers.
+    """Copies the axes of a tensor (its domain), because each axis may belong to one tensor only.
 
-    Returns the copy and a map from old to new axis number.
+    Returns the copy, whose axes have new numbers, and a map from old to new axis number.
     """
     made = {n: fusion.next_axis() for n in sorted(domain.axes)}
     return domain.map_axes(lambda a: replace(a, number=made[a.number])), made
@@ -437,11 +478,14 @@ def _is_unit(axis: IterDomain) -> bool:
 
 
 class _Outermost(Rules[bool]):
-    """Rules for a walk over the splits and merges of a tensor: find the axes with the same
-    outermost blocks.
+    """Rules for a walk over splits and merges that finds axes which divide into blocks in the same
+    way.
 
-    An axis is selected if it is the outermost part of a selected axis, or the other way round. Axes
-    of extent 1 and device axes do not count as outermost parts.
+    The first of n blocks of an axis is also the first of n blocks of the outermost part of a split,
+    and of a merge in which the axis is outermost. So the walk selects the outermost part of each
+    selected axis, and each axis of which a selected axis is the outermost part. Axes of extent 1,
+    and axes that devices or steps share, are passed over, because the part beside them is then the
+    outermost.
     """
 
     needs_all = False
@@ -470,9 +514,10 @@ class _Outermost(Rules[bool]):
 
 
 class _TowardsRoot(_Outermost):
-    """Rules for a walk from an axis back over splits and merges to the axes from which it derives.
+    """Rules for a walk from a logical axis back to the root axes from which a reshape made it.
 
-    Of a merge, only the outer input is selected.
+    Root axes are the axes before the reshape's splits and merges. Where axes were merged, the walk
+    follows only the outer one. `path_to_root` uses the rules.
     """
 
     def unsplit(self, t: SplitTransform, outer: bool | None, inner: bool | None) -> bool:
@@ -483,11 +528,12 @@ class _TowardsRoot(_Outermost):
 
 
 def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
-    """Returns the logical axis that has the same outermost blocks as `root`, an axis before a
-    reshape.
+    """Returns the logical axis that a division of the root axis `root` into blocks would divide,
+    too.
 
-    One of the two axes is the outermost part of the other. Returns None after a resize. Also
-    returns None if a merge has the root axis as its inner input.
+    A root axis is an axis before a reshape's splits and merges; a logical axis is one after them.
+    The two axes have the same blocks, because one is the outermost part of the other. Returns None
+    if there is no such axis: after a resize, or if `root` is the inner one of two merged axes.
     """
     domain = tv.domain
     steps = path(domain, domain.maybe_root, domain.logical)
@@ -496,9 +542,11 @@ def outermost_logical(tv: TensorView, root: IterDomain) -> IterDomain | None:
 
 
 def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
-    """Returns the root axis (before a reshape) with the same outermost blocks as a logical axis.
+    """Returns the root axis that a division of the axis `logical` into blocks would divide, too.
 
-    Returns None if there is no such axis.
+    A root axis is an axis before a reshape's splits and merges; a logical axis is one after them.
+    The two axes have the same blocks, because one is the outermost part of the other. Returns None
+    if there is no such axis.
     """
     domain = tv.domain
     steps = path(domain, (logical,), domain.maybe_root)
@@ -507,10 +555,12 @@ def origin_root(tv: TensorView, logical: IterDomain) -> IterDomain | None:
 
 
 def path_to_root(tv: TensorView, logical: IterDomain) -> tuple[int, ...]:
-    """Returns the numbers of the axes on the way from a logical axis back over reshapes to its root
-    axis.
+    """Returns the numbers of the axes between a logical axis and the root axis from which it was
+    made.
 
-    A root axis is one before a reshape. The numbers of both axes are included.
+    A root axis is an axis before a reshape's splits and merges; a logical axis is one after them.
+    The result begins with the logical axis, and contains the root axis. The extents of all these
+    axes change if devices share the logical axis.
     """
     steps = path(tv.domain, (logical,), tv.domain.maybe_root)
     return tuple(replay(steps, {logical.number: True}, _TowardsRoot(tv)))

@@ -1,13 +1,14 @@
 """Sharding propagation: from the few tensors that the user annotated to all other tensors.
 
-Before: some tensors have a mesh that the user set, and cuts over that mesh. After: every tensor
-that ops connect with these tensors has a mesh. It also has the cuts with which its op needs no
-communication, as far as the operands agree.
+A cut divides one axis into blocks, one per device of a mesh dimension or one per step of a stream
+loop. Before: some tensors have a mesh that the user set, and cuts over that mesh. After: every
+tensor that ops connect with these tensors has a mesh. It also has the cuts with which its op needs
+no communication, as far as the operands agree.
 
-Tensors that the user annotated keep their placement. Only their reduction axes may still get device
-types, because these say how a tensor is computed, not how it is stored. A mesh that an op copied
-from an operand is dropped first. So annotations before and after the definition of ops give the
-same program.
+Tensors that the user annotated keep their placement. Only their reduction axes may still be divided
+over devices, because this says how a tensor is computed, not how it is stored. A mesh that an op
+copied from an operand is dropped first. So annotations before and after the definition of ops give
+the same program.
 
     out = linear(x, w); w [DIDx(N), K]  ->  out [M, DIDx(N), rK]
     out = linear(x, w); x [M, DIDx(K)], w [N, DIDx(K)]  ->  out [M, N, rDIDx(K)]
@@ -52,12 +53,13 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Fact:
-    """The reason why a tensor has its mesh or one of its cuts: propagation from the tensor
-    `source`.
+    """The reason why propagation gave a tensor its mesh, or divided one of its axes.
 
-    `cut` is None if the mesh was propagated. Otherwise `axis` is the number of the logical axis
-    that `cut` cuts. `direction` says whether `source` is an operand (forward) or a result
-    (backward).
+    - `source`: the tensor from which the mesh or the division was propagated.
+    - `direction`: "forward" if `source` is an operand of the op between the two tensors; "backward"
+      if it is a result.
+    - `cut`: the division into blocks; None if the mesh was propagated.
+    - `axis`: the number of the logical axis that `cut` divides.
     """
 
     source: TensorView
@@ -76,16 +78,17 @@ Transfers = tuple[tuple[IterDomain, Cuts], ...]
 
 # ------------------------------------------------------------------ through one op
 def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Translates the cuts of an operand (over devices or stream steps) to cuts of the result `out`.
+    """Returns the divisions over devices or loop steps that `out` can take over from an operand.
 
-    Returns (logical axis of `out`, its cuts), including reduction axes. Two kinds of cuts are left
-    out:
+    Each entry is (axis of `out`, its cuts); reduction axes are included. A cut divides an axis into
+    blocks, one per device or per step of a stream loop; the outermost cut is first. `out` cannot
+    have these cuts of the operand:
 
     - cuts of axes that the op resizes, or that `out` does not have;
-    - cuts that a reshape does not preserve: cuts of the inner input of a merge, and cuts into more
-      blocks than the outermost part of a split has.
+    - cuts that make other blocks after a reshape: those of an axis that is merged as the inner one,
+      and those into more blocks than the outermost part of a split has.
 
-    If an axis has several cuts, only the outer cuts may be translated.
+    If an axis has several cuts, the result may have only the outer ones.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(source)
@@ -109,11 +112,12 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
 
 
 def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers:
-    """Translates the cuts of the result `out` (over devices or stream steps) to cuts of an operand.
+    """Returns the divisions over devices or loop steps that an operand can take over from `out`.
 
-    Returns (logical axis of the operand, its cuts); cuts of reduction axes are first. Cuts of the
-    inner part of a reshaped axis are left out, because the operand has no corresponding axis. A
-    local slice after the reshape has the same effect.
+    Each entry is (axis of the operand, its cuts); cuts that come from reduction axes are first. A
+    cut divides an axis into blocks, one per device or per step of a stream loop. Cuts of the inner
+    part of a reshaped axis are left out, because the operand has no axis with the same blocks; the
+    caller can slice the result instead.
     """
     source = op.inputs[operand_index]
     axes, cuts = source.domain.no_reductions, axis_cuts(out)
@@ -150,10 +154,12 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
 
 def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]) -> bool:
-    """Returns whether the cuts of a result's logical axis can also be cuts of the op's operands.
+    """Returns whether operands can be divided over devices or the iterations of a stream loop like
+    one axis of the result.
 
-    The condition is that these cuts divide the root axis (before the reshape of `tv`) into the same
-    blocks. `cuts` maps axis numbers to cuts.
+    If so, no data must be moved. `cuts` maps axis numbers to their cuts (divisions into blocks).
+    The condition is that the cuts of `logical` make the same blocks of its root axis: the axis from
+    which a reshape in `tv` made it.
     """
     root = origin_root(tv, logical)
     if root is None:
@@ -165,11 +171,12 @@ def has_cut_origin(tv: TensorView, logical: IterDomain, cuts: Mapping[int, Cuts]
 def uncuttable_axes(
     op: TensorOp, ptypes: Collection[ParallelType], out: TensorView | None = None
 ) -> set[int]:
-    """Returns the axes along which a result is cut although the op cannot compute its blocks
-    separately.
+    """Returns the numbers of the result's axes that are divided, although the op needs them whole.
 
-    No operand of the op can be cut in the same way. Returns the numbers of these logical axes. Only
-    cuts along `ptypes` count. If `out` is None, the first result of the op is used.
+    No division of the operands gives the same blocks of the result, for example along the axis of a
+    concatenation. So the op must compute the result without this division over devices or steps.
+    Divisions along parallel types that are not in `ptypes` are ignored. If `out` is None, the first
+    result of the op is used.
     """
     out = op.out_tensor if out is None else out
     if isinstance(op, RandomOp):
@@ -180,11 +187,12 @@ def uncuttable_axes(
 
 
 def _is_one_cut(root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Returns whether `cuts` cut a logical axis and its root axis into the same blocks, for any
+    """Returns whether `cuts` divide a result's axis and its root axis into the same blocks at any
     extent.
 
-    A root axis is one before a reshape. The result is True in two cases: both are the same axis, or
-    the logical axis counts the blocks into which a stream cuts a reduction axis.
+    The root axis `root` is the axis before a reshape from which `logical` was made. The result is
+    True in two cases: both are the same axis; or `logical` has one index per block of a reduction
+    axis that a stream loop divides.
     """
     is_stream = any(c.ptype.is_stream for c in cuts)
     return root is logical or (is_stream and root.is_reduction())
@@ -196,9 +204,10 @@ def _comes_from_reduction(tv: TensorView, logical: IterDomain) -> bool:
 
 
 def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDomain) -> Cuts:
-    """Returns the cuts of the axis `source` for the axis `target`, which may have another extent.
+    """Returns the divisions of the axis `source` in the form that the axis `target` needs.
 
-    If the extents differ, a cut of `source` without a split becomes a split of `target`.
+    If the extents differ, one index of `source` per device or step is not one index of `target`. So
+    a division without a split (`Cut.whole`) becomes a split.
     """
     if fusion.canonical(source.size) == fusion.canonical(target.size):
         return cuts
@@ -208,8 +217,9 @@ def _resize_cuts(fusion: Fusion, cuts: Cuts, source: IterDomain, target: IterDom
 def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
     """Returns whether `cuts` divide the axis into blocks of equal size, as far as is known.
 
-    For device cuts, a symbolic extent is accepted, because it is checked when its value is known.
-    For stream cuts, divisibility must be proved, because blocks of a stream may have unequal sizes.
+    `cuts` are divisions over devices or the iterations of a stream loop. For devices, a symbolic
+    extent is accepted, because it is checked when its value is known. For streams, divisibility
+    must be proved, because blocks of a stream may have unequal sizes.
     """
     extent, count = tv.fusion.canonical(axis.size), sc.product(c.count for c in cuts)
     if any(c.ptype.is_stream for c in cuts):
@@ -220,20 +230,23 @@ def _divides(tv: TensorView, axis: IterDomain, cuts: Cuts) -> bool:
 
 
 def _divide(tv: TensorView, root: IterDomain, logical: IterDomain, cuts: Cuts) -> bool:
-    """Returns whether `cuts` divide both a logical axis and its root axis into blocks of equal
+    """Returns whether `cuts` divide a logical axis, and also its root axis, into blocks of equal
     size.
 
-    A root axis is one before a reshape. One of the two axes is the outermost part of the other.
-    Blocks of unequal size would end at different elements of the two axes.
+    The root axis is the axis before a reshape from which the logical axis was made; one of the two
+    is the outermost part of the other. If so, both have the same blocks. Blocks of unequal size
+    would end at different elements of the two axes.
     """
     return _divides(tv, root, cuts) and _divides(tv, logical, cuts)
 
 
 def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) -> Cuts:
-    """Returns as many of the outermost cuts as make the same blocks of `axis` as of its root axis
-    `root`.
+    """Returns the longest prefix of `cuts` that makes the same blocks of `axis` as of its root
+    axis.
 
-    A root axis is one before a reshape.
+    `cuts` are divisions over devices or the iterations of a stream loop, outermost first. The root
+    axis `root` is the axis before a reshape from which `axis` was made. Returns () if already the
+    first cut makes other blocks.
     """
     prefixes = (cuts[:k] for k in range(len(cuts), 0, -1))
     return next((p for p in prefixes if _divide(tv, root, axis, p)), ())
@@ -243,11 +256,18 @@ def _dividing(tv: TensorView, root: IterDomain, axis: IterDomain, cuts: Cuts) ->
 def apply_transfers(
     target: TensorView, transfers: Transfers, ptypes: Collection[ParallelType]
 ) -> tuple[Cut, ...]:
-    """Adds cuts to a tensor as far as possible; returns the cuts that were added.
+    """Divides the axes of `target` over devices or the iterations of a stream loop, as far as
+    possible.
 
-    `transfers` has the axes and their wanted cuts. Only cuts along `ptypes` are added, under two
-    conditions. The tensor's mesh has this dimension in the same size. The axis already has exactly
-    the cuts that must surround the new cut.
+    `transfers` lists axes and the cuts (divisions into blocks, outermost first) that they should
+    have. A cut is added if three conditions are met:
+
+    - its parallel type is in `ptypes`, and no other axis of the tensor has this type; only a
+      reduction axis and another axis may both have it;
+    - the tensor's mesh has this dimension in the same size;
+    - the axis already has exactly the cuts that must surround the new cut.
+
+    Returns the cuts that were added.
     """
     taken: list[Cut] = []
     for axis, cuts in transfers:
@@ -270,9 +290,11 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Adds cuts as `apply_transfers` does, but adds either all stream cuts of `source` or none.
+    """Divides axes like `apply_transfers`, but takes over either all or none of the steps of
+    `source`.
 
-    With only some parts of a merged stream axis, the steps would belong to another loop.
+    A stream loop over merged axes of `source` has one stream type for each of them. A tensor with
+    only some of these types would be computed in another loop.
     """
     parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
     taken = apply_transfers(target, transfers, ptypes)
@@ -309,11 +331,14 @@ def fitting_placement(
     mesh: DeviceMesh | None,
     parts: Collection[ParallelType],
 ) -> Placement:
-    """Returns the placement that the cuts `transfers` give to a copy of the tensor `source` on
-    `mesh`.
+    """Returns how to divide a copy of `source` on `mesh`: as `transfers` says, as far as possible.
 
-    `parts` are the stream types of the op that reads the copy. Stream cuts in which the copy cannot
-    be computed are left out.
+    - `transfers`: the wanted cuts of each axis, that is, its divisions over devices or the
+      iterations of a stream loop.
+    - `parts`: the stream types of the op that reads the copy. If the copy cannot have all of them,
+      it has none, because its steps would be those of another loop.
+
+    Divisions into steps are also left out if a step cannot copy its block from `source`.
     """
     taken: dict[int, list[Cut]] = {}
     used: set[ParallelType] = set()
@@ -342,15 +367,14 @@ def fitting_placement(
 def _is_copied_in_steps(
     source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None
 ) -> bool:
-    """Returns whether the steps of a stream loop can copy `source` to a tensor with the cuts
-    `cuts`.
+    """Returns whether each step of a stream loop can copy its block of an axis from `source`.
 
-    `cuts` are the cuts of the axis at `position` of the copy. There are three cases in which this
-    is possible:
+    `cuts` says how the copy's axis at `position` is divided, over devices and into the steps of the
+    loop, outermost first. This is possible in three cases:
 
-    - the source has the same steps;
-    - the device cuts stay unchanged;
-    - each step needs the block of one device.
+    - `source` has the same divisions, or the innermost division is not into steps;
+    - the copy and `source` are divided over devices in the same way, so a step slices local data;
+    - each step needs the block of one device, which then sends it.
     """
     have = placement(source)[position]
     if not cuts or not cuts[-1].ptype.is_stream or have[: len(cuts)] == cuts:
@@ -360,11 +384,11 @@ def _is_copied_in_steps(
 
 
 def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceMesh | None) -> bool:
-    """Returns whether a copy of `source` turns one block per device into one block per step of a
-    stream.
+    """Returns whether each step of a copy of `source` receives the block that one device has.
 
-    The copy is on `mesh`; `cuts` are the cuts of its axis at `position`. If the steps are rotated,
-    each device starts with its own block.
+    The copy is on `mesh`, and a stream loop computes its axis at `position` block by block, as
+    `cuts` says; `source` is divided over devices along this axis instead. The steps may be rotated,
+    so that each device starts with its own block.
     """
     have = placement(source, DEVICE_TYPES)[position]
     if len(have) != 1 or len(cuts) != 1 or source.mesh != mesh:
@@ -378,10 +402,12 @@ def is_from_devices(source: TensorView, position: int, cuts: Cuts, mesh: DeviceM
 
 # ------------------------------------------------------------------ the pass
 def propagate_shardings(fusion: Fusion) -> dict[TensorView, tuple[Fact, ...]]:
-    """Propagates meshes and cuts from annotated tensors to all tensors that ops connect with them.
+    """Propagates meshes, and divisions over devices and the iterations of a stream loop, from
+    annotated to other tensors.
 
-    Returns the facts that explain the mesh and the cuts of each tensor. Raises `ShardingError` if
-    the user cut a summed axis of a result and no operand is cut.
+    Reaches all tensors that ops connect with annotated ones. Returns, for each tensor, the facts
+    that explain its mesh and its divisions. Raises `ShardingError` if the user divided an axis over
+    which an op sums, and no operand is divided.
     """
     for tv in fusion.tensors():
         if not tv.mesh_is_user_set and not any(a.is_device for a in spread_axes(tv)):
@@ -404,17 +430,21 @@ def _is_bare(tv: TensorView) -> bool:
 
 
 def _rank_of(tv: TensorView) -> tuple[int, int]:
-    """Returns a sort key for tensors, because the sharding of the first tensor takes precedence.
+    """Returns a sort key that orders tensors by precedence: the others follow the sharding of the
+    first.
 
-    Tensors with more cut axes are first, then tensors with more mesh dimensions.
+    Tensors with more divided axes are first, then tensors with more mesh dimensions.
     """
     count = sum(not a.is_reduction() for a in spread_axes(tv))
     return (-count, -(tv.mesh.ndim if tv.mesh else 0))
 
 
 def reference_operands(op: TensorOp) -> list[int]:
-    """Returns the indices of an op's tensor operands, in the order of precedence of their
-    shardings.
+    """Returns the indices of an op's tensor operands; the result follows the sharding of the first
+    ones.
+
+    The op class may prescribe operands (`REFERENCES`). Otherwise the operands with the most divided
+    axes are first.
     """
     indices = [i for i, _ in tensor_operands(op)]
     if op.REFERENCES:
@@ -423,11 +453,12 @@ def reference_operands(op: TensorOp) -> list[int]:
 
 
 def spread_reductions(fusion: Fusion) -> None:
-    """Cuts the reduction axes of results as the operands are cut, and changes nothing else.
+    """Divides the reduction axes of results over devices as the operands are, and changes nothing
+    else.
 
-    Used for fusions in which the user has cut every tensor. The user decides how results are
+    Used for fusions in which the user has placed every tensor. The user decides how results are
     stored, but not how sums are computed: each device sums its own part. Raises `ShardingError` if
-    the user cut a summed axis of a result and no operand is cut.
+    the user divided an axis over which an op sums, and no operand is divided.
     """
     summed = _summed_cuts(fusion)
     for op in fusion.exprs:
@@ -442,7 +473,10 @@ _Summed = tuple[TensorOp, TensorView, IterDomain, Cut]
 
 
 def _summed_cuts(fusion: Fusion) -> list[_Summed]:
-    """Returns the user's cuts, over more than one device, of axes over which an op sums."""
+    """Returns the axes over which an op sums and that the user divided over more than one device.
+
+    Each entry is (op, result, axis, division). `_check_summed` checks these annotations later.
+    """
     return [
         (op, out, axis, cut)
         for op in fusion.exprs
@@ -455,13 +489,13 @@ def _summed_cuts(fusion: Fusion) -> list[_Summed]:
 
 
 def _check_summed(summed: Sequence[_Summed]) -> None:
-    """Raises `ShardingError` if the user cut a summed axis of a result, but no operand is cut along
-    it.
+    """Checks the axes over which an op sums and that the user divided over devices.
 
-    Such a cut would have no use: each device would slice its operands, and the result would be
-    replicated. If an operand is cut, the cut says how devices share the sum. Even then the user may
-    have meant an axis of the result. Therefore the function warns, unless the user writes the
-    partial sums (`rfactor`).
+    Raises `ShardingError` if no operand is divided along the axis. Such an annotation would have no
+    use: each device would slice its operands, and the result would be replicated. If an operand is
+    divided, the annotation says how devices share the sum. Even then the user may have meant an
+    axis of the result. Therefore the function warns, unless the user writes the partial sums
+    (`rfactor`).
     """
     for op, out, axis, cut in summed:
         given = (c for i, _ in tensor_operands(op) for c in forward_cuts(op, i, out))
@@ -484,16 +518,18 @@ def _check_summed(summed: Sequence[_Summed]) -> None:
 
 
 def _is_partial_sum(tv: TensorView) -> bool:
-    """Returns whether the method `rfactor` made a tensor, by splitting a reduction in two.
+    """Returns whether the user made a tensor by `rfactor`, which splits a reduction into two.
 
-    Such a tensor sums over only some of the axes that its transforms made.
+    The tensor then has the partial sums, over only some of the axes into which the summed axis was
+    split.
     """
     return bool(tv.domain.root) and any(a.is_reduction() for a in tv.domain.logical)
 
 
 def _how_to_cut(tv: TensorView, cut: Cut) -> str:
-    """Returns the calls that cut another axis of the result, one that is not summed, for error
-    messages.
+    """Returns the calls that divide an axis of the result that is not summed, for error messages.
+
+    `cut` is the division that the user made on a summed axis.
     """
     places = [k for k, a in enumerate(tv.domain.logical) if not a.is_reduction()]
     if not places:
@@ -576,10 +612,11 @@ class _Propagation:
 
 
 def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfers:
-    """Translates the cuts of the result `out` of an op to cuts of `sibling`, another result of the
-    op.
+    """Returns the divisions over devices or loop steps that `sibling` can take over from `out`.
 
-    The cuts are over devices or over the steps of a stream loop.
+    Both are results of `op`. Each entry is (axis of `sibling`, its cuts); a cut divides an axis
+    into blocks, one per device or per step of a stream loop. Axes of `out` that the op cannot
+    compute in parts are left out.
     """
     cuts = axis_cuts(out)
     for position in op.whole_axes(out):
@@ -590,9 +627,10 @@ def sibling_cuts(op: TensorOp, out: TensorView, sibling: TensorView) -> Transfer
 
 
 def _reduction_only(op: TensorOp, index: int, out: TensorView) -> Transfers:
-    """Returns the operand's device cuts that apply to reduction axes of the result `out`.
+    """Returns how devices share the reduction axes of the result `out`, following an operand.
 
-    Used if the user has placed `out`, because then the other axes of `out` must not change.
+    Each entry is (reduction axis of `out`, its divisions). Used if the user has placed `out`,
+    because then the other axes of `out` must not change.
     """
     if not any(a.is_reduction() for a in out.domain.logical):
         return ()

@@ -1,9 +1,9 @@
 """Questions about shardings: how a tensor is cut, its global and local sizes, and which ops
 reshard.
 
-A cut divides an axis into blocks, one per device of a mesh dimension or one per step of a stream
-loop. An op reshards if its operand and result are cut differently, so that devices must
-communicate.
+A cut divides an axis into blocks, one per device of a mesh dimension or one per step (iteration) of
+a stream loop. An op reshards if its operand and result are cut differently over devices, so that
+devices must communicate, or drop data.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ from multidevice.sharding.placement import (
 
 # ------------------------------------------------------------------ one tensor
 def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
-    """Returns the position of the logical axis of `tv` that the parallel type `ptype` cuts; -1 if
-    none.
+    """Returns the position of the axis of `tv` that is divided along `ptype`; -1 if there is none.
 
-    Reduction axes are not counted. Raises `UnsupportedError` if the axis with this type was not
-    made as the outer part of a split.
+    `ptype` is a mesh dimension or a stream type. Reduction axes are not counted. Raises
+    `UnsupportedError` if the axis with this type was not made as the outer part of a split.
     """
     for position, cuts in enumerate(placement(tv)):
         if any(c.ptype is ptype for c in cuts):
@@ -61,10 +60,12 @@ def sharded_logical_axis(tv: TensorView, ptype: ParallelType) -> int:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharding of a tensor: which device or stream type cuts which of its axes.
+    """The sharding of a tensor: which mesh dimension or stream loop divides which of its axes.
 
-    `axes` maps each device or stream type to the position of the logical axis that the type cuts.
-    `cuts` has the cuts of each axis, outermost first.
+    - `axes`: maps each mesh dimension or stream type to the position of the axis that it divides.
+    - `cuts`: for each axis, its divisions into blocks (`Cut`), outermost first.
+
+    Reduction axes are not counted.
     """
 
     mesh: DeviceMesh
@@ -72,15 +73,18 @@ class Sharding:
     cuts: Placement = field(default=(), repr=False, compare=False)
 
     def axis_sharded_on(self, parallel_type: ParallelType) -> int:
-        """Returns the position of the logical axis that `parallel_type` cuts.
+        """Returns the position of the axis that is divided along the mesh dimension
+        `parallel_type`.
 
-        Returns -1 if no axis is cut: the tensor is then replicated along that mesh dimension.
+        Returns -1 if no axis is: the tensor is then replicated along that mesh dimension.
         """
         return self.axes.get(parallel_type, -1)
 
 
 def sharding_of(tv: TensorView) -> Sharding | None:
-    """Returns the sharding of a tensor; None if the tensor has no mesh."""
+    """Returns how devices and stream loops divide the axes of a tensor; None if the tensor has no
+    mesh.
+    """
     if tv.mesh is None:
         return None
     found = {p: sharded_logical_axis(tv, p) for p in SPREAD_TYPES}
@@ -88,10 +92,12 @@ def sharding_of(tv: TensorView) -> Sharding | None:
 
 
 def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
-    """Returns the positions of the axes along which a partial sum has one element per device.
+    """Returns the positions of the axes along which a partial sum has one element per device or
+    step.
 
-    A partial sum is a reduction over a cut axis before the devices' results are added. For example,
-    `[M, N, iDIDx{d}rf, r{K/d}]` has such an axis at position 2. Its local shape is [M, N, 1].
+    A partial sum is the result of a reduction over an axis that is divided over devices, or over
+    the steps of a stream loop, before the parts are added. For example, in `[M, N, iDIDx{d}rf,
+    r{K/d}]` the axis at position 2 has one element per device. Its local shape is [M, N, 1].
     """
     return tuple(
         position
@@ -107,10 +113,10 @@ def _is_part_of_reduction(tv: TensorView, axis: IterDomain) -> bool:
 
 # ------------------------------------------------------------------ sizes
 def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
-    """Returns the symbolic shape of the shard that one device stores, without reduction axes.
+    """Returns the symbolic shape of the part (shard) of the tensor `tv` that one device stores.
 
-    For example, an axis of extent i0 that is cut over two devices has the local extent `ceilDiv(i0,
-    2)`.
+    Reduction axes have no entry. For example, an axis of extent i0 that is divided over two devices
+    has the local extent `ceilDiv(i0, 2)`.
     """
     fusion = tv.fusion
     return tuple(
@@ -120,10 +126,11 @@ def local_extents(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
-    """Returns the required sizes of axes that have a device type themselves, without a split.
+    """Returns the sizes that axes must have because each device gets exactly one index of the axis.
 
-    Such an axis must have exactly one index per device. The result maps the extent of the axis to
-    the number of devices.
+    Such an axis has a mesh dimension as its parallel type itself, without a split. Maps the
+    symbolic extent of the axis to the number of devices. Sizes that a user leaves open are taken
+    from this result.
     """
     return {
         tv.fusion.canonical(tv.domain.axes[number].size): cut.devices
@@ -135,10 +142,10 @@ def whole_axis_sizes(tensors: Iterable[TensorView]) -> dict[Scalar, int]:
 
 
 def unsharded_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the global shape of a tensor whose shard on each device has the shape `sizes`.
+    """Returns the global shape of a tensor of which each device stores a shard of shape `sizes`.
 
-    A tensor in a stream loop may be allocated for one step only. Then `sizes` is the shape of one
-    step's block. Raises `ShardingError` if `sizes` has the wrong length.
+    If each step of a stream loop allocates its own block of the tensor, `sizes` is the shape of
+    such a block. Raises `ShardingError` if `sizes` has the wrong length.
     """
     _check_rank(tv, sizes)
     out: list[int] = []
@@ -155,9 +162,9 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the shard that each device stores of a tensor with the global shape
     `sizes`.
 
-    Stream cuts do not change the shape, because the shard contains the blocks of all steps. Raises
-    `ShardingError`, with tensor, extent and mesh, if the number of devices does not divide an
-    extent.
+    A stream loop that computes the tensor block by block does not change the shape, because the
+    shard contains the blocks of all steps. Raises `ShardingError`, with tensor, extent and mesh, if
+    the number of devices does not divide an extent.
     """
     _check_rank(tv, sizes)
     if not tv.domain.has_devices:
@@ -167,11 +174,11 @@ def local_sizes(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> int:
-    """Returns the extent that one device stores of an axis with the global extent `extent` and
-    `cuts`.
+    """Returns the extent that one device stores of an axis with the global extent `extent`.
 
-    Raises `ShardingError` if the number of devices does not divide the extent. The last block of a
-    stream may be shorter than the other blocks, unless devices share each block.
+    `cuts` lists the divisions of the axis over devices and over the steps of a stream loop,
+    outermost first. Raises `ShardingError` if the number of devices does not divide the extent. The
+    last block of a stream may be shorter than the other blocks, unless devices share each block.
     """
     last = max((k for k, c in enumerate(cuts) if c.ptype.is_device), default=-1)
     rest, streams = extent, 1
@@ -196,11 +203,12 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
 
 
 def _heads_of_keys(tv: TensorView, axis: IterDomain) -> tuple[AttentionOp, str] | None:
-    """Finds the attention op for which `axis` of the tensor `tv` is the heads of its keys or
+    """Returns the attention op for which `axis` of the tensor `tv` is the heads of its keys or
     values.
 
-    Returns (attention op, name of its operand), or None if there is no such op. The search follows
-    the ops that read the tensor, as long as their results keep the axis.
+    The error about an extent that devices cannot divide has better advice in this case. Returns
+    (attention op, name of its operand), or None if there is no such op. The search follows the ops
+    that read the tensor, as long as their results keep the axis.
     """
     position = tv.domain.no_reductions.index(axis)
     seen, left = {tv}, [(tv, position)]
@@ -229,8 +237,9 @@ def _heads_are_not_shared(
     """Returns the error for an attention op whose key or value heads cannot be divided over the
     devices.
 
-    `name` is the operand of `op` that has `heads` heads. `tv` is the tensor of which `cut` cuts the
-    heads over the devices of the queries.
+    - `name`: the operand of `op` that has `heads` heads.
+    - `tv`: the tensor whose heads would be divided over the devices that share the queries, as the
+      division `cut` says.
     """
     queries = next(tensor for field, tensor in op.tensors() if field == "query")
     made_by = tv.definition()
@@ -264,14 +273,12 @@ def _check_rank(tv: TensorView, sizes: Sequence[int]) -> None:
 
 # ------------------------------------------------------------------ whole fusions
 def has_mesh(fusion: Fusion) -> bool:
-    """Returns whether any tensor of the fusion has a mesh."""
+    """Returns whether any tensor of the fusion has a device mesh."""
     return any(tv.mesh is not None for tv in fusion.tensors())
 
 
 def requested_devices(fusion: Fusion) -> tuple[int, ...]:
-    """Returns the sorted ranks that appear in any mesh of the fusion; () if no tensor has a
-    mesh.
-    """
+    """Returns the sorted ranks that appear in any mesh of the fusion; () if there is no mesh."""
     return ranks_of(tv.mesh for tv in fusion.tensors() if tv.mesh is not None)
 
 
@@ -284,8 +291,9 @@ def requested_number_of_devices(fusion: Fusion) -> int:
 
 
 def check_world(fusion: Fusion, size: int) -> None:
-    """Raises `ShardingError` if a mesh of the fusion contains a rank that a job of `size` ranks
-    lacks.
+    """Checks that a job of `size` ranks has all ranks that the meshes of the fusion contain.
+
+    Raises `ShardingError` otherwise.
     """
     for tv in fusion.tensors():
         if tv.mesh is not None and max(tv.mesh.devices, default=0) >= size:
@@ -297,18 +305,19 @@ def check_world(fusion: Fusion, size: int) -> None:
 
 
 def has_streams(fusion: Fusion) -> bool:
-    """Returns whether any tensor of the fusion has a stream axis, so that a loop computes its
-    blocks.
+    """Returns whether any tensor of the fusion is computed block by block, by a loop on the host.
+
+    Such a tensor has an axis with a stream type (a stream axis).
     """
     return any(a.is_stream for tv in fusion.tensors() for a in spread_axes(tv))
 
 
 def check_annotations(fusion: Fusion) -> None:
-    """Checks that the device and stream types which the user gave to axes are legal.
+    """Checks the parallel types that the user set on axes: mesh dimensions and stream types.
 
     Raises:
-        ShardingError: a device axis does not match its tensor's mesh, or two axes of one tensor
-            have the same type.
+        ShardingError: a tensor has an axis on a mesh dimension, but no mesh, no such dimension, or
+            one of another size; or two axes of one tensor have the same type.
         UnsupportedError: a stream axis was not made as the outer part of a split.
     """
     check_types(fusion)
@@ -341,8 +350,8 @@ def check_annotations(fusion: Fusion) -> None:
 def check_dropout(ops: Iterable[Op]) -> None:
     """Raises `UnsupportedError` if an attention op with dropout has a tensor on several ranks.
 
-    The dropped elements would be wrong. Torch draws random numbers for each shard as if the shard
-    were the whole tensor, and each rank draws from its own generator.
+    The dropped elements would be wrong, because torch draws random numbers for each shard as if the
+    shard were the whole tensor, and each rank draws from its own generator.
     """
     for op in ops:
         if not isinstance(op, AttentionOp) or not op.draws:
@@ -383,9 +392,10 @@ def check_shared_keys(ops: Iterable[Op]) -> None:
 
 
 def check_types(fusion: Fusion) -> None:
-    """Raises `ShardingError` if two axes of one tensor have the same device or stream type.
+    """Checks that no two axes of one tensor have the same parallel type, such as mesh_x or stream.
 
-    A mesh dimension, or a stream, can divide only one axis of a tensor.
+    Raises `ShardingError` otherwise, because a mesh dimension, or a stream, can divide only one
+    axis of a tensor. Reduction axes do not count.
     """
     for tv in fusion.tensors():
         spread = [a for a in tv.domain.loop if a.is_device or a.is_stream]
@@ -404,8 +414,8 @@ def check_swizzles(fusion: Fusion) -> None:
     """Raises `ShardingError` if `swizzle1d` names a mesh dimension that the tensor's mesh lacks.
 
     `swizzle1d` rotates the block numbers of an axis by the device's coordinate along that
-    dimension. Must be called after every tensor has its final mesh. Tensors that the user cut are
-    checked first.
+    dimension. Must be called after every tensor has its final mesh. Tensors that the user annotated
+    are checked first, so that the error names the user's line.
     """
     for tv in sorted(fusion.tensors(), key=lambda tv: not tv.cut_lines):
         for cut in (c for cuts in axis_cuts(tv).values() for c in cuts):
@@ -435,19 +445,20 @@ def _check_stream(tv: TensorView) -> None:
 
 
 def check_divisible(fusion: Fusion, sizes: Mapping[Symbol, int]) -> None:
-    """Raises `ShardingError`, with tensor, extent and mesh, if devices do not divide an extent
-    evenly.
+    """Raises `ShardingError` if the devices that share an axis do not divide its extent evenly.
 
-    `sizes` maps the symbols of global extents to their values. Tensors that the user cut are
-    checked first.
+    `sizes` maps the symbols of global extents to their values. The message names tensor, extent and
+    mesh. Tensors that the user annotated are checked first.
     """
     check_cuts(cut_axes(fusion), sizes)
 
 
 def cut_axes(fusion: Fusion) -> tuple[CutAxis, ...]:
-    """Returns every axis of the fusion that devices or a stream cut, with tensor, extent and cuts.
+    """Returns every axis of the fusion that is divided over devices or over the steps of a stream
+    loop.
 
-    Axes of tensors that the user cut are first, so that error messages name the user's tensors.
+    Each entry is (tensor, axis, extent, its divisions). Tensors that the user annotated are first,
+    so that error messages of `check_cuts` name the user's tensors.
     """
     return tuple(
         (tv, axis, fusion.canonical(axis.size), cuts)
@@ -479,16 +490,18 @@ def have_different_shardings(
     *,
     out: TensorView | None = None,
 ) -> bool:
-    """Returns whether an operand and a result of `op` are cut differently along some of `ptypes`.
+    """Returns whether an operand and a result of `op` are divided differently over devices or
+    steps.
 
     - `operand_index`: the index of the operand.
+    - `ptypes`: the parallel types to compare: mesh dimensions, stream types, or both.
     - `out`: the result; if None, the first result of the op.
 
-    The proof writes the loop axes of each type as index expressions over the logical axes that both
-    tensors have. The shardings are equal if these expressions simplify to the same expression. An
-    axis that depends on no shared axis is ignored, unless the op needs all of that axis. Shardings
-    that cannot be proved equal count as different. Extents are assumed to be divisible by the
-    meshes that cut them. Divisibility is checked when sizes are known.
+    The proof writes the index along each parallel type as an expression over the logical axes (the
+    axes that users see) of both tensors. The shardings are equal if these expressions simplify to
+    the same expression. An axis that depends on no shared axis is ignored, unless the op needs all
+    of that axis. If the function cannot prove that the shardings are equal, it returns True. It
+    assumes that meshes divide the extents evenly; this is checked when sizes are known.
     """
     producer = op.inputs[operand_index]
     consumer = out if out is not None else op.out_tensor
@@ -527,7 +540,7 @@ def have_different_shardings(
 
 
 def is_resharding(op: TensorOp) -> bool:
-    """Returns whether an operand and a result of the op are cut differently over devices.
+    """Returns whether an operand and a result of the op are divided differently over devices.
 
     Devices must then exchange data, or drop data that they do not need.
     """
@@ -543,10 +556,11 @@ def is_resharding(op: TensorOp) -> bool:
 
 
 class Comparison:
-    """Compares how an operand (producer) and a result (consumer) of an op are cut.
+    """Compares how an operand (producer) and a result (consumer) of an op are divided over devices.
 
-    The loop axes of both tensors are written as index expressions over the logical axes that both
-    have.
+    For both tensors, the index along each mesh dimension or stream is written as an expression over
+    the logical axes that both have. The tensors are divided in the same way if the expressions are
+    equal.
 
     - `names_quotients`: if True, an extent that is a quotient (such as the size of an attention
       head) is replaced by a new symbol. The proof then knows that devices divide the extent, but no
@@ -592,8 +606,10 @@ class Comparison:
         self.producer = _View(producer, producer.domain.no_reductions, shared, domain, self)
 
     def differs(self, ptypes: Collection[ParallelType]) -> bool:
-        """Returns whether the producer and the consumer are cut differently along some of
+        """Returns whether producer and consumer are divided differently along one of the types
         `ptypes`.
+
+        The types are mesh dimensions or stream types.
         """
         for ptype in ptypes:
             p, c = self.producer.index_of(ptype), self.consumer.index_of(ptype)
@@ -604,10 +620,12 @@ class Comparison:
         return False
 
     def rewrite(self, x: Scalar) -> Scalar:
-        """Rewrites an extent in canonical symbols, and replaces symbols by their known factors.
+        """Writes an extent in a form in which two equal extents have the same text and known
+        factors show.
 
-        A sum (the extent after a pad or a cat) is replaced by one new symbol. Otherwise multiples
-        of the sum would be written as sums, too, which hides the factor.
+        Symbols are replaced by canonical symbols, and by products if their factors are known. A sum
+        (the extent after a pad or a cat) is replaced by one new symbol; otherwise multiples of the
+        sum would be written as sums, too, which hides the factor.
         """
         x = self._fusion.canonical(x)
         if isinstance(x, sc.Poly) and len(x.terms) > 1:
@@ -622,7 +640,7 @@ class Comparison:
             x = sc.substitute(x, found)
 
     def _named_quotients(self, x: Scalar) -> dict[Scalar, Scalar]:
-        """Maps the first quotient in an extent to a new symbol.
+        """Maps the first quotient in the extent `x` to a new symbol, for `rewrite` to replace it.
 
         Returns {} if there is no quotient, or if `names_quotients` was not set.
         """
@@ -635,8 +653,8 @@ class Comparison:
         return {quotient: self._quotients.setdefault(quotient, sc.name_for(name, quotient))}
 
     def index(self, name: str, extent: Scalar) -> Scalar:
-        """Creates the symbol for the index of an axis with the extent `extent`; returns 0 for
-        extent 1.
+        """Creates the symbol for the index of an axis of extent `extent`; returns 0 if the extent
+        is 1.
         """
         extent = self.rewrite(extent)
         if sc.int_value(extent) == 1:
@@ -644,7 +662,7 @@ class Comparison:
         return sc.index(name, extent)
 
     def _domain(self, tv: TensorView, sizes: dict[int, Scalar]) -> TensorDomain:
-        """Returns the axes of the tensor `tv` (its domain) with rewritten extents.
+        """Returns the axes of the tensor `tv` (its domain) with extents in the form of `rewrite`.
 
         `sizes` has the rewritten extents of the axes from which all other axes derive, by axis
         number.
@@ -661,13 +679,13 @@ class Comparison:
         return tv.domain.map_axes(rewritten)
 
     def _collect_divisible(self, tv: TensorView) -> None:
-        """Records which extents of a tensor are products, because a split divides them without a
-        remainder.
+        """Records factors of the extents of `tv`, which follow from splits without a remainder.
 
         - Splits over devices and splits of reshapes: records `s = part * s'` with a new symbol s'.
         - Reshapes whose two parts both have their own symbols: records `s = outer * inner`.
 
-        Splits of streams are left out, because such splits may have a remainder.
+        Splits of streams are left out, because such splits may have a remainder. `rewrite` uses the
+        factors.
         """
         for t in tv.domain.splits.values():
             outer = tv.domain.rotated(t.outer)
@@ -720,8 +738,8 @@ def _as_digits(x: Scalar) -> Scalar:
 
         (i % 4) / 2  ->  (i / 2) % 2
 
-    Two equal shardings may have different expressions: nested cuts have the first form before a
-    reshape, and the second form after a reshape.
+    Two equal shardings may have different expressions, which are equal after this: an axis divided
+    twice has the first form before a reshape, and the second form after it.
     """
     done: dict[Scalar, Scalar] = {}
     for y in postorder(x, done.__contains__):
@@ -748,9 +766,9 @@ def _digit(x: Scalar) -> Scalar:
 class _View:
     """The index expressions of all loop axes of one tensor, for a `Comparison`.
 
-    The expressions are derived from the indices of the tensor's source axes (root or logical axes).
-    `shared` has the index of each source axis that both compared tensors have. Other source axes
-    get new index symbols.
+    Loop axes are the axes after all splits. The expressions are derived from the indices of the
+    source axes: the axes before the splits of the tensor that is compared. `shared` has the index
+    of each source axis that both compared tensors have. Other source axes get new index symbols.
     """
 
     def __init__(
@@ -778,8 +796,8 @@ class _View:
     def index_of(self, ptype: ParallelType) -> Scalar | None:
         """Returns the index expression of the loop axis with the parallel type `ptype`.
 
-        Returns None if no axis has this type, if the axis depends on no shared axis, or if its mesh
-        dimension has only one device.
+        Returns None if the axis does not matter in the comparison: no axis has this type, the axis
+        depends on no axis that both tensors have, or its mesh dimension has only one device.
         """
         axis = sharded_axis(self._tv, ptype)
         if axis is None:

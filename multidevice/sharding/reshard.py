@@ -1,8 +1,8 @@
 """The communication of each `Reshard` op: its type, its team, and the axes it gathers or scatters.
 
-A `Reshard` op changes how a tensor is cut over devices. The pass `decompose` turns every such
-change into a `Reshard`. `as_reshard` proves once which change an op makes, and all later stages
-read the `Reshard` node. All functions of this module return the same on all ranks, except
+A `Reshard` op changes how the axes of a tensor are divided over devices. The pass `decompose` turns
+every such change into a `Reshard`. `as_reshard` proves once which change an op makes, and all later
+stages read the `Reshard` node. All functions of this module return the same on all ranks, except
 `TeamOf.ranks`.
 """
 
@@ -58,7 +58,8 @@ RED_OP_OF: dict[str, RedOp] = {"add": "SUM", "mul": "PRODUCT", "min": "MIN", "ma
 
 @dataclass(frozen=True)
 class TeamOf:
-    """The teams of a collective on a mesh: one team for each rank.
+    """The teams of a collective on a mesh: the ranks that communicate with one another, for each
+    rank.
 
     The team of a rank consists of the ranks of `mesh` whose coordinates differ only along the mesh
     dimensions `ptypes`.
@@ -74,8 +75,8 @@ class TeamOf:
         )
 
     def ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks of the team of `rank`, in mesh order; () if the mesh does not contain
-        the rank.
+        """Returns the ranks in the team of `rank`, in mesh order; () if the mesh does not contain
+        `rank`.
         """
         return self.mesh.team(rank, self.ptypes) if self.mesh.has(rank) else ()
 
@@ -92,15 +93,19 @@ class TeamOf:
 
 # ------------------------------------------------------------------ what a Reshard does
 def communication_type(op: Reshard) -> CommunicationType:
-    """Returns the type of communication that a `Reshard` op needs, such as "Allgather" or
-    "LocalSlice".
+    """Returns the type of communication of a `Reshard` op, such as "Allgather" or "LocalSlice".
 
-    The type follows from the axes of the op, its reduction and its meshes. In a stream loop, there
-    are two cases. If every device exchanges blocks with every other device, the type is AllToAll.
-    If blocks of devices become steps of the loop, the type is that of one step. One step is a
-    Broadcast from the step's device, or a CollectivePermute if every device starts with its own
-    block. The lowering may choose any other communication that brings each device the block of the
-    step.
+    Such an op changes how a tensor is divided over devices. The type follows from the axes of the
+    op, its reduction and its meshes. In a stream loop, which computes one block of a tensor per
+    step, the type is that of one step:
+
+    - AllToAll: every device exchanges blocks with every other device.
+    - Broadcast: each step needs the block of one device, which sends it to all.
+    - CollectivePermute: the same, but every device starts with its own block.
+    - StepSlice: each step reads a block of local data.
+
+    Instead of a Broadcast or a CollectivePermute, the lowering may choose any other communication
+    that brings each device the block of the step.
     """
     if any(p.is_stream for p in op.ptypes):
         if not any(p.is_device for p in op.ptypes):
@@ -128,7 +133,8 @@ def communication_type(op: Reshard) -> CommunicationType:
 def _stored(tv: TensorView, position: int | None) -> int | None:
     """Returns `position`, or None if the axis of `tv` at this position is a broadcast.
 
-    Every device stores the only element of an expanded axis, so nothing is cut.
+    A broadcast axis has one element in memory, also if it was expanded. Every device stores this
+    element, so the axis is not divided, and no communication moves its parts.
     """
     if position is None or tv.domain.no_reductions[position].is_broadcast:
         return None
@@ -136,28 +142,37 @@ def _stored(tv: TensorView, position: int | None) -> int | None:
 
 
 def communicates(op: TensorOp) -> bool:
-    """Returns whether devices exchange data in `op`: it is a `Reshard`, but not a local slice."""
+    """Returns whether devices exchange data in `op`, because it changes how a tensor is divided
+    over them.
+
+    This is true for a `Reshard` op that does not only select a part of local data.
+    """
     return isinstance(op, Reshard) and communication_type(op) not in _LOCAL
 
 
 def is_step_slice(op: TensorOp) -> bool:
-    """Returns whether `op` only selects the blocks of a tensor that the steps of a stream loop
-    read.
+    """Returns whether `op` only selects the block of a tensor that a step of a stream loop reads.
+
+    A stream loop is a loop on the host; each iteration (step) computes one block of a tensor.
     """
     return isinstance(op, Reshard) and communication_type(op) == "StepSlice"
 
 
 def is_device_to_stream(op: TensorOp) -> bool:
-    """Returns whether each step of a stream loop sends the block of one device to every device."""
+    """Returns whether each step of a stream loop sends the block of one device to every device.
+
+    `op` is then a `Reshard` whose operand is divided over devices along the axis that its result
+    divides into steps.
+    """
     return _has_steps(op) and op.source == op.target
 
 
 def is_exchange(op: TensorOp) -> bool:
-    """Returns whether every device sends a block and receives another one in each step of a stream
-    loop.
+    """Returns whether, in each step of a stream loop, every device sends one block and receives
+    another.
 
-    An axis in steps becomes an axis over devices, and an axis over devices becomes an axis in
-    steps.
+    `op` is then a `Reshard` between two axes: one is divided over devices before it and into steps
+    after it, and the other the other way round.
     """
     return _has_steps(op) and op.source != op.target
 
@@ -167,12 +182,12 @@ def _has_steps(op: TensorOp) -> TypeGuard[Reshard]:
 
 
 def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
-    """Returns the positions (source, target) of the two axes that an exchange of blocks in steps
-    swaps.
+    """Returns the positions (source, target) of the two axes between which devices exchange blocks.
 
-    The source axis is cut over devices in the operand and in steps in the result. The target axis
-    is cut in steps in the operand and over devices in the result. Returns None if `op` is no such
-    exchange.
+    In each step of a stream loop, every device sends one block and receives another. The source
+    axis is divided over devices in the operand and into steps in the result. The target axis is
+    divided into steps in the operand and over devices in the result. Returns None if `op` is no
+    such exchange.
 
         u [stream, DIDx, ...] = set(t [DIDx, stream, ...])   ->   (0, 1)
     """
@@ -202,8 +217,11 @@ def exchanged_axes(op: TensorOp) -> tuple[int, int] | None:
 
 
 def is_same_cut(a: Cuts, b: Cuts) -> bool:
-    """Returns whether `a` and `b` make the same blocks of an axis, one over devices and one over
+    """Returns whether one of `a` and `b` divides an axis over devices, and the other into equal
     steps.
+
+    `a` and `b` are the divisions of an axis. Both must consist of a single one, with the same
+    blocks: the block of device i is also the block of step i.
     """
     if len(a) != 1 or len(b) != 1:
         return False
@@ -219,8 +237,10 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
     """Returns the positions, in `inp` and `out`, of the axis that a `Reshard` op gathers or
     scatters.
 
-    Reduction axes are not counted. An entry is None if that tensor has no such axis. Both entries
-    are None for an allreduce, and if every step of a stream loop moves a block unchanged.
+    Such an op changes how a tensor is divided over devices. Reduction axes are not counted. An
+    entry is None if that tensor has no such axis. Both entries are None for an allreduce. The same
+    is true for a change between devices and the steps of a stream loop, because each step moves a
+    block unchanged.
     """
     if _has_steps(op):
         return None, None
@@ -235,8 +255,9 @@ def moved_axes(op: Reshard) -> tuple[int | None, int | None]:
 
 
 def sliced_axis(op: Reshard) -> int:
-    """Returns the position of the logical axis of `inp` and `out` that a local slice makes
-    shorter.
+    """Returns the position of the axis of which a local slice keeps one device's block.
+
+    The position is the same in `inp` and `out`; reduction axes are not counted.
     """
     if op.target is not None:
         return op.target
@@ -263,10 +284,11 @@ def _numbered(axes: tuple[IterDomain, ...]) -> dict[int, int]:
 
 
 def team_of(op: Reshard) -> TeamOf:
-    """Returns the teams of the communication of a `Reshard` op.
+    """Returns the teams of a `Reshard` op: the ranks that take part in one communication together.
 
-    A team has the ranks along the mesh dimensions that change. Raises `UnsupportedError` for types
-    of communication that are not collectives of one mesh.
+    Such an op changes how a tensor is divided along some mesh dimensions; a team has the ranks
+    along these dimensions. Raises `UnsupportedError` for types of communication that are not
+    collectives of one mesh.
     """
     found = communication_type(op)
     row = COLLECTIVES.get(found)
@@ -282,13 +304,14 @@ def team_of(op: Reshard) -> TeamOf:
 
 # ------------------------------------------------------------------ finding it out, once
 def as_reshard(op: TensorOp) -> Reshard | None:
-    """Returns the `Reshard` op that is equal to the copy or reduction `op`.
+    """Returns the `Reshard` op (a change of the division over devices) that is equal to `op`.
 
-    Returns None if the op needs no communication.
+    `op` is a copy or a reduction. Returns None if its operand and result are divided in the same
+    way, so that no communication is needed.
 
     Raises:
-        ShardingError: the op is neither a copy nor a reduction over devices, or more than one
-            device type changes (decomposition leaves no such op).
+        ShardingError: the op is neither a copy nor a reduction over devices; or the tensor changes
+            along more than one mesh dimension (decomposition leaves no such op).
     """
     if not is_resharding(op):
         return None
@@ -331,7 +354,11 @@ def as_reshard(op: TensorOp) -> Reshard | None:
 
 
 def check_lowerable(op: Reshard) -> None:
-    """Raises `UnsupportedError` if no transport implements the communication of a `Reshard` op."""
+    """Raises `UnsupportedError` if no transport implements the communication of a `Reshard` op.
+
+    Such an op changes how a tensor is divided over devices. The reason may be the type of
+    communication, or the dtype of the tensor.
+    """
     found = communication_type(op)
     if op.inp.dtype() in STORED:
         raise UnsupportedError(
@@ -353,11 +380,12 @@ def check_lowerable(op: Reshard) -> None:
 
 
 def _changing_type(op: TensorOp) -> ParallelType:
-    """Returns the one device type along which the operand and the result of `op` are cut
+    """Returns the one mesh dimension along which operand and result of `op` are divided
     differently.
 
-    Between two meshes, all types count as different. Then the result is the type that cuts the
-    operand or the result, or else mesh_x.
+    If operand and result have two different meshes, all dimensions count as different. Then the
+    result is the dimension along which one of them is divided, or else mesh_x. Raises
+    `ShardingError` if there is more than one.
     """
     producer, consumer = op.inputs[0], op.out_tensor
     types = [p for p in DEVICE_TYPES if have_different_shardings(op, 0, (p,))]
@@ -388,10 +416,11 @@ def _position(tv: TensorView, ptype: ParallelType) -> int | None:
 
 
 class Copies:
-    """Creates copies of tensors with other placements, and returns an existing copy if possible.
+    """Creates copies of tensors that are placed differently, and returns an existing copy if
+    possible.
 
-    The placement of a tensor says how devices cut it. A copy is found by source tensor, mesh and
-    placement.
+    The placement of a tensor says how its axes are divided over devices and the iterations of a
+    stream loop. A copy is found by source tensor, mesh and placement.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -401,10 +430,10 @@ class Copies:
     def get(
         self, source: TensorView, mesh: DeviceMesh | None, cuts: Placement, *, before: TensorOp
     ) -> TensorView:
-        """Returns a copy of the tensor `source` with the given mesh and cuts, for the op `before`
-        to read.
+        """Returns a copy of the tensor `source` for the op `before` to read.
 
-        Creates the copy if none is defined before that op.
+        The copy is on `mesh`, and `cuts` says how its axes are divided over devices and the
+        iterations of a stream loop. Creates the copy if none is defined before that op.
         """
         known = self._known.get((source, mesh, cuts))
         if known is not None and self._is_before(known, before):
@@ -417,8 +446,11 @@ class Copies:
     def feed(
         self, op: TensorOp, index: int, *, mesh: DeviceMesh | None, cuts: Placement
     ) -> TensorOp:
-        """Replaces operand `index` of an op by a copy with the given mesh and cuts; returns the new
+        """Replaces operand `index` of an op by a copy that is placed differently; returns the new
         op.
+
+        The copy is on `mesh`, and `cuts` says how its axes are divided over devices and the
+        iterations of a stream loop.
         """
         made = self.get(op.inputs[index], mesh, cuts, before=op)
         fed = replace_operand(op, index, made)
@@ -426,7 +458,7 @@ class Copies:
         return fed
 
     def drop_unused(self) -> None:
-        """Removes copies that no op reads any more."""
+        """Removes the copies that this object has created and that no op reads any more."""
         for made in reversed(self._known.values()):
             definition = self._fusion.definition(made)
             if definition is not None and not self._fusion.uses(made):
@@ -461,11 +493,12 @@ def replace_operand(op: TensorOp, index: int, new: TensorView) -> TensorOp:
 
 
 def split_copies(fusion: Fusion, copies: Copies) -> None:
-    """Rewrites every copy as a chain of copies, in each of which one device type changes.
+    """Rewrites every copy as a chain of copies that each change the tensor along one mesh
+    dimension.
 
-    `copies` supplies copies that exist already. If devices share the blocks of a stream, the chain
-    gathers each block in its step of the stream loop. The reason is that the data of a device
-    consists of parts of several blocks.
+    `copies` supplies copies that exist already. If a stream loop computes blocks that devices
+    share, the chain first gathers each block in its step of the loop. The reason is that the data
+    of a device consists of parts of several blocks.
 
         y [N] = set(x [stream(N), DIDx])   ->   t [stream(N)] = set(x), y = set(t)
     """
@@ -485,14 +518,17 @@ def split_copies(fusion: Fusion, copies: Copies) -> None:
 def plan_steps(source: Placement, target: Placement) -> list[Placement]:
     """Returns the placements through which a copy passes from `source` to `target`, excluding both.
 
-    From one placement to the next, one device type is removed or added:
+    A placement lists, for each axis, its divisions (cuts) over devices and the iterations of a
+    stream loop, outermost first. From one placement to the next, the division along one mesh
+    dimension is removed or added:
 
-    - First, types are added to axes without changing types, so that less data is gathered later.
-    - Then types are removed, inner cuts before outer cuts, mesh_x first.
-    - Then the remaining types are added, outer cuts first.
+    - First, dimensions are added to axes that need nothing removed, so that less data is gathered
+      later.
+    - Then dimensions are removed, inner cuts before outer cuts, mesh_x first.
+    - Then the remaining dimensions are added, outer cuts first.
 
-    If a device type is removed inside a stream, the stream remains, and its steps have the same
-    blocks on all these devices.
+    If a division over devices is removed inside the blocks of a stream, the stream remains, and its
+    steps have the same blocks on all these devices.
     """
     changing = _changing_types(source, target)
     now = [without_streams(cuts) for cuts in source]
@@ -539,10 +575,12 @@ def _changing_types(source: Placement, target: Placement) -> set[ParallelType]:
 
 
 def _without(ptype: ParallelType, cuts: Cuts) -> Cuts:
-    """Returns the cuts of an axis that are outside its cut along `ptype`.
+    """Returns the divisions of an axis that are outside its division along the mesh dimension
+    `ptype`.
 
-    If there is no such cut, removes only an innermost stream cut. The order of a stream's blocks no
-    longer depends on `ptype` in the result.
+    If there is no such division, only an innermost one into the steps of a stream is removed. In
+    the result, the order of a stream's blocks no longer depends on the device's coordinate along
+    `ptype`.
     """
     depth = next((k for k, c in enumerate(cuts) if c.ptype is ptype), None)
     kept = without_streams(cuts) if depth is None else cuts[:depth]

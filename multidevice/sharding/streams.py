@@ -1,8 +1,9 @@
 """Stream axes: tensors that a loop computes block by block, their memory, and the ops of each loop.
 
-A stream axis divides a tensor into blocks. Each iteration of a loop on the host, called a step,
-computes one block. An op that is computed in steps reads of each operand either the block of the
-same step or the whole operand. The function `slice_operands` inserts the slices that this needs.
+A stream axis divides a tensor into blocks. Each iteration of a loop on the host (a stream loop),
+called a step, computes one block. An op that is computed in steps reads of each operand either the
+block of the same step or the whole operand. The function `slice_operands` inserts the slices that
+this needs.
 """
 
 from __future__ import annotations
@@ -63,15 +64,18 @@ from multidevice.sharding.reshard import (
 
 @dataclass(frozen=True)
 class StreamAxis:
-    """One axis along which a tensor is computed in steps (iterations of a loop on the host).
+    """One axis along which a loop on the host computes a tensor block by block.
 
-    - `position`: the position of the logical axis; reduction axes are not counted.
+    An iteration of the loop is called a step; it computes one block.
+
+    - `position`: the position of the logical axis (an axis that the user sees); reduction axes are
+      not counted.
     - `count`: the number of steps.
-    - `is_logical`: True if the logical axis itself has a stream type; a step is then one index.
-      Otherwise a step is a block of ceilDiv(n, count) of the n indices on a device. The last block
-      may be shorter, and blocks after the last one are empty.
-    - `swizzle`: a device type, or None. If set, step i computes block (i + c) % count, where c is
-      the device's coordinate along the type. If None, step i computes block i.
+    - `is_logical`: True if the logical axis itself has a stream type; a block is then one index.
+      Otherwise a block has ceilDiv(n, count) of the n indices that a device has. The last block may
+      be shorter, and blocks after the last one are empty.
+    - `swizzle`: a mesh dimension, or None. If set, step i computes block (i + c) % count, where c
+      is the device's coordinate along the dimension. If None, step i computes block i.
     - `ptype`: the stream type of the axis.
     """
 
@@ -83,10 +87,11 @@ class StreamAxis:
 
 
 def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
-    """Returns the stream axes of a tensor; () if no stream loop computes the tensor.
+    """Returns the axes along which a stream loop computes a tensor block by block; () if there are
+    none.
 
-    A stream axis that merges several logical axes has several entries. The entry for the outermost
-    part of the step number is first.
+    If the loop runs over several axes merged into one, there is an entry for each of them. The axis
+    whose index changes slowest from step to step is first.
     """
     positions = {a.number: p for p, a in enumerate(tv.domain.no_reductions)}
     return tuple(
@@ -97,30 +102,35 @@ def stream_axes(tv: TensorView) -> tuple[StreamAxis, ...]:
 
 
 def stream_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the first stream axis of a tensor; None if no stream loop computes the tensor."""
+    """Returns the first axis along which a stream loop computes a tensor block by block.
+
+    If the loop runs over several merged axes, the first one changes slowest from step to step.
+    Returns None if no stream loop computes the tensor.
+    """
     return next(iter(stream_axes(tv)), None)
 
 
 def dropped_axes_of(tv: TensorView, rank: int) -> tuple[int, ...]:
-    """Returns the axes of `tv` that a kernel's argument lacks; `rank` is its number of dimensions.
+    """Returns the axes of `tv` that a kernel's argument with `rank` dimensions does not have.
 
-    A kernel in a stream loop may receive one step's slice of `tv`, without the stream axes. The
-    result is sorted.
+    A kernel in a stream loop may receive one step's slice of `tv`. Axes of which a step computes a
+    single index (stream axes without a split) are then dropped. Returns their positions, sorted; ()
+    if the argument has all axes.
     """
     whole = sorted(s.position for s in stream_axes(tv) if s.is_logical)
     return tuple(whole) if tv.ndim - rank == len(whole) else ()
 
 
 def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
-    """Returns the symbolic shape of one step's block on a device, without reduction axes.
+    """Returns the symbolic shape of the block that one step of a stream loop computes on a device.
 
-    `block` selects the step:
+    Reduction axes have no entry. `block` selects the step, because the blocks may differ in size:
 
     - "last": the last step that has elements; its block may be shorter than earlier blocks;
     - "first": any step before the last one with elements;
     - "empty": a step after the last one with elements.
 
-    A logical axis that itself has a stream type has extent 1.
+    An axis that itself has a stream type, without a split, has extent 1.
     """
     axes = zip(tv.domain.no_reductions, placement(tv), strict=True)
     return tuple(local_extent(tv.fusion.canonical(a.size), cuts, block) for a, cuts in axes)
@@ -129,16 +139,19 @@ def block_extents(tv: TensorView, block: Block = "first") -> tuple[Scalar, ...]:
 def held_extents(tv: TensorView) -> tuple[Scalar, ...]:
     """Returns the symbolic shape of the memory that one allocation of the tensor needs on a device.
 
-    If each step of a stream loop allocates the tensor, this is one step's block. Otherwise it is
-    the device's shard.
+    If each step of a stream loop allocates the block that it computes, this is the shape of a
+    block. Otherwise it is the shape of the device's shard.
     """
     return block_extents(tv) if is_allocated_per_step(tv) else local_extents(tv)
 
 
 def scatters_steps(op: TensorOp) -> bool:
-    """Returns whether `op` is a reduction over devices whose every step computes one device's part.
+    """Returns whether `op` is a reduction over devices in which each step computes one device's
+    result.
 
-    The op then belongs to the stream loop of its operand.
+    In each step of a stream loop, the devices compute partial sums of one block, and the sum of the
+    parts is stored on the device that the block belongs to. Such an op runs in the loop of its
+    operand, although its result has no steps.
 
         t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
     """
@@ -156,14 +169,16 @@ def scatters_steps(op: TensorOp) -> bool:
 
 @dataclass(frozen=True)
 class StreamLoop:
-    """A loop over the steps of a stream, which several ops may share.
+    """A loop on the host that computes the results of several ops block by block, one block per
+    step.
 
-    - `axes`: numbers that identify the stream axes of the ops in the loop.
+    - `axes`: numbers that identify the divided axes (stream axes) of the ops in the loop.
     - `order`: the position of the loop among the loops of the fusion. No op of a loop needs a
       result of a later loop.
 
-    No op of a loop needs the whole of a result that the loop itself computes. An op that scatters
-    the steps of a loop (`scatters_steps`) belongs to that loop.
+    No op of a loop needs the whole of a result that the loop itself computes. An op that sums a
+    block over devices and stores the sum on one of them (`scatters_steps`) belongs to the loop of
+    its operand.
     """
 
     axes: tuple[int, ...]
@@ -171,11 +186,13 @@ class StreamLoop:
 
 
 class StreamLoops:
-    """Assigns the ops of a sharded fusion that are computed in steps to loops.
+    """Forms loops over the blocks of tensors (stream loops), and decides which ops run in which
+    loop.
 
-    Two ops may share a loop if their stream axes correspond. In addition, no op on a path between
-    the two may need a whole tensor that the loop computes. Then the loops can run one after
-    another, even if unrelated ops are between the two ops.
+    A step of such a loop computes one block of each result. Two ops may share a loop if the loop
+    divides the same axis of both. In addition, no op on a path between the two may need the whole
+    of a tensor that the loop computes. Unrelated ops between the two are no obstacle, because the
+    loops and the ops outside them can run one after another.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -209,11 +226,13 @@ class StreamLoops:
                 self._loop[op] = StreamLoop(self._axes(stepping), self._order[op])
 
     def loop_of(self, op: TensorOp) -> StreamLoop | None:
-        """Returns the stream loop in which an op runs; None if the op is not computed in steps."""
+        """Returns the stream loop in which an op runs; None if the op is not computed block by
+        block.
+        """
         return self._loop.get(op)
 
     def may_share_kernel(self, a: TensorOp, b: TensorOp) -> bool:
-        """Returns whether two ops may be in one kernel.
+        """Returns whether the ops `a` and `b` may be in one kernel.
 
         Both must run in the same stream loop, or both outside all loops with no loop between them.
         """
@@ -221,10 +240,10 @@ class StreamLoops:
         return is_loop and self._order.get(a) == self._order.get(b)
 
     def fits_in_loop(self, tv: TensorView) -> bool:
-        """Returns whether all ops that read a tensor run in the loop that computes it, block by
+        """Returns whether only the loop that computes a tensor reads it, and each step only its own
         block.
 
-        Each of these ops must read only the block of its own step.
+        If so, no step needs memory for more than one block of `tv`.
         """
         definition = self._fusion.definition(tv)
         loop = None if definition is None else self._loop.get(definition)
@@ -255,7 +274,8 @@ class StreamLoops:
     def _parts(self, tv: TensorView) -> dict[ParallelType, int]:
         """Returns the number that identifies each stream axis of a tensor, by stream type.
 
-        Axes of two tensors have the same number if the steps of the two tensors correspond.
+        A stream axis is one along which a stream loop computes the tensor block by block. The axes
+        of two tensors have the same number if step i computes the same block i of both.
         """
         found: dict[ParallelType, int] = {}
         for axis in tv.domain.loop:
@@ -285,10 +305,10 @@ class StreamLoops:
                 yield made_by, index
 
     def _leaves(self, op: TensorOp, reader: TensorOp) -> bool:
-        """Returns whether `reader` needs a result of `op` after the stream loop that computes the
-        result.
+        """Returns whether `reader` must run after the stream loop that computes a result of `op`.
 
-        Otherwise `reader` needs only the block of its own step.
+        Returns False if no loop computes the result. Also returns False if step i of `reader` needs
+        only the block of step i, so that both ops can run in one loop.
         """
         if scatters_steps(op):
             return True
@@ -302,17 +322,17 @@ class StreamLoops:
 
 
 def allocated_per_step(fusion: Fusion) -> set[TensorView]:
-    """Returns the tensors for which each step of a stream loop can allocate memory for its block
-    alone.
+    """Returns the tensors of which each step of a stream loop needs memory for its own block alone.
 
     All readers of such a tensor are in the loop and read the block of their step. Three kinds of
     tensors are left out:
 
-    - inputs and outputs, because callers are outside the loop;
-    - tensors whose steps are single indices;
+    - inputs and outputs of the fusion, because callers are outside the loop;
+    - tensors whose blocks are single indices;
     - slices of other tensors.
 
-    A view is in the result if and only if the tensor that it is a view of is in the result.
+    A view is in the result if and only if the tensor that it is a view of is in the result, because
+    both share memory.
     """
     loops = StreamLoops(fusion)
     outside = {*fusion.inputs, *fusion.outputs}
@@ -344,8 +364,9 @@ def _may_be_view(op: TensorOp) -> bool:
 def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
     """Returns whether a device's shard of a tensor has at most one element along an axis.
 
-    If `in_steps` is True, one step's block of the shard is considered instead of the whole shard.
-    An axis with one element may be at any position in the memory order.
+    If `in_steps` is True, the block that one step of a stream loop computes is considered instead
+    of the whole shard. The function serves decisions on memory order: an axis with one element may
+    be at any position in it.
     """
     axis = tv.domain.no_reductions[position]
     if is_plain_broadcast(axis) or sc.int_value(axis.size) == 1:
@@ -354,13 +375,14 @@ def is_single(tv: TensorView, position: int, *, in_steps: bool) -> bool:
 
 
 class StepMemory:
-    """Decides whether one step's block of a tensor is dense (without gaps) in memory.
+    """Decides whether the block that one step of a stream loop computes is dense (without gaps) in
+    memory.
 
         y [istream{3}(i0), i1]     memory order (0, 1): dense     (1, 0): a block has gaps in y,
                                    unless each step allocates its own memory
 
-    The set of tensors that are allocated per step is computed again after a change of the fusion's
-    ops.
+    The set of tensors of which each step allocates its own block is cached, and computed again
+    after a change of the fusion's ops.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -369,8 +391,10 @@ class StepMemory:
         self._own: set[TensorView] = set()
 
     def is_dense(self, tv: TensorView, order: Sequence[int]) -> bool:
-        """Returns whether one step's block of `tv` has no gaps, if the tensor has the memory order
-        `order`.
+        """Returns whether the block of `tv` that one step of a stream loop computes has no gaps in
+        memory.
+
+        `order` is the assumed memory order of `tv`, outermost axis first.
         """
         return _is_dense_in_whole(tv, order) or tv in self._with_own_memory()
 
@@ -381,10 +405,12 @@ class StepMemory:
 
 
 def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
-    """Returns a memory order of `tv` in which stream axes with single-index steps are outermost.
+    """Returns a memory order of `tv`, similar to `order`, in which the block of one step has no
+    gaps.
 
-    The block of such a step is a part of the whole tensor's memory, and must be dense. If the block
-    is dense already, `order` is returned unchanged.
+    A step of a stream loop computes one block of `tv`, which is a part of the whole tensor's
+    memory. Axes of which a step computes a single index are moved to the front. If the block has no
+    gaps already, `order` is returned unchanged.
     """
     streams = [s.position for s in stream_axes(tv) if s.is_logical]
     if not streams or _is_dense_in_whole(tv, order):
@@ -393,9 +419,11 @@ def steps_outermost(tv: TensorView, order: list[int]) -> list[int]:
 
 
 def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
-    """Returns whether one step's block has no gaps in the memory of the whole tensor.
+    """Returns whether the block that one step computes has no gaps in the memory of the whole
+    tensor.
 
-    `order` is the memory order of the tensor.
+    `order` is the memory order of the tensor, outermost axis first. A step is an iteration of the
+    stream loop that computes `tv` block by block.
     """
     streams = stream_axes(tv)
     assert streams, f"{tv} is not computed in steps"
@@ -412,8 +440,11 @@ def _is_dense_in_whole(tv: TensorView, order: Sequence[int]) -> bool:
 
 # ------------------------------------------------------------------ one op
 def _stream_positions(tv: TensorView) -> list[tuple[int, Cut]]:
-    """Returns (position, cut) for each stream axis of a tensor; the position counts all logical
-    axes.
+    """Returns which axes of a tensor a stream loop computes block by block: (position, cut) for
+    each.
+
+    The cut says into how many blocks the axis is divided. The position is among all logical axes,
+    including reduction axes.
     """
     return [(tv.domain.logical_numbers.index(n), cut) for n, cut in stream_cuts(tv)]
 
@@ -423,10 +454,10 @@ def _is_one_step(op: TensorOp) -> bool:
 
 
 def is_computable_in_steps(op: TensorOp) -> bool:
-    """Returns whether a stream loop can compute an op's results block by block.
+    """Returns whether a stream loop can compute an op's results block by block, one block per step.
 
-    Each block must depend only on blocks of the operands, or on whole operands. The blocks are
-    those of the results' stream axis. Returns True if the results have no stream axis.
+    The blocks divide the stream axis of the results. Each block must depend only on blocks of the
+    operands, or on whole operands. Returns True if the results have no stream axis.
     """
     if _is_one_step(op):
         return not any(map(_stream_positions, op.outputs))
@@ -442,8 +473,9 @@ def is_computable_in_steps(op: TensorOp) -> bool:
 def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
     """Returns the axes of operand `index` of which one step of the op needs only one block.
 
-    The keys are positions of axes; reduction axes are not counted. The values are the cuts of these
-    axes, including the cut of the stream. Returns {} if a step needs the whole operand.
+    A step is an iteration of the stream loop that computes the op's result block by block. The keys
+    are positions of axes; reduction axes are not counted. The values say how the axis is divided:
+    its cuts over devices and steps, outermost first. Returns {} if a step needs the whole operand.
     """
     exchanged = exchanged_axes(op)
     if exchanged is not None:
@@ -458,7 +490,11 @@ def needed_blocks(op: TensorOp, index: int) -> dict[int, Cuts]:
 
 
 def is_in_step(op: TensorOp, index: int) -> bool:
-    """Returns whether step i of an op needs exactly block i of operand `index`, for all steps i."""
+    """Returns whether step i of an op needs exactly block i of operand `index`, for all steps i.
+
+    A step is an iteration of the stream loop that computes the op's result block by block; block i
+    is the one that step i computes.
+    """
     operand = op.inputs[index]
     needed, found = needed_blocks(op, index), stream_cuts(operand)
     if not needed or not found:
@@ -484,13 +520,13 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 
 # ------------------------------------------------------------------ passes
 def drop_steps_of_devices(fusion: Fusion) -> None:
-    """Removes the stream type from every reduced axis that has a device type in the operand.
+    """Removes the stream type from every reduced axis that has a mesh dimension in the operand.
 
         c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
 
-    A device has one index of such an axis, so there are no steps along the axis. Users write this
-    stream type to say that the steps of `c` are reduced one by one. The stream axis of `c` already
-    has this meaning.
+    A device has one index of such an axis, so there is nothing to compute in steps along it. Users
+    write this stream type to say that the blocks of `c` are reduced one by one. The stream axis of
+    `c` already has this meaning.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):
@@ -503,11 +539,12 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
 
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
-    """Removes the stream axis from every result that cannot be computed in steps along that axis.
+    """Removes the stream axis from every result that a stream loop cannot compute block by block.
 
-    Device cuts inside the stream axis are removed, too. `asked` are the tensors to which the user
-    has given the stream axis. For a tensor in `asked`, raises `UnsupportedError` with op and axis
-    instead.
+    The result is then computed as a whole. Divisions over devices inside the stream axis are
+    removed, too, because without it they would make other blocks. `asked` are the tensors to which
+    the user has given the stream axis. For a tensor in `asked`, raises `UnsupportedError` with op
+    and axis instead.
     """
     for op in fusion.exprs:
         if is_computable_in_steps(op):
@@ -524,8 +561,9 @@ def slice_operands(fusion: Fusion) -> None:
         y [stream(M), N] = add(x [M, N], b)  ->  s [stream(M), N] = Reshard(x, along stream)
                                                  y = add(s, b)
 
-    Afterwards each operand of such an op has the same steps as the op, or is used whole. Three
-    kinds of ops are first computed as a whole, and then their results are sliced:
+    Afterwards each step of such an op reads of an operand either the block of the same step, or the
+    whole operand. Three kinds of ops are first computed as a whole, outside the loop, and then
+    their results are sliced:
 
     - a communication whose steps need other blocks than the devices have;
     - a communication between devices that compute different blocks in the same step, because each
@@ -538,9 +576,9 @@ def slice_operands(fusion: Fusion) -> None:
 
 
 def slice_per_loop(fusion: Fusion) -> None:
-    """Copies slices so that each stream loop has its own slices.
+    """Copies slices so that no two stream loops share a slice.
 
-    A slice selects the block of the current step, so it has no meaning outside its loop.
+    A slice selects the block of the current step of a loop, so it has no meaning outside its loop.
     """
     slices = [op for op in fusion.exprs if isinstance(op, Reshard) and is_step_slice(op)]
     if not slices:
@@ -589,18 +627,23 @@ def _feed_steps(fusion: Fusion, op: TensorOp, made: _Slices) -> None:
 def _slice_key(
     op: TensorOp, operand: TensorView, cuts: Placement
 ) -> tuple[TensorView, Placement, TensorOp | None]:
-    """Returns the key under which slices of `operand` with these cuts are cached.
+    """Returns the cache key of a slice of `operand`, so that ops with the same blocks share one
+    slice.
 
-    If the operand has only some parts of a merged stream axis, the key includes the op. The reason
-    is that these parts do not determine which block belongs to which step.
+    `cuts` says how the slice is divided. If `op` runs over several merged axes and the slice has
+    only some of them, the key includes the op. The reason is that these axes alone do not determine
+    which block belongs to which step.
     """
     parts = {c.ptype for mine in cuts for c in mine if c.ptype.is_stream}
     return operand, cuts, None if parts == {*step_parts(op.out_tensor)} else op
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
-    """Returns whether `op` would communicate between devices that compute different blocks in one
-    step.
+    """Returns whether devices would exchange blocks in `op` although each computes another block
+    per step.
+
+    This happens if each device starts the stream loop with its own block. Such an op must be
+    computed as a whole, outside the loop, because the blocks of one step do not belong together.
     """
     found = stream_axis_of(op.out_tensor)
     by = None if found is None else found[1].swizzle
@@ -615,23 +658,24 @@ def _mixes_rotated_steps(op: TensorOp) -> bool:
 
 
 def _moves_blocks_of_merged_axes(op: TensorOp) -> bool:
-    """Returns whether `op` would communicate blocks that have gaps in memory, because two axes are
+    """Returns whether `op` would communicate blocks with gaps in memory, because two axes are
     merged.
 
-    In such an op a step is single elements of one axis and a block of another axis. The blocks have
-    gaps in the memory of the whole tensor, and the steps do not allocate memory for their blocks.
+    A step of the stream loop over such axes computes a single index of one axis and a block of
+    indices of another axis. This block has gaps in the memory of the whole tensor, and steps over
+    merged axes do not allocate their own memory. So the op must be computed as a whole, outside the
+    loop.
     """
     cuts = [cut for _, cut in stream_cuts(op.out_tensor)]
     return len(cuts) > 1 and not all(cut.whole for cut in cuts) and is_resharding(op)
 
 
 def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int]] | None:
-    """Returns, for each operand of `op` that must be sliced, the slice and the axis along which it
-    is cut.
+    """Returns the slices that the steps of `op` read instead of whole operands.
 
-    The keys are operand indices. The values are (tensor of one step's block, position of the axis).
-    Operands whose steps are those of the op are left out. Returns None if an operand cannot be
-    sliced.
+    The keys are operand indices. The values are (tensor of one step's block, position of the axis
+    along which it is sliced). Operands of which step i already reads block i are left out. Returns
+    None if an operand cannot be sliced.
     """
     found: dict[int, tuple[TensorView, int]] = {}
     for index, operand in tensor_operands(op):
@@ -659,7 +703,7 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
 def _is_ring(op: TensorOp, index: int) -> bool:
     """Returns whether each step of the op would send the block of one device to all devices.
 
-    `index` is the operand whose blocks are sent.
+    A step is an iteration of a stream loop. `index` is the operand whose blocks are sent.
     """
     needed = needed_blocks(op, index)
     if len(needed) != 1 or len(step_parts(op.out_tensor)) != 1:
@@ -669,10 +713,10 @@ def _is_ring(op: TensorOp, index: int) -> bool:
 
 
 def _is_read_both_ways(tv: TensorView) -> bool:
-    """Returns whether some ops in steps read blocks of a tensor and others read the whole tensor.
+    """Returns whether some ops of stream loops read `tv` block by block, and others as a whole.
 
     One kernel may contain both kinds of ops, and then needs the tensor and a slice. Communications
-    do not count, because they are not in kernels.
+    are ignored, because they are not in kernels.
     """
     ways = {
         is_in_step(op, index)
@@ -685,11 +729,12 @@ def _is_read_both_ways(tv: TensorView) -> bool:
 
 
 def _compute_first(fusion: Fusion, op: TensorOp) -> list[TensorOp]:
-    """Replaces an op in a stream loop by an op that computes the whole result, and copies in the
+    """Replaces an op of a stream loop by an op that computes the whole result, and copies in the
     loop.
 
-    Returns the new ops. If devices share the blocks of the stream, the whole result is instead
-    computed in steps that are the same on all devices.
+    Each step of the loop then copies one block. Returns the new ops. If devices share the blocks,
+    the whole result is instead computed in steps of another loop, in which all devices compute the
+    same block.
     """
     first, copies = op, list[TensorOp]()
     for out in op.outputs:

@@ -1,16 +1,19 @@
 """Passes that rewrite a sharded fusion into local ops and reshardings.
 
+A local op needs only the data of one device; a resharding changes how devices share a tensor.
+
 Question: which rewrites does a sharded fusion undergo?
 Imports: `multidevice.sharding`.
 Files, in reading order:
 
 - `pipeline`: the list of passes, in order.
-- `decompose`: an op whose operands are cut differently becomes reshardings and a local op.
+- `decompose`: an op whose operands are divided differently over devices becomes reshardings and a
+  local op.
 - `partial_sums`: reductions of which each device computes a part.
 - `overlap_candidates`: communications and matrix products that may run at the same time.
-- `merged_streams`: a merged stream axis, rewritten as several cuts.
+- `merged_streams`: a loop over several axes merged into one, rewritten as a division of each axis.
 - `communication_layout`: the memory order that a communication needs.
-- `finalize`: cuts in allocation and loop domains.
+- `finalize`: the division over devices, written into allocation and loop domains.
 - `localize`: the fusion of one device's shards.
-- `provenance`: the reason of each cut and communication.
+- `provenance`: the reason why each tensor is divided, and of each communication.
 """

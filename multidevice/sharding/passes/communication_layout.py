@@ -3,7 +3,8 @@
 A collective works on flat buffers: part i of the gathered (or scattered) buffer belongs to the i-th
 rank of the team. Therefore every buffer must be contiguous. In an allgather or reduce-scatter, the
 gathered or scattered axis must also be outermost in the memory of operand and result. If a tensor
-has another order, the pass inserts a local copy with a permuted allocation domain.
+has another order, the pass inserts a local copy with a permuted allocation domain (the axes in
+memory order).
 
     y [M, N] = set(x [M, DIDx(N)])   ->   t [M, DIDx(N)] = set(x)    memory order (N, M)
                                           y [M, N] = set(t)          memory order (N, M)
@@ -45,18 +46,19 @@ def lay_out_communication(fusion: Fusion) -> None:
     """Gives operand and result of every collective a contiguous memory order that the collective
     supports.
 
-    Before: the fusion is decomposed. After, for every collective:
+    Before: every op is local or a `Reshard` op (the fusion is decomposed). After, for every
+    collective:
 
     - operand and result are contiguous and have the same order of axes;
     - the gathered or scattered axis is outermost, if the type of collective needs that.
 
-    The host program relies on this. A result without a declared allocation domain takes the order
-    of the collective. A declared allocation domain does not change: a copy after the collective
-    produces it.
+    The host program relies on this. A result without a declared memory order (allocation domain)
+    takes the order of the collective. A declared memory order does not change: a copy after the
+    collective produces it.
 
-    A collective in a stream loop works on one block at a time. A block is dense if each step has
-    its own memory, or if the stream axis is outermost. Otherwise the pass inserts a copy in the
-    same step.
+    In a stream loop, a collective works on one block per step. The memory of a block has no gaps if
+    each step allocates its own memory, or if the axis of the blocks is outermost. Otherwise the
+    pass inserts a copy in the same step.
     """
     memory = StepMemory(fusion)
     for op in fusion.exprs:
@@ -65,7 +67,7 @@ def lay_out_communication(fusion: Fusion) -> None:
 
 
 def communicated(fusion: Fusion) -> set[TensorView]:
-    """Returns the operands and results of collectives, and the tensors of which the operands are
+    """Returns the tensors that collectives read and write, and those of which the operands are
     slices.
 
     All ranks must store these tensors in the same order, whatever the memory order of a rank's
@@ -82,7 +84,8 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
     """Returns the memory order that a collective needs for `tv`: the axis `axis` outermost.
 
     Returns the present order if `axis` is None, or if only axes with one element are outside it. In
-    these cases a move would not change the memory.
+    these cases a move would not change the memory. `in_steps`: whether a collective of a stream
+    loop sends one block of `tv` per step; then the elements of a block count.
     """
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
@@ -126,7 +129,8 @@ def _fit_producer(memory: StepMemory, op: Reshard) -> Reshard:
 
 
 def _may_relayout(fusion: Fusion, tv: TensorView) -> bool:
-    """Returns whether this pass may choose the memory order of a tensor.
+    """Returns whether this pass may choose the memory order of a tensor, instead of inserting a
+    copy.
 
     The pass may do so if a kernel writes the tensor for one reader, and no order is declared.
     """
@@ -144,7 +148,7 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     """Gives the result of a collective the axis order of the operand, by a copy if needed.
 
     A collective copies flat buffers, so both must have the same order. Raises `UnsupportedError` if
-    a stream loop exchanges blocks that are not contiguous.
+    each step of a stream loop exchanges a block that is not contiguous.
     """
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])
@@ -189,7 +193,8 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
 def _mapped_order(op: TensorOp, order: list[int]) -> list[int]:
     """Translates axis positions of the op's first operand to axis positions of its result.
 
-    Axes that the result does not have are left out.
+    Used to give the result the memory order `order` of the operand. Axes that the result does not
+    have are left out.
     """
     out = op.out_tensor
     position = 0

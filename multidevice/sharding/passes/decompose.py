@@ -1,8 +1,9 @@
 """Decomposition: every op becomes local, or exactly one collective or local slice.
 
-Before: shardings are propagated; operands and results of an op may be cut differently over devices.
-After: an op whose operand and result are cut differently is a `set` (a copy) or a reduction over
-one device axis. In such an op, exactly one device type changes.
+Before: shardings are propagated; operands and results of an op may be divided differently over
+devices. After: an op whose operand and result are divided differently is a `set` (a copy) or a
+reduction over one axis that is divided over devices. Such an op changes the division along exactly
+one mesh dimension.
 
     out [M, DIDx(N)] = linear(x [DIDx(M), K], w)  ->  c [M, K] = set(x)           (allgather)
                                                       out = linear(c, w)
@@ -68,7 +69,7 @@ def decompose_reshardings(
     """Rewrites a fusion until every op is local or a `Reshard`: one collective or one local slice.
 
     `overlap` is called when all communications have been determined. This callback may give tensors
-    stream axes, so that a loop computes the tensors in steps.
+    stream axes, so that a loop on the host computes the tensors block by block.
 
     Raises:
         ShardingError: an op cannot be computed with the requested placements.
@@ -88,7 +89,8 @@ def decompose_reshardings(
 def complete_steps(fusion: Fusion, copies: Copies) -> None:
     """Finishes the decomposition: each copy and sum becomes one communication, a `Reshard` op.
 
-    Also removes stream axes along which an op cannot be computed in steps.
+    Runs after all axes that a loop computes in steps (stream axes) have been chosen. Removes those
+    along which an op cannot be computed in steps.
     """
     exchange_partial_sums(fusion)
     split_copies(fusion, copies)
@@ -99,9 +101,10 @@ def complete_steps(fusion: Fusion, copies: Copies) -> None:
 
 
 def name_reshardings(fusion: Fusion) -> None:
-    """Replaces every copy and reduction that changes how devices cut a tensor by a `Reshard` op.
+    """Replaces every copy or reduction after which a tensor is divided differently over devices.
 
-    Raises `UnsupportedError` for a communication that is not implemented.
+    The replacement is a `Reshard` op, which names the communication. Raises `UnsupportedError` for
+    a communication that is not implemented.
     """
     ops: list[TensorOp] = []
     for op in fusion.exprs:
@@ -114,10 +117,11 @@ def name_reshardings(fusion: Fusion) -> None:
 
 # ------------------------------------------------------------------ copies around ops
 def insert_reshardings(fusion: Fusion, copies: Copies) -> None:
-    """Inserts copies before or after the ops whose operands and results are cut differently over
-    devices.
+    """Inserts copies where the operands and results of an op are divided differently over devices.
 
-    Ops that need the same tensor with the same cuts share a copy.
+    Each copy stands for a communication, before or after the op. Afterwards only copies and
+    reductions over devices change how tensors are divided. Ops that need the same tensor with the
+    same division share a copy.
     """
     for op in fusion.exprs:
         op = _align_siblings(fusion, _free_whole_axes(fusion, op))
@@ -152,7 +156,11 @@ def _needs(op: TensorOp, index: int) -> Transfers:
 
 
 def _differing(op: TensorOp) -> list[int]:
-    """Returns the indices of the operands of `op` that are not cut as its result needs."""
+    """Returns the indices of the operands of `op` that are not divided over devices as its result
+    needs.
+
+    For each of them, the caller inserts a copy.
+    """
     if reduces_one_device_axis(op):
         # The op is the collective itself: its operand is cut on the reduced axis, and otherwise
         # placed like the result.
@@ -171,9 +179,10 @@ def _differing(op: TensorOp) -> list[int]:
 
 
 def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Gives all results of an op the same device cuts as its first result.
+    """Divides all results of an op over devices in the same way as its first result.
 
-    A result that needs other cuts becomes a copy. Returns the new op.
+    An op has one division, so a result for which the fusion needs another one becomes a copy of the
+    op's new result. Returns the new op.
     """
     first = op.out_tensor
     computed, copies = op, list[TensorOp]()
@@ -194,8 +203,12 @@ def _align_siblings(fusion: Fusion, op: TensorOp) -> TensorOp:
 
 
 def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]:
-    """Returns the device cuts of the result `out` that match those of the result `first`, for each
-    axis.
+    """Returns how `out` must be divided over devices if the op divides its result `first` as it is
+    now.
+
+    `first` and `out` are results of the same op `op`. The result has, for each logical axis of
+    `out`, the divisions (cuts) of the corresponding axis of `first`, outermost first; () if no axis
+    corresponds.
     """
     cuts = _device_cuts(first)
     beside = {b: cuts[a] for a, b in op.parallel_cuts(first, out)}
@@ -203,17 +216,22 @@ def _cuts_beside(op: TensorOp, first: TensorView, out: TensorView) -> list[Cuts]
 
 
 def _device_cuts(tv: TensorView) -> list[Cuts]:
-    """Returns the device cuts of each logical axis of a tensor, including reduction axes."""
+    """Returns how each logical axis of a tensor is divided over devices, including reduction axes.
+
+    An entry lists the divisions (`Cut`: mesh dimension and number of blocks), outermost first; it
+    is () for an axis that each device has completely.
+    """
     cuts = axis_cuts(tv, DEVICE_TYPES)
     return [cuts.get(a.number, ()) for a in tv.domain.logical]
 
 
 def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
-    """Computes results without the device cuts that the op cannot make, and cuts copies of the
+    """Lets an op compute along whole axes if it cannot compute parts, and divides copies of its
     results.
 
-    An op cannot be computed in parts along these axes: the joined axis of a cat, the axis of an
-    iota, resized axes of a slice or pad, and the inner axes of a reshape. Returns the new op.
+    An op cannot compute the parts of a division over devices along these axes: the joined axis of a
+    cat, the axis of an iota, resized axes of a slice or pad, and the inner axes of a reshape.
+    Returns the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)
@@ -236,10 +254,11 @@ def _changing_types(op: TensorOp) -> set[ParallelType]:
 def _compute_whole(
     fusion: Fusion, op: TensorOp, types: Collection[ParallelType], position: int = 0
 ) -> TensorOp:
-    """Computes a result of an op without cuts along the types `types`, and cuts a copy of the
-    result.
+    """Lets an op compute a result undivided along the mesh dimensions `types`, and divides a copy
+    of it.
 
-    `position` is the index of the result. Returns the new op.
+    `position` is the index of the result. The copy takes the place of the old result in the fusion.
+    Returns the new op.
     """
     out: TensorView = op.outputs[position]
     local = _result_like(out, out.mesh)
@@ -251,8 +270,10 @@ def _compute_whole(
 
 
 def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
-    """Creates a tensor on `mesh` with a copy of the axes of `out`, without a declared memory
-    order.
+    """Creates a tensor on `mesh` with a copy of the axes of `out` and their division over devices.
+
+    The tensor is to be a result of the same op. It has no declared memory order, because the order
+    is chosen later.
     """
     domain, _ = clone_domain(out.fusion, out.domain)
     plain = domain.in_logical_order()
@@ -261,12 +282,12 @@ def _result_like(out: TensorView, mesh: DeviceMesh | None) -> TensorView:
 
 # -- after
 def _goes_after(op: TensorOp) -> bool:
-    """Returns whether the op should run with its operand's sharding, so that its result is
-    resharded.
+    """Returns whether the result of the op should be communicated, and not its operand.
 
-    The answer is True for an op with one operand and one result, unless that costs more. Slicing
-    the operand of an op costs less than slicing its result. Gathering before a cast to a wider type
-    costs less than gathering after the cast.
+    The op then runs with the operand divided as it is. The answer is True for an op with one
+    operand and one result, unless that costs more. Slicing the operand of an op costs less than
+    slicing its result. Gathering before a cast to a wider type costs less than gathering after the
+    cast.
     """
     operands = list(tensor_operands(op))
     if len(operands) != 1 or len(op.outputs) != 1 or reduces_one_device_axis(op):
@@ -280,9 +301,10 @@ def _goes_after(op: TensorOp) -> bool:
 
 
 def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
-    """Runs the op with its operand's sharding, and reshards the result by a copy.
+    """Runs the op with its operand divided as it is, and communicates the result by a copy.
 
-    Returns False, and leaves the op unchanged, if that is not possible.
+    Returns False, and leaves the op unchanged, if the op cannot run in this way without
+    communication.
     """
     ((index, operand),) = tensor_operands(op)
     out = op.out_tensor
@@ -305,10 +327,9 @@ def _insert_after(fusion: Fusion, op: TensorOp) -> bool:
 
 # -- before
 def _insert_before(op: TensorOp, index: int, copies: Copies) -> TensorOp:
-    """Replaces operand `index` by a copy with the sharding that the result needs; returns the new
-    op.
+    """Replaces operand `index` by a copy that is divided over devices as the result needs.
 
-    `copies` has the copies that exist already.
+    `copies` has the copies that exist already. Returns the new op.
     """
     operand, out = op.inputs[index], op.out_tensor
     cuts = fitting_placement(operand, _needs(op, index), out.mesh, step_parts(out))

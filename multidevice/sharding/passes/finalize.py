@@ -1,9 +1,11 @@
 """Final domains: writes device axes into allocation domains and puts them first in loop domains.
 
-Before: cuts are in loop domains, and allocation domains describe whole tensors. After: every tensor
-that is cut has an allocation domain with its device axes. If each step of a loop allocates its own
-memory, the allocation domain also has the stream axis. Every loop domain is `[stream?, DIDz?,
-DIDy?, DIDx?, serial...]`. Segmentation and host lowering rely on both.
+The allocation domain has the axes in memory order; the loop domain has the axes after all splits.
+Before: divisions over devices and steps are splits in loop domains only, and allocation domains
+describe whole tensors. After: every tensor that is divided has an allocation domain with its device
+axes. If each step of a loop on the host allocates its own memory, the allocation domain also has
+the stream axis, that is, the axis of the steps. Every loop domain is `[stream?, DIDz?, DIDy?,
+DIDx?, serial...]`. Segmentation and host lowering rely on both.
 
     w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
 """
@@ -27,7 +29,10 @@ _RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
 
 
 def finalize_domains(fusion: Fusion) -> None:
-    """Writes the cuts of each tensor into its allocation domain, and sorts its loop domain.
+    """Writes how each tensor is divided into its allocation domain, and sorts its loop domain.
+
+    The allocation domain has the axes in memory order, and now also describes the part of one
+    device; the loop domain has the axes after all splits.
 
     Raises:
         ShardingError: a tensor has no mesh and the fusion has several, or an operand or result of a
@@ -77,10 +82,11 @@ def complete_meshes(fusion: Fusion) -> None:
 
 
 def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
-    """Splits the allocation axes of a tensor as its loop axes are split, with their contiguity.
+    """Splits the axes in a tensor's memory order (its allocation axes) as its loop axes are split.
 
-    If `per_step` is True, splits of stream axes are included. The parts of a cut axis take the
-    position of the axis, so that the memory of a shard keeps the order of axes.
+    Splits over devices are taken over. If `per_step` is True, each step of a stream loop allocates
+    its own memory, so splits into steps are included. The parts of an axis take the position of the
+    axis, so that the memory of a shard keeps the order of axes. Contiguity is kept, too.
     """
     if not spread_axes(tv):
         return
@@ -106,9 +112,10 @@ def shard_allocation(tv: TensorView, *, per_step: bool) -> None:
 
 
 def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterDomain]:
-    """Returns the axes into which device cuts divide a logical axis, outermost first.
+    """Returns the axes into which divisions over devices split a logical axis, outermost first.
 
-    If `with_stream` is True, stream cuts are included. The last entry is the axis inside all cuts.
+    If `with_stream` is True, divisions into steps of a loop are included. The last entry is the
+    axis inside all divisions.
     """
     parts: list[IterDomain] = []
     axes = tv.domain.axes
@@ -123,7 +130,7 @@ def _parts(tv: TensorView, axis: IterDomain, *, with_stream: bool) -> list[IterD
 
 
 def parallel_axes_to_front(tv: TensorView) -> None:
-    """Sorts the loop axes of a tensor: stream, mesh_z, mesh_y, mesh_x, then all others in present
+    """Sorts the loop axes of a tensor: stream, mesh_z, mesh_y, mesh_x, then the others in present
     order.
     """
     loop = sorted(tv.domain.loop, key=lambda a: _RANK.get(a.ptype, len(_RANK)))

@@ -46,18 +46,18 @@ def localize(
     meshes and no device axes:
 
     - A logical axis that itself is a device axis has extent 1.
-    - Loop domains are the logical axes, all serial, as a start for schedules. The user's own
-      splits, merges and parallel types count only for `manual_execute`.
+    - Loop domains are the logical axes (those that users see), all serial, as a start for
+      schedules. The user's own splits, merges and parallel types count only for `manual_execute`.
     - Inputs lose the reduction axes of the ops that made them.
 
-    If the fusion is local already, the fusion itself is returned. A tensor that a stream loop
-    computes is reduced to one step's block, because kernels in loops run on slices. The same is
-    true for a tensor of which ops in steps read one block. `block` selects the size of the block
-    (see `streams.block_extents`). `known` is a cache that the parts of one fusion share, so that
-    each tensor is localized once.
+    If the fusion is local already, the fusion itself is returned. A stream loop, a loop on the
+    host, computes one block of a tensor per step. Such a tensor is reduced to one block, because
+    kernels in loops run on slices. The same is true for a tensor of which each step reads one
+    block. `block` selects the size of the block (see `streams.block_extents`). `known` is a cache
+    that the parts of one fusion share, so that each tensor is localized once.
 
     Raises:
-        ShardingError: an op of the fusion is a resharding.
+        ShardingError: an op of the fusion is a communication (a resharding).
     """
     has_steps = has_streams(fusion)
     if not (has_mesh(fusion) or has_steps or any(map(_has_loops, fusion.tensors()))):
@@ -102,7 +102,11 @@ def _has_loops(tv: TensorView) -> bool:
 
 
 def is_block(tv: TensorView) -> bool:
-    """Returns whether one step of a stream loop uses only a block of the tensor."""
+    """Returns whether one step of a stream loop computes or reads only a block of the tensor `tv`.
+
+    A stream loop is a loop on the host; each iteration is a step. For an input of the fusion, it is
+    enough that one op reads only a block per step.
+    """
     if tv.definition() is not None:
         return stream_axis_of(tv) is not None
     return any(
@@ -117,8 +121,8 @@ def is_block(tv: TensorView) -> bool:
 def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
     """Returns the axes (the domain) of a device's shard of `tv`: local extents, no device axes.
 
-    The memory order is that of `tv`. If `block` is given, returns the domain of one step's block of
-    the shard.
+    The memory order is that of `tv`. If `block` is given, returns the domain of the part of the
+    shard that one step of a stream loop computes; `block` selects the step.
     """
     domain = tv.domain
     sizes = _local_sizes(tv, block)
@@ -149,9 +153,10 @@ def local_domain(tv: TensorView, block: Block | None = None) -> TensorDomain:
 
 
 def _local_sizes(tv: TensorView, block: Block | None) -> dict[int, Scalar]:
-    """Returns the extent on one device of every root and logical axis that is cut, by axis number.
+    """Returns the extent on one device of every axis that is divided over devices, by axis number.
 
-    If `block` is given, returns the extents of one step's block.
+    The axes are logical axes, and root axes: the axes before a reshape from which they were made.
+    If `block` is given, returns the extents of the block that one step of a stream loop computes.
     """
     fusion = tv.fusion
     axes = tv.domain.axes
@@ -175,8 +180,8 @@ def _local_allocation(
     """Returns the memory order of a device's shard of `tv`: its allocation axes and their
     contiguity.
 
-    `logical` are the logical axes of the shard. The allocation is () if it is in the order of these
-    axes.
+    `logical` are the logical axes of the shard, in the order that users see. The allocation is ()
+    if it is in the same order.
     """
     axes = [a for a in logical if not a.is_reduction()]
     order = memory_order(tv)
@@ -194,9 +199,10 @@ def _shape(tv: TensorView) -> tuple[Scalar, ...]:
 
 
 def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
-    """Returns the ranges of a slice op for one device's shard.
+    """Returns the ranges of the slice op `op` in one device's shard.
 
-    Axes that the op does not resize end at the local extent.
+    Only the axes that the op does not resize can be divided over devices. Their ranges end at the
+    local extent.
     """
     root, logical = op.out.domain.maybe_root, op.out.domain.logical
     stops = tuple(
@@ -222,9 +228,10 @@ def _with_local_scalars(op: TensorOp) -> TensorOp:
 def _partial_sum(local: Fusion, op: TensorOp, twin: TensorOp, block: Block) -> list[TensorOp]:
     """Rewrites an op that computes partial sums, `[M, N, iDIDx{d}rf, r{K/d}rf]`, for one device.
 
-    A broadcast axis replaces the axis that counts the devices' parts. A reduction gets the
-    broadcast in its operand, so that the reduction remains the last op. A contraction gets the
-    broadcast in its result.
+    The axis with one part per device has extent 1 on a device, so it becomes a broadcast axis. A
+    reduction gets the broadcast in its operand, so that the reduction remains the last op. A
+    contraction gets the broadcast in its result. `op` is the op of the global fusion, `twin` its
+    copy in the fusion `local`.
     """
     tv, out = op.out_tensor, twin.out_tensor
     parts = partial_sum_axes(tv)

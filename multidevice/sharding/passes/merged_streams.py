@@ -1,4 +1,6 @@
-"""Merged stream axes: each step computes one element, or one block, of each of several axes.
+"""Merged stream axes: a loop on the host whose steps run over several axes merged into one.
+
+Each step computes one index, or one block of indices, of each of the axes.
 
     y [stream(A * B), C]          ->  y [stream(A), stream.y(B), C]         A * B steps
     y [stream{n}, A * B / n, C]   ->  y [stream(A), stream.y{m}, B/m, C]    n = A * m blocks
@@ -30,10 +32,12 @@ from multidevice.sharding.placement import axis_cuts, cut_line
 
 
 def unmerge_streams(fusion: Fusion) -> None:
-    """Replaces merged stream axes by the axes that they merge, each with its own stream type.
+    """Replaces each merged stream axis by the axes that it merges, each with a stream type of its
+    own.
 
-    Broadcast axes get no stream type, because they have one element. A merged axis may be cut into
-    n blocks by an outer split. Each block must then be a box of the merged axes: a range of indices
+    A stream axis is one along which a loop on the host computes a tensor block by block. Broadcast
+    axes get no stream type, because they have one element. A merged axis may be divided into n
+    blocks by an outer split. Each block must then be a box of the merged axes: a range of indices
     of each axis. Blocks are boxes in two cases:
 
     - n divides the outermost axis;
@@ -50,7 +54,12 @@ def unmerge_streams(fusion: Fusion) -> None:
 
 
 class _Merged:
-    """A stream axis of a tensor, and the transforms that make it from the tensor's logical axes."""
+    """One axis of a tensor along which a stream loop computes it, and the transforms that made the
+    axis.
+
+    The transforms are the splits and merges from the tensor's logical axes (the axes that users
+    see) to this axis.
+    """
 
     def __init__(self, tv: TensorView, axis: IterDomain) -> None:
         self._tv, self._axis = tv, axis
@@ -115,13 +124,12 @@ class _Merged:
         return [*outer, *inner], [*above, *beside, made]
 
     def _boxes(self, parts: Sequence[IterDomain], n: Scalar) -> tuple[int, Scalar | None]:
-        """Divides the merged axes `parts` into `n` blocks; returns how many axes are divided into
-        elements.
+        """Divides the merged axes `parts` into `n` blocks, each of which must be a box.
 
-        Returns (count, blocks). Each block has one element of each of the `count` outermost axes.
-        The next axis is cut into `blocks` blocks, or is not cut if `blocks` is None. Raises
-        `UnsupportedError` if the blocks cannot be proved to be boxes: a range of indices of each
-        axis.
+        A box is a range of indices of each axis. Returns (count, blocks): a block has one index of
+        each of the `count` outermost axes. The next axis is divided into `blocks` blocks, or is not
+        divided if `blocks` is None. A block has all indices of the other axes. Raises
+        `UnsupportedError` if the blocks cannot be proved to be boxes.
         """
         sizes = [self._tv.fusion.canonical(a.size) for a in parts]
         if len(parts) < 2 or any(sc.int_value(size) == 0 for size in sizes):
@@ -155,9 +163,11 @@ class _Merged:
     def _replace(
         self, leaves: Sequence[IterDomain], others: Sequence[int], gone: Sequence[Transform]
     ) -> None:
-        """Replaces the stream axis in the tensor's loop domain by the axes `leaves`.
+        """Replaces the stream axis in the tensor's loop domain by the axes `leaves`, which it
+        merges.
 
-        `others` are loop axes to remove, and `gone` the transforms to remove.
+        `others` are the numbers of further loop axes to remove, and `gone` the transforms to
+        remove.
         """
         domain = self._tv.domain
         loop: list[int] = []
@@ -206,6 +216,8 @@ def _serial(domain: TensorDomain, axes: Sequence[IterDomain]) -> TensorDomain:
 def _check_parts(tv: TensorView, axis: IterDomain) -> None:
     """Raises `UnsupportedError` if the axes merged in a stream axis cannot form the steps of one
     loop.
+
+    A stream axis is one along which a loop on the host computes a tensor block by block.
     """
     by_axis = axis_cuts(tv)
     found = {n: [c for c in cuts if c.ptype.is_stream] for n, cuts in by_axis.items()}

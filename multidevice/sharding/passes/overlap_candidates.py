@@ -1,16 +1,17 @@
 """Finds pairs of a communication and a matrix product that may run at the same time.
 
-Also computes such pairs in steps, so that they do run at the same time. The search runs when every
-op is local or a change of placement, before partial sums are exchanged:
+Also divides such pairs into steps, so that they do run at the same time: a loop on the host then
+communicates one block while it multiplies another. The search runs when every op is local or a
+change of placement, before partial sums are exchanged:
 
     gather       c [M, K] = set(x [DIDx(M), K]), y = linear(c, w)
                  for weight gradients also z [N, K] = matmul(g [N, M], c), which sums over M
     scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
-An `OverlapForm` puts a stream axis on the tensor between the communication and the product, with
-the shard outermost. Users may do the same (`docs/explanation/streams-and-overlap.md`). The passes
-after decomposition do the rest.
+An `OverlapForm` gives the tensor between the communication and the product a stream axis, along
+which it is computed in steps; in most forms, a step handles the block of one device. Users may do
+the same (`docs/explanation/streams-and-overlap.md`). The passes after decomposition do the rest.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ from multidevice.transports.base.collectives import ALLGATHER, ALLREDUCE, REDUCE
 
 @dataclass(frozen=True)
 class Pair:
-    """A communication and the matrix products that may run at the same time.
+    """A communication and the matrix products that may run at the same time if a loop divides both.
 
     - `collective`: the type of the communication.
     - `move`: the op that communicates.
     - `ops`: in program order, the communication, the products, and the views of `between` that the
       products read.
-    - `between`: the tensor between the communication and the products. The steps are blocks of its
-      axis at position `axis`.
-    - `ptype`, `devices`: the device type of the communication, and the number of devices along it.
-      Each device has one block before or after the communication.
-    - `is_whole`: whether the axis itself is the device axis, without a split.
+    - `between`: the tensor between the communication and the products. Each step of the loop
+      handles one block of its axis at position `axis`.
+    - `ptype`, `devices`: the mesh dimension of the communication, and the number of devices along
+      it. Each device has one block before or after the communication.
+    - `is_whole`: whether each device has one index of the axis, so that the axis itself, without a
+      split, has the mesh dimension as its type.
     - `contracting`: the products that sum over the axis.
     - `why_not`: why the products need the whole tensor, "" if they do not.
     """
@@ -75,14 +77,18 @@ class Pair:
 
     @property
     def products(self) -> tuple[TensorOp, ...]:
-        """The matrix products of the pair, in program order."""
+        """The matrix products that may run at the same time as the communication.
+
+        They are in program order.
+        """
         return tuple(op for op in self.ops if isinstance(op, Contraction))
 
 
 def find_pairs(fusion: Fusion) -> list[Pair]:
-    """Returns the pairs of communications and matrix products of a fusion, in program order.
+    """Returns the communications with matrix products beside them that may run at the same time.
 
-    Returns none if the fusion has stream axes.
+    The pairs are in program order. If the user has divided any tensor of the fusion into steps of a
+    loop (stream axes), returns [].
     """
     if any(stream_axis_of(tv) is not None for tv in fusion.tensors()):
         return []
@@ -91,10 +97,10 @@ def find_pairs(fusion: Fusion) -> list[Pair]:
 
 
 def _gather(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Returns the pair of `op` and the matrix products that read its result, if `op` gathers one
-    axis.
+    """Returns the pair of an allgather and the matrix products that read its result.
 
-    Such an op is a copy that removes the only cut of an axis. Returns None for any other op.
+    The gather `op` is a copy that removes the only division of an axis over devices. Returns None
+    for any other op, and if no matrix product reads the result.
     """
     if not is_copy(op) or op.inputs[0].mesh != op.out_tensor.mesh:
         return None
@@ -117,8 +123,8 @@ class _Readers:
     """Finds the matrix products that read an axis of a tensor, and the views between tensor and
     products.
 
-    - `ops`: the products and the views, in program order. If every product needs the whole axis,
-      `ops` has those products, and `why_not` the reason.
+    - `ops`: the products and the views, in program order. Products that need the whole axis at once
+      are left out. If every product does, `ops` has those products, and `why_not` the reason.
     - `contracting`: the products that sum over the axis.
     """
 
@@ -149,7 +155,7 @@ class _Readers:
     def _follow(self, op: TensorOp, source: TensorView) -> TensorView | None:
         """Records a matrix product or a view that reads the tensor `source`.
 
-        Returns the result of a view, otherwise None.
+        Returns the result of a view, whose readers are to be followed, too; None for any other op.
         """
         position, why, way = self._seen[source]
         index = next(k for k, operand in tensor_operands(op) if operand is source)
@@ -177,10 +183,9 @@ class _Readers:
 
 
 def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
-    """Returns the pair of `op` and the matrix product whose parts it adds, if `op` sums over
-    devices.
+    """Returns the pair of a sum over devices and the matrix product whose partial results it adds.
 
-    Returns None for any other op.
+    `op` is the sum. Returns None if `op` is any other op, or sums no matrix product.
     """
     if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op) or op.kind != "add":
         return None
@@ -217,14 +222,16 @@ def _reduction(fusion: Fusion, op: TensorOp) -> Pair | None:
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True)
 class OverlapForm:
-    """A way to divide a pair into the steps of a stream loop, so that communication and product
-    overlap.
+    """A way to divide a communication and the matrix products beside it into steps that overlap.
 
-    - `of`: the collective of the pairs to which the form applies; `fits` restricts the pairs
-      further.
+    A step is an iteration of a loop on the host (a stream loop), which communicates one block while
+    it multiplies another.
+
+    - `of`: the collective of the pairs (`Pair`) to which the form applies; `fits` restricts the
+      pairs further.
     - `transfers`: True if the steps send blocks from rank to rank; False if each step has a
       collective.
-    - `take`: adds the steps to a pair, or raises `UnsupportedError`.
+    - `take`: changes the fusion so that a pair is computed in steps, or raises `UnsupportedError`.
     """
 
     name: str
@@ -235,9 +242,10 @@ class OverlapForm:
 
 
 def _in_turn(pair: Pair) -> Cut:
-    """Returns the cut that divides the axis of a pair into one step per device of a stream loop.
+    """Returns the division of the axis of a pair into the steps of a loop, one step per device.
 
-    Each device begins with its own block.
+    The pair is a communication and the matrix products beside it; each step handles the block of
+    one device. Each device begins with its own block.
     """
     return Cut(ParallelType.stream, pair.devices, pair.is_whole, pair.ptype)
 
@@ -256,10 +264,10 @@ def _cut(tv: TensorView, number: int, cut: Cut) -> None:
 
 
 def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
-    """Divides the gather of a pair into the steps of a stream loop, in which the products read its
-    blocks.
+    """Divides an allgather, and the matrix products that read its result, into one step per device.
 
-    Products that sum over the gathered axis read the whole tensor after the loop.
+    Each step receives a block, which the products of this step read. Products that sum over the
+    gathered axis read the whole tensor after the loop.
     """
     del fusion
     _cut_between(pair, _in_turn(pair))
@@ -267,11 +275,11 @@ def _gather_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
-    """Divides the gather of a pair into the steps of a stream loop, in which the products read its
-    blocks.
+    """Divides an allgather, and all matrix products that read its result, into one step per device.
 
-    A product that sums over the gathered axis computes one part of its sum in each step. The parts
-    are added after the last step, on each device in the order of the blocks.
+    Each step receives a block, which the products of this step read. A product that sums over the
+    gathered axis computes one part of its sum in each step. The parts are added after the last
+    step, on each device in the order of the blocks.
     """
     _cut_between(pair, _in_turn(pair))
     _read_in_turn(pair, ())
@@ -280,9 +288,10 @@ def _gather_and_sum(fusion: Fusion, pair: Pair) -> None:
 
 
 def _read_in_turn(pair: Pair, whole: Collection[TensorOp]) -> None:
-    """Gives the ops that read the gathered tensor of a pair the same steps as the gather has.
+    """Lets the ops that read a gathered tensor run in the steps of the loop that gathers it.
 
-    The matrix products in `whole`, and views that only these products read, are left out.
+    `pair` is the gather with the matrix products that read its result. The products in `whole`, and
+    views that only these products read, are left out: they read the whole tensor after the loop.
     """
     _, *readers = pair.ops
     made = {pair.between, *(op.out_tensor for op in readers)}
@@ -309,8 +318,10 @@ def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
 
 
 def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
-    """Replaces the allreduce of a pair: each device sums its own rows in steps, then all gather the
-    rows.
+    """Replaces an allreduce beside a matrix product by a scatter in steps and an allgather.
+
+    In each step of a loop, the sum of one block is stored on the device that the block belongs to,
+    while the next block is multiplied. After the loop, all devices gather the blocks.
     """
     op, out = pair.move, pair.move.out_tensor
     assert isinstance(op, ReductionOp)
@@ -325,9 +336,11 @@ def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
 
 
 def _reduce_steps(count: int) -> Callable[[Fusion, Pair], None]:
-    """Returns a function that divides a pair into `count` steps, each with its own allreduce.
+    """Returns a function that divides an allreduce and the matrix product before it into `count`
+    steps.
 
-    The function is the `take` of an `OverlapForm`.
+    Each step of the loop multiplies one block and makes an allreduce of it. The function is the
+    `take` of an `OverlapForm`.
     """
 
     def take(fusion: Fusion, pair: Pair) -> None:
@@ -351,17 +364,19 @@ _FORMS = (
 
 
 def forms_of(pair: Pair) -> tuple[OverlapForm, ...]:
-    """Returns the forms in which a pair can be computed in steps.
+    """Returns the ways in which a communication and matrix products can be divided into steps that
+    overlap.
 
-    Returns none if the products need the whole tensor.
+    Returns () if the products need the complete communicated tensor at once.
     """
     return tuple(f for f in _FORMS if f.of is pair.collective and f.fits(pair) and not pair.why_not)
 
 
 def alone(fusion: Fusion, pair: Pair) -> Fusion:
-    """Copies the ops of a pair into a separate fusion.
+    """Copies the ops of a pair (a communication and matrix products) into a separate fusion.
 
-    The tensors that the ops read, and the symbols of extents, are the inputs of the new fusion.
+    The tensors that the ops read, and the symbols of extents, are the inputs of the new fusion. So
+    the pair can be measured or predicted alone.
     """
     copy, twins = fusion.copy()
     of_op = dict(zip(map(id, fusion.exprs), copy.exprs, strict=True))

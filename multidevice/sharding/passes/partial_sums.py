@@ -1,6 +1,7 @@
 """Reductions over devices or streams: partial sums, then sums over the explicit axis of the parts.
 
-A partial sum has an axis with one element per device, or per step of a stream loop.
+A partial sum has an axis with one element per device, or per step of a stream loop: a loop on the
+host that computes one part per step.
 
     out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
                                                   s [M, N, rDIDx{d}] = sum(t)
@@ -96,12 +97,13 @@ def _as_float(tv: TensorView, ops: list[TensorOp]) -> TensorView:
 
 # ------------------------------------------------------------------ partial sums
 def factor_spread_reductions(fusion: Fusion) -> None:
-    """Splits every reduction over devices or a stream into partial sums and sums of the partial
-    sums.
+    """Splits every reduction over devices or the iterations of a stream loop into partial sums and
+    sums of the parts.
 
-    The result of the first op has an explicit axis: `[M, N, iDIDx{d}rf, r{K/d}rf]`. The user's
-    tensor becomes the sum over that axis, `[M, N, rDIDx{d}]`. If several types cut the reduction
-    axis, there are several sums, one type at a time.
+    The result of the first op has an explicit axis with one part per device: `[M, N, iDIDx{d}rf,
+    r{K/d}rf]`. The user's tensor becomes the sum over that axis, `[M, N, rDIDx{d}]`. If the
+    reduction axis is divided along several mesh dimensions, or also over steps, there are several
+    sums, one for each.
     """
     for op in fusion.exprs:
         cuts = reduction_cuts(op.out_tensor)
@@ -116,15 +118,14 @@ def factor_spread_reductions(fusion: Fusion) -> None:
 
 
 def exchange_partial_sums(fusion: Fusion) -> None:
-    """Inserts an exchange of partial sums between devices that compute their steps in rotated
-    order.
+    """Inserts an exchange of partial sums if each device starts its stream loop with another block.
 
         t [DIDx, stream swizzled, N], out [DIDx(M), N] = sum(t)
             ->  u [stream, DIDx, N] = set(t)     each step sends its block to the device that sums
                 out = sum(u)                     after the steps
 
-    In one step, every device computes the block of another device, so that no step could be
-    reduced.
+    In one step of such a loop, the devices compute different blocks, so their parts cannot be added
+    in this step.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp) or not reduces_one_device_axis(op):
@@ -149,7 +150,10 @@ def exchange_partial_sums(fusion: Fusion) -> None:
 
 
 def reduces_one_device_axis(op: TensorOp) -> bool:
-    """Returns whether the op reduces exactly one axis, and that axis itself has a device type."""
+    """Returns whether the op reduces exactly one axis, of which each device has one index.
+
+    Such a reduction is a single communication: a sum over devices.
+    """
     reduced = [a for a in op.out_tensor.domain.logical if a.is_reduction()]
     return isinstance(op, ReductionOp) and len(reduced) == 1 and reduced[0].is_device
 
@@ -177,21 +181,25 @@ def _factor(fusion: Fusion, op: TensorOp, cuts: dict[int, Cuts]) -> None:
 
 
 def _sum_order(types: list[ParallelType], targets: Placement) -> list[ParallelType]:
-    """Returns the types in the order in which their partial sums are added.
+    """Returns `types` in the order in which the sums over partial results are made, one for each
+    type.
 
-    A stream is first, because its sum is local, then mesh_x. A type that also cuts the result comes
-    after the types that cut the same axis outside it. So each step scatters whole blocks.
+    The types are the mesh dimensions and stream types along which a reduction axis was divided. A
+    stream is first, because its sum is local, then mesh_x. `targets` says how the axes of the
+    result are divided. A type that divides an axis of the result inside the blocks of another type
+    comes after that type, so that each sum scatters whole blocks.
     """
     depth = {c.ptype: d for mine in targets for d, c in enumerate(mine)}
     return sorted(types, key=lambda p: (p.is_device, depth.get(p, 0), SPREAD_TYPES.index(p)))
 
 
 def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
-    """Creates the tensor of the partial sums of `op`: the cuts of reduction axes become iteration
-    axes.
+    """Creates the tensor of the partial sums of `op`, with one part per device or step of a stream
+    loop.
 
-    `cuts` maps the numbers of reduction axes to their cuts. The user has not placed this tensor.
-    The tensor is computed in the steps of the result, or else in those of an operand.
+    `cuts` maps the numbers of reduction axes to their divisions. Each division becomes an axis that
+    is not reduced. The stream loop computes the tensor block by block if it computes the result in
+    this way, or else if it computes an operand so.
     """
     out, fusion = op.out_tensor, op.out_tensor.fusion
     axes = {a.number: fusion.clone_axis(a) for a in out.domain.maybe_root}
@@ -224,9 +232,10 @@ def _partial(op: TensorOp, cuts: dict[int, Cuts]) -> TensorView:
 
 
 def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> None:
-    """Turns the tensor `out` into the sum of `source` over the axis of partial sums along `ptype`.
+    """Turns `out` into the sum of the partial sums `source` over their axis of type `ptype`.
 
-    Only the axes of `out` change; the caller creates the op.
+    `ptype` is a mesh dimension or a stream type; the axis has one part per device or step. Only the
+    axes of `out` change; the caller creates the op.
     """
     fusion, domain = out.fusion, out.domain.without_root()
     mine = iter(domain.logical)
@@ -252,8 +261,10 @@ def _become_sum(out: TensorView, source: TensorView, ptype: ParallelType) -> Non
 
 
 def _summed_type(ptype: ParallelType) -> ParallelType:
-    """Returns the parallel type of a summed axis: serial for a stream, because one op sums all
-    steps.
+    """Returns the parallel type of the axis over which partial sums of type `ptype` are added.
+
+    For a mesh dimension this is the dimension itself, because devices then communicate. For a
+    stream it is serial, because one op adds the parts of all steps.
     """
     return ptype if ptype.is_device else ParallelType.serial
 
@@ -261,10 +272,12 @@ def _summed_type(ptype: ParallelType) -> ParallelType:
 def _intermediate_sum(
     source: TensorView, ptype: ParallelType, out: TensorView, pending: set[ParallelType]
 ) -> TensorView:
-    """Creates the sum of `source` over the axis of partial sums along `ptype`, if others remain.
+    """Creates the sum of the partial sums `source` over one of several axes, the one of type
+    `ptype`.
 
-    The sum is placed like `out`, except for the types in `pending`, which the other axes of partial
-    sums still have.
+    The types are mesh dimensions and stream types. `pending` has the types of the axes that are
+    still to be summed. The result is divided over devices like `out`, but not along these types,
+    because an axis of a tensor has each type only once.
     """
     fusion = out.fusion
     axes = tuple(

@@ -54,8 +54,8 @@ from multidevice.sharding.streams import drop_steps_of_devices, keep_computable_
 class ShardingResult:
     """The result of the sharding passes on a fusion.
 
-    - `facts`: for each tensor, the reasons for its mesh and cuts. Tensors that the user annotated
-      have none.
+    - `facts`: for each tensor, the reasons for its mesh and for the division of its axes over
+      devices. Tensors that the user annotated have none.
     - `outputs`: the sharding of each fusion output, including hidden outputs; empty without meshes.
     - `communications`: the ops that communicate, in program order.
     """
@@ -68,9 +68,9 @@ class ShardingResult:
 
 
 def drop_unit_axes(fusion: Fusion) -> None:
-    """Removes the device type from axes whose mesh dimension has one device.
+    """Removes the mesh dimension from axes if this dimension of the mesh has one device.
 
-    Such an axis is not cut and needs no communication. So no collective has a team of one rank.
+    Such an axis is not divided and needs no communication. So no collective has a team of one rank.
     """
     for tv in fusion.tensors():
         mesh = tv.mesh
@@ -89,10 +89,11 @@ def drop_unit_axes(fusion: Fusion) -> None:
 
 
 def _allocate_whole(tv: TensorView) -> None:
-    """Replaces the parts of cut axes in a tensor's allocation domain by the logical axes, in the
-    same order.
+    """Replaces the parts of divided axes in a tensor's allocation domain by whole axes, in the same
+    order.
 
-    The pass `finalize_domains` later adds the parts that remain.
+    The allocation domain has the axes in memory order. The pass `finalize_domains` later adds the
+    parts that remain.
     """
     order, domain = memory_order(tv), tv.domain
     axes = [domain.no_reductions[p].number for p, _ in order]
@@ -102,9 +103,10 @@ def _allocate_whole(tv: TensorView) -> None:
 
 
 def drop_unit_streams(fusion: Fusion) -> None:
-    """Removes the stream type from axes that have only one step, because they are broadcasts.
+    """Removes the stream type from axes of extent 1, along which a loop would have only one step.
 
-    Extents of 1 become broadcasts when the fusion is concretized, after the user's annotations.
+    Axes of extent 1 become broadcasts when the fusion is concretized for its input sizes. This is
+    after the user's annotations.
     """
     for tv in fusion.tensors():
         units = [a for a in tv.domain.loop if a.is_stream and is_plain_broadcast(a)]
@@ -115,7 +117,10 @@ def drop_unit_streams(fusion: Fusion) -> None:
 
 
 def split_streamed_remainders(fusion: Fusion) -> None:
-    """Splits stream axes that are the inner part of a device cut into steps of one index.
+    """Splits a stream axis inside a device axis into steps of one index.
+
+    Such a stream axis is the inner part of the split over devices. A loop on the host computes one
+    block of the axis per step. The other passes expect the type on the outer part of a split.
 
     t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
     """
@@ -130,8 +135,10 @@ def split_streamed_remainders(fusion: Fusion) -> None:
 
 
 def place_updates(fusion: Fusion) -> None:
-    """Cuts each tensor that is written into a fusion input as that input is cut, by a copy if
-    needed.
+    """Divides each tensor that is written into a fusion input over devices as that input is
+    divided.
+
+    If the tensor is divided differently, a copy is written instead.
 
         T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
     """
@@ -169,7 +176,7 @@ def _follow_inputs(fusion: Fusion, *, repeated: Collection[int]) -> None:
 def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
     """Chooses memory orders and finalizes the domains of a fusion after `decompose_reshardings`.
 
-    `repeated` is passed to `infer_layouts`.
+    `repeated` has the numbers of the input axes that have stride 0; see `infer_layouts`.
     """
     verify_fusion(fusion, after="decompose_reshardings")
     for name, run in _passes(repeated):
@@ -195,17 +202,19 @@ def shard_fusion(
 ) -> ShardingResult:
     """Runs all sharding passes on a fusion, in place.
 
-    - `propagate`: False if every tensor is annotated, so that cuts need not be propagated.
-    - `overlap`: a callback that may add stream axes; see `decompose_reshardings`.
-    - `repeated`: see `infer_layouts`.
+    - `propagate`: False if every tensor is annotated, so that the division over devices need not be
+      propagated to other tensors.
+    - `overlap`: a callback that may choose tensors that a loop on the host computes in steps; see
+      `decompose_reshardings`.
+    - `repeated`: the numbers of the input axes that have stride 0; see `infer_layouts`.
 
-    Without meshes and streams, only memory orders are chosen. Afterwards every op is local or a
-    `Reshard`, whose type of communication is `communication_type(op)`.
+    If the fusion has no mesh and no such loop, only memory orders are chosen. Afterwards every op
+    is local or a `Reshard`, whose type of communication is `communication_type(op)`.
 
     Raises:
         ShardingError: annotations contradict meshes, or a sharding cannot be computed.
-        UnsupportedError: a communication that is not implemented, or a stream axis along which an
-            op cannot be computed in steps.
+        UnsupportedError: a communication that is not implemented, or an axis along which an op
+            cannot be computed in steps.
     """
     drop_unit_streams(fusion)
     if not (has_mesh(fusion) or has_streams(fusion)):

@@ -1,4 +1,5 @@
-"""Provenance: records where each sharding comes from, and which op causes each communication.
+"""Provenance: records why each tensor is divided over devices, and which op causes each
+communication.
 
 The module changes no program. Its functions read the fusion after each pass and write `Origin`
 records (`Fusion.origins`), which `python -m hostir why` prints.
@@ -19,9 +20,11 @@ from multidevice.sharding.propagation import Fact
 
 
 def record_propagation(fusion: Fusion, facts: Mapping[TensorView, tuple[Fact, ...]]) -> None:
-    """Records for each tensor the source of its cuts; for an uncut tensor, the source of its mesh.
+    """Records for each tensor why its axes are divided; for an undivided tensor, why it has its
+    mesh.
 
-    Called after propagation; `facts` has the reasons that propagation has found.
+    Called after propagation; `facts` has the reasons that propagation has found. A tensor without a
+    fact was annotated by the user, or has the only mesh of the fusion.
     """
     rows: list[Origin] = []
     for tv in fusion.tensors():
@@ -58,9 +61,10 @@ def _mesh_rows(tv: TensorView, facts: tuple[Fact, ...]) -> Iterator[Origin]:
 
 
 def _through(row: Origin, tv: TensorView, fact: Fact) -> Origin:
-    """Completes the record `row` about the source of a cut or a mesh, from the propagation `fact`.
+    """Completes the record `row` about one division or mesh of `tv`, which was propagated as `fact`
+    says.
 
-    Adds the tensor and the op from which the cut or the mesh was propagated.
+    Adds the tensor and the op from which the division or the mesh was propagated.
     """
     how: How = fact.direction
     op = tv.definition() if how == "forward" else fact.source.definition()
@@ -83,10 +87,10 @@ def _dimension(tv: TensorView, number: int) -> int | None:
 
 # ------------------------------------------------------------------ changes of placement
 def record_reshardings(fusion: Fusion) -> None:
-    """Records the reason for every `Reshard` op, right after decomposition.
+    """Records the reason for every `Reshard` op (a change of the division over devices).
 
-    Tensors that existed in propagation have records already. All other tensors were made by
-    decomposition.
+    Called right after decomposition, which inserts these ops. Tensors that existed in propagation
+    have records already. All other tensors were made by decomposition.
     """
     known = {o.tensor for o in fusion.origins}
     rows: list[Origin] = []
@@ -99,7 +103,7 @@ def record_reshardings(fusion: Fusion) -> None:
 
 
 def _summed(fusion: Fusion, op: Reshard) -> Iterator[Origin]:
-    """Yields records (`Origin`) for the cuts of the axis over which the communication `op` sums.
+    """Yields records (`Origin`) about the summed axis of the communication `op`: why it is divided.
 
     Yields nothing unless decomposition has split an op of the user into partial sums and `op`.
     """
@@ -157,10 +161,8 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Records a reason for every tensor with a mesh that has no record, and thus explains all
-    tensors.
-
-    Such tensors were made for a communication.
+    """Records a reason for every tensor with a mesh that has none yet; such tensors serve
+    communications.
     """
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}
