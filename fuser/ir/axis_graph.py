@@ -2,11 +2,12 @@
 
 Nodes are axis numbers. There are two relations:
 
-- *exact*: an op maps one axis onto the other, and both are concrete or both are broadcasts. Equal
-  transforms (splits, merges, ..) extend this relation: if their inputs are mapped, so are their
-  outputs. The reverse also holds if the extents of their inputs agree.
-- *concretization*: a directed edge from a broadcast axis of an operand to the concrete axis of the
-  result, along which the op repeats the operand.
+- *exact*: an op computes position k of one axis from position k of the other, and both axes are
+  broadcasts or neither is. Equal transforms (splits, merges, ..) extend this relation: if their
+  source axes are related, so are the axes that they derive. The reverse also holds if the extents
+  of the source axes are equal.
+- *concretization*: a directed edge from a broadcast axis of an operand to the axis of the result
+  along which the op repeats the operand.
 
 The graph describes the fusion at the time when the graph is built. Later changes of the fusion do
 not change the graph.
@@ -34,22 +35,23 @@ AxisPair = tuple[IterDomain, IterDomain]
 def mapped_axes(
     op: TensorOp, operand_index: int, out: TensorView | None = None
 ) -> tuple[AxisPair, ...]:
-    """Returns the pairs (operand axis, result axis) that op `op` maps onto each other.
+    """Returns the pairs (operand axis, result axis) of axes that correspond in op `op`.
 
     The operand is `op.inputs[operand_index]`, and `out` is the result, by default the first one.
-    Pairs have logical axes of the operand and root axes of the result. If the op broadcasts the
-    operand, a pair may have a broadcast axis and a concrete axis; `is_exact_pair` excludes such
-    pairs.
+    The operand axes are those that users see. The result axes are those that the op itself computes
+    (root axes). If the op broadcasts the operand, a pair may have a broadcast axis and an axis that
+    is none; `is_exact_pair` detects such pairs.
     """
     consumer = out if out is not None else op.out_tensor
     return _pairs(op, operand_index, consumer, op.axis_map_to(operand_index, consumer))
 
 
 def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
-    """Returns `mapped_axes`, extended by pairs of axes that must be sharded in the same way.
+    """Returns `mapped_axes`, extended by pairs of axes that must be split over devices in the same
+    way.
 
-    The axes of an additional pair are not the same axis. An example is the heads of queries and the
-    fewer heads of keys in an attention.
+    Each pair is (operand axis, result axis). The two axes of an additional pair have different
+    sizes, such as the heads of queries and the fewer heads of keys in an attention.
     """
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 
@@ -68,7 +70,7 @@ def _pairs(
 
 
 def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterator[AxisPair]:
-    """Yields the pairs (axis of `out`, axis of `sibling`) of axes that are common to two results.
+    """Yields the pairs (axis of `out`, axis of `sibling`) of corresponding axes of two results.
 
     Both tensors are results of `op`, such as the values and the positions that a top-k returns.
     """
@@ -77,7 +79,10 @@ def parallel_axes(op: TensorOp, out: TensorView, sibling: TensorView) -> Iterato
 
 
 def is_exact_pair(pair: AxisPair) -> bool:
-    """Returns whether both axes of the pair are broadcast axes, or neither axis is."""
+    """Returns whether both axes of a pair are broadcast axes, or neither is.
+
+    Otherwise an op repeats one along the other.
+    """
     return pair[0].is_broadcast == pair[1].is_broadcast
 
 
@@ -89,10 +94,11 @@ def tensor_operands(op: TensorOp) -> Iterator[tuple[int, TensorView]]:
 
 
 class AxisGraph:
-    """Union-find structure of axes: two axes are in one class if they are provably the same axis.
+    """Classes of axes: two axes are in one class if they are certainly the same axis.
 
-    `joined` has further pairs of axis numbers. Each pair is put into one class although no op maps
-    its axes.
+    For example, the axes of an elementwise op's operands and result are in one class per position.
+    `joined` has further pairs of axis numbers, which are put into one class although no op relates
+    them.
     """
 
     def __init__(self, fusion: Fusion, *, joined: Iterable[tuple[int, int]] = ()) -> None:
@@ -118,17 +124,23 @@ class AxisGraph:
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:
-        """Returns the smallest axis number in the class of an axis, which represents the class."""
+        """Returns the smallest axis number of the axes that are the same as `axis`.
+
+        Equal numbers mean the same axis.
+        """
         return self._find(axis.number)
 
     def mapped(self, a: Axis | IterDomain, b: Axis | IterDomain) -> bool:
-        """Returns whether two axes are provably the same axis."""
+        """Returns whether two axes are certainly the same axis: ops relate position k to position
+        k.
+        """
         return self._find(a.number) == self._find(b.number)
 
     def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
-        """Returns the classes of all concrete axes to which ops broadcast `axis`.
+        """Returns the axes along which ops repeat the broadcast axis `axis`, possibly after several
+        ops.
 
-        The broadcast may take several ops. A class is returned as its smallest axis number.
+        Each is represented by the smallest number of the axes that are the same.
         """
         seen: set[int] = set()
         todo = [self._find(axis.number)]
@@ -143,24 +155,23 @@ class AxisGraph:
         return frozenset(seen)
 
     def has(self, axis: Axis | IterDomain) -> bool:
-        """Returns whether the axis existed when the graph was built, so that the graph can answer
-        for it.
+        """Returns whether the axis existed when the graph was built. Only then can the graph be
+        asked.
         """
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """Puts two axes into one class, and also the axes that equal transforms derive from
-        them.
+        """States that two axes are the same. Equal splits or merges of both then derive the same
+        axes, too.
         """
         self._union(a.number, b.number)
         self._close()
 
     def classes(self) -> list[tuple[int, ...]]:
-        """Returns the classes of the graph.
+        """Returns the axes in groups, each with the numbers of axes that are the same, in ascending
+        order.
 
-        Each class is a tuple of axis numbers in ascending order.
-
-        The tuples are sorted by their first number.
+        The groups are sorted by their first number.
         """
         found: dict[int, list[int]] = {}
         for number in sorted(self._axes):
@@ -192,16 +203,16 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Returns the keys of a transform for comparisons.
+        """Returns keys of a transform: two transforms count as equal if they have a key in common.
 
-        Two transforms count as equal if they have a key in common. Subclasses may add keys.
+        Subclasses may add keys.
         """
         return (self._key(t),)
 
     def _key(self, t: Transform) -> tuple[object, ...]:
-        """Returns the kind and the parameters of a transform as a key.
+        """Returns the kind and the parameters of a transform, without its axes, as a key.
 
-        The key has no axis numbers.
+        Splits are compared by the sizes of their results, and merges by the size of the inner axis.
         """
         match t:
             case SplitTransform():
@@ -216,10 +227,10 @@ class AxisGraph:
                 return ("shift", t.width)
 
     def _close(self) -> None:
-        """Joins the axes that equal transforms relate, until no class changes any more.
+        """Puts axes into one class that equal transforms derive from axes of one class.
 
-        Equal transforms of joined inputs have joined outputs. If the outputs are joined and the
-        extents of the inputs are equal, the inputs are joined.
+        The reverse is also done, if the extents of the source axes are equal. This is repeated
+        until no class changes any more.
         """
         keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True
@@ -242,8 +253,7 @@ class AxisGraph:
 
 
 class ConcretizedGraph(AxisGraph):
-    """An axis graph in which a broadcast axis is in one class with the axis to which it is
-    broadcast.
+    """An axis graph in which a broadcast axis counts as the axis along which an op repeats it.
 
     Two splits by the same factor, or two merges, of axes in one class also have results in one
     class. Unlike in `AxisGraph`, the extents of these axes need not be equal.

@@ -1,8 +1,8 @@
 """Binding: computes the values of a fusion's symbols (`i0`, `i1`, ..) from the inputs of a call.
 
 A symbolic extent takes the size of the first input axis that has this extent. Later axes with the
-same extent, and every equality that the ops require, are checked. Extents are global: an axis that
-a mesh shards into n blocks has n times its local size.
+same extent, and every equality that the ops require, are checked. Extents are those of whole
+tensors: if an axis is split over n devices, its extent is n times its local size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Values = dict[Symbol, Number]
 
 @record
 class _Axis:
-    """One axis of an input: its position, its extent, and its number of shards.
+    """One axis of an input: its position, its extent, and the number of devices over which it is
+    split.
 
-    In the extent, each symbol is replaced by the representative of the symbols that are equal to
-    it.
+    In the extent, each symbol is replaced by the one symbol that stands for all equal ones.
     """
 
     tv: TensorView
@@ -45,9 +45,9 @@ class _Axis:
         return f"axis {self.position} of {self.tv}"
 
     def found(self, size: int) -> str:
-        """Returns the global size `size` of this axis as text, for an error message.
+        """Returns the size `size` of this axis as text, for an error message.
 
-        For a sharded axis, the text also has the local size and the number of ranks.
+        If the axis is split over devices, the text also has the local size and the number of ranks.
         """
         if self.blocks == 1:
             return str(size)
@@ -55,12 +55,13 @@ class _Axis:
 
 
 class Binder:
-    """Computes the values of the symbols of one fusion from the arguments of a call.
+    """Computes the values of the symbols (`i0`, `i1`, ..) of one fusion from the arguments of a
+    call.
 
     - `declared` has the tensors and scalars to which the arguments of `bind` belong. By default,
       they are the fusion's inputs.
-    - `blocks` returns the number of shards of each axis of a tensor. By default, no axis is
-      sharded.
+    - `blocks` returns, per axis of a tensor, over how many devices it is split. By default, no axis
+      is split.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class Binder:
     ) -> Values:
         """Returns the value of every symbol of the fusion for the arguments of one call.
 
-        `known` has values of symbols that are already known. Sizes are also checked against them.
+        `known` has values of symbols that are known without the arguments. Sizes are also checked
+        against them.
 
         Raises:
             InputError: two sizes contradict each other. The message names both tensors and axes.
-            ShardingError: the mesh does not divide an extent.
+            ShardingError: the number of devices does not divide the extent of an axis that is
+                split.
         """
         if len(arguments) != len(self._declared):
             raise InputError(
@@ -149,9 +152,9 @@ class Binder:
         """Compiles a fast version of `bind`: one Python function that computes the values of all
         symbols.
 
-        The function takes the arguments of a call. The function returns None if some equality does
-        not hold, or if the symbols cannot be computed in this order. `bind` then computes the
-        values symbol by symbol, or raises the error.
+        The function takes the arguments of a call. It returns None if some equality does not hold,
+        or if some symbol cannot be computed from sizes that come before it. `bind` then computes
+        the values symbol by symbol, or raises the error.
         """
         text, order = PythonText(), list[Symbol]()
         names, lines, constant = text.names, text.lines, text.constant
@@ -256,9 +259,10 @@ class Binder:
                 )
 
     def _shard_hint(self, axis: _Axis, values: Values) -> str:
-        """Returns the text that tells the user the shape of the shard to pass for a sharded input.
+        """Returns a hint for an error message: which shape each rank must pass for an input that is
+        split.
 
-        Returns "" if the axis `axis` is not sharded.
+        Returns "" if the axis `axis` is not split over devices.
         """
         if axis.blocks == 1:
             return ""
@@ -283,10 +287,10 @@ _SPREAD = "; to broadcast it, declare {} as 1 in define_tensor, not as -1"
 
 
 def _spread_hint(axis: _Axis, size: int) -> str:
-    """Returns the hint that an input axis of size 1 is not broadcast unless its extent is declared
-    as 1.
+    """Returns a hint for the error message about two axes of unequal sizes, or "".
 
-    Returns "" if `size` is not 1. The hint belongs to the error about an axis of an unequal size.
+    If `size` is 1, the hint says that an input axis is broadcast only if its extent is declared as
+    1.
     """
     return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
 
@@ -297,8 +301,9 @@ def _from(extents: Iterable[Scalar], source: Mapping[Symbol, object]) -> str:
 
 
 def complete(fusion: Fusion, values: Values) -> None:
-    """Adds to `values`, in place, the values of symbols that follow from the fusion's equal
-    extents.
+    """Adds to `values`, in place, the values of symbols that follow from equalities of extents.
+
+    For example, if i3 = 2 * i0 and i0 is known, i3 is added.
     """
     relations = fusion.equal_extents()
     is_done = False
@@ -328,13 +333,16 @@ def _evaluated(x: Scalar, values: Mapping[Symbol, Number]) -> int | None:
 def _counted(text: PythonText, x: Scalar) -> str:
     """Returns the Python expression for an extent, converted to an int if necessary.
 
-    The symbols of the extent must have variables in `text`.
+    It is part of a function that is compiled from `text`. The symbols of the extent must have
+    variables there.
     """
     return text.name(x) if isinstance(x, Symbol | Const) else f"int({text.name(x)})"
 
 
 def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
-    """Returns the value of an extent. If the extent contains a division by 0, the value is 0.
+    """Returns the value of an extent, for these values of symbols.
+
+    If the extent contains a division by 0, the value is 0.
 
     Raises:
         InputError: a symbol of the extent has no value, because no input determines it.
@@ -350,8 +358,7 @@ def size_of(x: Scalar, values: Mapping[Symbol, Number]) -> int:
 
 
 def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
-    """Returns the value of every extent symbol and every scalar input for the arguments of one
-    call.
+    """Returns the value of every symbol of the fusion for the arguments of one call.
 
     Raises the same errors as `Binder.bind`.
     """
@@ -360,10 +367,10 @@ def bind_inputs(fusion: Fusion, arguments: Sequence[Argument]) -> Values:
 
 # ------------------------------------------------------------------ signatures
 def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> frozenset[int]:
-    """Returns the positions of the scalar inputs whose values change no shape.
+    """Returns the positions of the scalar inputs whose values influence no shape.
 
-    No size, split factor or resize width of a tensor depends on such a scalar. `tensors` limits the
-    tensors that are considered, by default to all tensors of the fusion.
+    One compiled program can run with any value of such a scalar. `tensors` are the tensors whose
+    shapes count, by default all tensors of the fusion.
     """
     scalars = structural_scalars(fusion, fusion.tensors() if tensors is None else tensors)
     structural = {s for x in scalars for s in symbols(x)}
@@ -373,17 +380,21 @@ def free_inputs(fusion: Fusion, tensors: Iterable[TensorView] | None = None) -> 
 
 
 def structural_scalars(fusion: Fusion, tensors: Iterable[TensorView]) -> list[Scalar]:
-    """Returns the scalars on which shapes depend.
+    """Returns the scalars on which the shapes of `tensors` depend.
 
-    These are the sizes, split factors and resize widths of `tensors`, and both sides of all
-    equalities between the fusion's extents.
+    These are their sizes, their split factors, the numbers of elements that slices and pads add or
+    remove, and both sides of all equalities between the fusion's extents.
     """
     related = (x for pair in fusion.equal_extents() for x in pair)
     return [*(x for tv in tensors for x in shape_scalars(tv)), *related]
 
 
 def shape_scalars(tv: TensorView) -> list[Scalar]:
-    """Returns the extents of all axes of a tensor, its split factors and its resize widths."""
+    """Returns the scalars on which the shape of a tensor depends.
+
+    These are the extents of all its axes, its split factors, and the numbers of elements that
+    slices and pads add or remove.
+    """
     found: list[object] = []
     for t in tv.domain.transforms:
         found += (getattr(t, name, None) for name in ("factor", "left", "right"))
@@ -398,7 +409,7 @@ Signature = tuple[tuple[Any, ...], ...]
 def inputs_text(signature: Signature) -> str:
     """Returns the shapes and numbers in a key of `signature_of` as text, for messages and reports.
 
-    A number whose value is not in the key is shown as its type.
+    If the value of a number is not in the key, its type is in the text.
     """
     return ", ".join(
         str(list(kind))
@@ -415,8 +426,8 @@ def signature_of(arguments: Sequence[object], free: frozenset[int] = frozenset()
 
     - Tensor: shape, strides, dtype, device, class, whether the tensor is a lazy negative or
       conjugate view, and whether it records gradients. The elements are not in the key.
-    - Number: its type. The value of an integer is included, unless its position is in `free`,
-      because shapes may depend on the value.
+    - Number: its type. The value of an integer is included, because shapes may depend on it. The
+      exception are integers at positions in `free`, on which no shape depends.
 
     Memory addresses and ranges of numbers are not in the key. `Contents.check` checks them in each
     call.
@@ -507,12 +518,14 @@ _LISTS = frozenset((list, tuple))
 
 
 class Contents:
-    """Checks what the signature of a call cannot show: memory and the ranges of numbers.
+    """Checks of a call's arguments that its cache key (`signature_of`) cannot replace.
+
+    They concern the memory of tensors and the ranges of numbers.
 
     - The *places* of the arguments are the memory addresses of the tensors with elements, modulo
-      `nbytes`. If all remainders are 0, the places are (). `nbytes` is a power of two.
-    - `declared` are the fusion's inputs, and `arguments` those of the first call with the
-      signature.
+      `nbytes`, because kernels depend on the alignment. If all remainders are 0, the places are ().
+      `nbytes` is a power of two.
+    - `declared` are the fusion's inputs, and `arguments` those of the first call with the key.
     - `also` is called with the arguments. It may raise an error for numbers that an op does not
       accept.
     """
@@ -536,7 +549,8 @@ class Contents:
     def check(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Checks the arguments of a call, and returns their places.
 
-        The class docstring defines the places.
+        These are the remainders of the tensors' memory addresses modulo an alignment, or () if all
+        are 0.
 
         Raises:
             InputError: the storage of a tensor has become too small, or a number is out of range.
@@ -561,20 +575,20 @@ class Contents:
         return self.places(arguments) if bits & self._between else ()
 
     def places(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the places of the arguments, which the class docstring defines.
+        """Returns the places of the arguments, without any check.
 
-        Unlike `check`, this method checks nothing.
+        These are the remainders of the tensors' memory addresses modulo an alignment, or () if all
+        are 0.
         """
         found = tuple([arguments[i].data_ptr() & self._between for i, _, _ in self._tensors])
         return found if any(found) else ()
 
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
-        """Compiles a fast version of `check`.
+        """Compiles a fast version of `check`. Returns None if there are numbers among the
+        arguments.
 
-        Returns None if there are numbers among the arguments.
-
-        The compiled function takes the arguments of a call and returns their places. The function
-        returns None if the signature of the arguments may differ from that of `arguments`, or if
+        The compiled function takes the arguments of a call and returns their places, as `check`
+        does. It returns None if the arguments may need another program than `arguments`, or if
         `check` would raise an error. The caller then takes the slow way.
         """
         tensors = [v for v in arguments if isinstance(v, torch.Tensor)]

@@ -1,8 +1,8 @@
 """The canonical form of a fusion: its meaning without tensor, axis and symbol numbers.
 
-The form is renumbered in the order of the ops. Fusions whose ops are written in the same order
-have equal forms, even if other tensors were defined between their ops. Compiled programs are
-cached by this form.
+In the form, everything is numbered in the order of the ops. Fusions whose ops are written in the
+same order have equal forms, even if other tensors were defined between their ops. Compiled programs
+are cached by this form.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Rename = Callable[[Scalar], Scalar]
 class CanonicalForm:
     """A fusion without its numbers. Fusions with equal keys are equal and need the same kernels.
 
-    `tensors` has the tensor numbers, and `symbols` the symbols, of the original fusion. Both are in
-    the order in which the form numbers them, so that a result for one fusion can be used for an
-    equal one.
+    `tensors` has the numbers of the tensors, and `symbols` the symbols, of the fusion from which
+    the form was made. Both are in the order in which the form numbers them: entry k of two equal
+    fusions is the same tensor. A result for one fusion can thus be used for the other.
     """
 
     key: Hashable
@@ -40,7 +40,10 @@ class CanonicalForm:
 
 
 def form_of(fusion: Fusion) -> CanonicalForm:
-    """Returns the canonical form of a fusion. Its key contains everything that lowering reads."""
+    """Returns the canonical form of a fusion: without its numbers, so that equal fusions are equal.
+
+    The key of the form contains everything on which the generated kernels depend.
+    """
     tensors = fusion.tensors()
     copy, names, renamed = _without_names(fusion)
     symbols = program_symbols(fusion, tensors, fusion.exprs)
@@ -66,8 +69,8 @@ def _(fusion: Fusion) -> Hashable:
 
 
 def without_names(fusion: Fusion) -> Fusion:
-    """Returns a renumbered copy of a fusion, without the meshes that an op merely copied to its
-    result.
+    """Returns a copy of a fusion with new numbers and without meshes that ops copied to their
+    results.
 
     Copies of equal fusions have equal texts, in whatever order their tensors were annotated.
     """
@@ -75,10 +78,10 @@ def without_names(fusion: Fusion) -> Fusion:
 
 
 def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Rename]:
-    """Returns the renumbered copy of a fusion, and how its symbols were renamed.
+    """Returns (copy of a fusion with new numbers, renamed symbols, function that renames symbols).
 
-    The second result maps old to new symbols. The third result is a function that renames the
-    symbols in any scalar.
+    The second result maps old to new symbols. The function takes any scalar and returns it with the
+    new symbols.
     """
     tensors = fusion.tensors()
     symbols = program_symbols(fusion, tensors, fusion.exprs)
@@ -113,7 +116,7 @@ def _without_names(fusion: Fusion) -> tuple[Fusion, Mapping[Scalar, Scalar], Ren
 def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentClasses:
     """Returns the equalities between extents with renamed symbols, in sorted order.
 
-    The sorted order does not depend on the order in which the user stated the equalities.
+    Then the result does not depend on the order in which the user stated the equalities.
     """
     extents.rewrite(names)
     made = ExtentClasses()
@@ -123,9 +126,7 @@ def _in_order(extents: ExtentClasses, names: Mapping[Scalar, Scalar]) -> ExtentC
 
 
 def form_text(form: CanonicalForm) -> str:
-    """Returns a canonical form as text that is the same in every process, such as for keys of
-    files.
-    """
+    """Returns a canonical form as text for keys of files: it is the same in every process."""
     ranges = [f"{s.dtype.name} {s.lo} {s.hi}" for s in form.symbols]
     return _text([ranges, form.key])
 
@@ -166,17 +167,19 @@ Key = tuple[object, ...]
 
 
 def equal_ops(a: Op, b: Op) -> bool:
-    """Returns whether two ops have equal classes and attributes, and operands with equal numbers.
+    """Returns whether two ops have equal classes, attributes, operands and results.
 
-    Results must have equal numbers, too. The lines where the user wrote the ops may differ.
+    Tensors are equal if their numbers are equal. The lines where the user wrote the ops may differ.
     """
     return op_key(a) == op_key(b)
 
 
 def equal_fusions(a: Fusion, b: Fusion) -> bool:
-    """Returns whether two fusions have equal inputs, outputs, aliases, extents, ops and tensors.
+    """Returns whether two fusions have equal inputs, outputs, ops, tensors and equalities of
+    extents.
 
-    Unlike in the canonical form, the numbers of tensors and axes must be equal, too.
+    The numbers of tensors and axes must be equal, too (unlike for `Fusion.__eq__`). Updates of
+    inputs must also be equal.
     """
     return fusion_key(a) == fusion_key(b)
 
@@ -193,8 +196,9 @@ def fusion_key(fusion: Fusion) -> Key:
 
 
 def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
-    """Returns a key of a program's inputs, outputs, aliases, equal extents and tensors, without its
-    ops.
+    """Returns a hashable key of a program without its ops, for comparisons of programs.
+
+    It has inputs, outputs, updates of inputs, equal extents and `tensors`.
     """
     return (
         _value(tuple(fusion.inputs)),
@@ -206,9 +210,10 @@ def values_key(fusion: Fusion, tensors: Iterable[TensorView]) -> Key:
 
 
 def tensor_key(tv: TensorView) -> Key:
-    """Returns a key of a tensor for structural comparisons.
+    """Returns a hashable key of a tensor, for comparisons of two programs.
 
-    The key has the tensor's number, dtype, memory, mesh, domain, compute-at position and flags.
+    It has the tensor's number, dtype, memory, mesh, axes, number of loops shared with its readers,
+    and flags.
     """
     return (
         tv.number,
@@ -229,7 +234,7 @@ def _domain_key(domain: TensorDomain) -> Key:
 
 
 def op_key(op: Op) -> Key:
-    """Returns a key of an op for structural comparisons: class, operands, results and attributes.
+    """Returns a hashable key of an op, for comparisons: class, operands, results and attributes.
 
     The line where the user wrote the op is not in the key.
     """

@@ -18,7 +18,7 @@ from fuser.support.record import record
 
 
 class DataType(IrEnum):
-    """The element type of a tensor or scalar. The values are nvFuser's numbers."""
+    """The dtype of a tensor's elements or of a scalar. The values are nvFuser's numbers."""
 
     Double = 0
     Float = 1
@@ -48,7 +48,7 @@ Category = Literal["bool", "int", "float", "complex"]
 class DtypeInfo:
     """Facts about one dtype.
 
-    - `text`: its name in IR and CUDA text.
+    - `text`: its name in texts of the IR and in CUDA code.
     - `nbytes`: the size of an element in bytes.
     - `category`: "bool", "int", "float" or "complex".
     - `torch`: the torch dtype, or None if no tensors of this dtype exist.
@@ -113,7 +113,7 @@ _SMALLEST_MAX = 448
 
 
 def check_supported(dtype: DtypeLike, what: str) -> DataType:
-    """Returns the IR dtype of `dtype`, after checking that ops can compute in this dtype.
+    """Returns `dtype` as a `DataType`, if ops can compute in this dtype.
 
     `what` names the tensor or argument at the start of the message.
 
@@ -124,9 +124,13 @@ def check_supported(dtype: DtypeLike, what: str) -> DataType:
 
 
 def check_stored(dtype: DtypeLike, what: str) -> DataType:
-    """Returns the IR dtype of `dtype`, after checking that tensors of this dtype can exist.
+    """Returns `dtype` as a `DataType`, if tensors of this dtype can exist.
 
     Unlike `check_supported`, the function accepts dtypes in which no op computes, such as UInt64.
+    `what` names the tensor or argument at the start of the message.
+
+    Raises:
+        UnsupportedError: no tensors of this dtype can exist.
     """
     return _checked(dtype, what, _HELD)
 
@@ -143,7 +147,7 @@ def _checked(dtype: DtypeLike, what: str, known: Mapping[DataType, DtypeInfo]) -
 
 
 def dtype_text(dtype: DataType) -> str:
-    """Returns the C++ style name of a dtype in IR text: `float`, `__bfloat`, `int64_t`."""
+    """Returns the name of a dtype in texts of the IR, as in C++: `float`, `__bfloat`, `int64_t`."""
     return _HELD[dtype].text if dtype in _HELD else _UNSUPPORTED_TEXT[dtype]
 
 
@@ -166,15 +170,15 @@ def c_type(dtype: DataType) -> str:
 def e4m3_has_nan_beyond() -> bool:
     """Returns whether torch converts floats that are too large for Float8_e4m3fn to NaN.
 
-    Newer versions of torch convert such floats to 448, the largest value. To find out, the function
-    converts one float on the CPU.
+    Newer versions of torch convert such floats to 448, the largest value, and generated code must
+    do the same. To find out, the function converts one float on the CPU.
     """
     large = torch.tensor([2.0**20], dtype=torch.float32, device="cpu")
     return bool(large.to(torch.float8_e4m3fn).float().isnan())
 
 
 def cast_text(dtype: DataType, value: str) -> str:
-    """Returns the C++ expression that converts `value` to a dtype and rounds as torch does."""
+    """Returns the C++ expression that converts the expression `value` to a dtype, as torch does."""
     if dtype is D.Float8_e4m3fn and e4m3_has_nan_beyond():
         return f"fm_e4m3_or_nan(fm_cast<float>({value}))"
     return f"fm_cast<{c_type(dtype)}>({value})"
@@ -203,9 +207,7 @@ def from_torch(dtype: torch.dtype) -> DataType:
 
 
 def torch_dtype_text(dtype: torch.dtype) -> str:
-    """Returns the name of a torch dtype for messages: the IR's name, such as `float`, or torch's
-    name.
-    """
+    """Returns the name of a torch dtype for messages: the IR's name, else torch's name."""
     found = FROM_TORCH.get(dtype)
     return str(dtype) if found is None else dtype_text(found)
 
@@ -213,7 +215,7 @@ def torch_dtype_text(dtype: torch.dtype) -> str:
 def misfit(value: bool | int | float | complex, dtype: DataType) -> str | None:
     """Returns the reason why a dtype cannot represent a number, or None if it can.
 
-    Example: `2**40 is out of the range of int`.
+    Example: `2**40 is out of the range of int`. Rounding is no reason.
     """
     kind = category(dtype)
     if kind == "complex":
@@ -268,16 +270,13 @@ def is_complex(dtype: DataType) -> bool:
 
 
 def is_inexact(dtype: DataType) -> bool:
-    """Returns whether a dtype is floating or complex, so that arithmetic rounds and may yield
-    NaN.
-    """
+    """Returns whether a dtype is floating or complex: arithmetic rounds, and may yield NaN."""
     return category(dtype) in ("float", "complex")
 
 
 def part_of(dtype: DataType) -> DataType:
-    """Returns the dtype of the real part of a complex dtype.
-
-    Other dtypes are returned unchanged.
+    """Returns the dtype of the real part of a complex dtype. For another dtype, returns it
+    unchanged.
     """
     return PART_OF.get(dtype, dtype)
 
@@ -305,10 +304,10 @@ Config = Literal["default", "float", "float_only", "comparison"]
 
 
 def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
-    """Returns the dtype to which torch promotes two operands of the same priority.
+    """Returns the dtype to which torch promotes two operands of equal priority.
 
-    torch gives operands one of three priorities: tensors with dimensions, zero-dim tensors, and
-    Python numbers. None means that there is no operand.
+    torch has three priorities: tensors with dimensions, tensors without, and Python numbers. None
+    means that there is no operand.
     """
     if a is None or b is None:
         return a if b is None else b
@@ -330,10 +329,12 @@ def _promote(a: DataType | None, b: DataType | None) -> DataType | None:
 
 
 def _combine(hi: DataType | None, lo: DataType | None) -> DataType | None:
-    """Returns the promoted dtype of operands of a higher priority (`hi`) and of a lower one (`lo`).
+    """Returns the dtype to which torch promotes operands of a higher priority and of a lower one.
 
-    `lo` counts only if its category is higher, for example a float with an integer tensor. None
-    means that there is no operand of this priority.
+    `hi` and `lo` are the promoted dtypes of the two groups. torch has three priorities: tensors
+    with dimensions, tensors without, and Python numbers. `lo` has an effect only if its category is
+    higher, for example a float with an integer tensor. None means that there is no operand of this
+    priority.
     """
     if hi is None or lo is None:
         return hi if lo is None else lo
@@ -348,10 +349,10 @@ def common_dtype(operands: Sequence[tuple[DataType, Rank]], config: Config) -> D
     """Returns the dtype in which an op computes.
 
     `operands` are (dtype, priority) pairs. The priority is "dim" for tensors with dimensions,
-    "zero_dim" for tensors without, and "scalar" for numbers. An operand of a lower priority counts
-    only if its category is higher: a float with an integer tensor. A result of half precision or
-    Float8 becomes Float. `config` is the kind of the op: for example, "float" computes integers in
-    Float.
+    "zero_dim" for tensors without, and "scalar" for numbers. An operand of a lower priority has an
+    effect only if its category is higher: a float with an integer tensor. A result of half
+    precision or Float8 becomes Float. `config` is the kind of the op: for example, "float" computes
+    integers in Float.
 
     Source: torch type promotion, with nvFuser's rule that half-precision values are computed in
     Float.
@@ -387,9 +388,11 @@ def number_width(operands: Sequence[tuple[DataType, Rank]]) -> list[tuple[DataTy
 
 
 def promote_operands(operands: Sequence[tuple[DataType, Rank]]) -> DataType:
-    """Returns the promoted dtype of (dtype, priority) pairs, as `common_dtype` describes them.
+    """Returns the dtype to which torch promotes the operands, which are (dtype, priority) pairs.
 
-    Unlike there, a result of half precision stays in half precision, as `where` needs.
+    The priority is "dim" for tensors with dimensions, "zero_dim" for tensors without, and "scalar"
+    for numbers. Unlike in `common_dtype`, a result of half precision does not become Float; `where`
+    needs this.
     """
     assert operands, "promotion needs an operand"
     first = operands[0][0]

@@ -54,7 +54,8 @@ PRIMITIVES: dict[str, Callable[..., TensorView]] = {}
 class _ShapeAttribute:
     """The attribute `TensorView.shape`: `x.shape()` as in nvFuser, `x.shape[0]` as in torch.
 
-    The values are the extents of the logical axes. An expanded axis has its expanded size.
+    The values are the sizes of the axes that users see. A broadcast axis that is expanded has its
+    expanded size.
     """
 
     @overload
@@ -73,9 +74,10 @@ def _sizes_of(tv: TensorView) -> Sizes:
 class TensorView:
     """A tensor of a fusion, created by `Fusion.new_tensor`.
 
-    Scheduling replaces the immutable `domain` of the tensor, not the TensorView object. In `axis`,
-    `split`, `merge`, `reorder` and `rfactor`, axes are positions in the loop domain, reduction axes
-    included. `ndim`, `size` and `shape` describe the logical domain without reduction axes.
+    `ndim`, `size` and `shape` describe the logical axes: the axes that users see, without reduction
+    axes. `axis`, `split`, `merge`, `reorder` and `rfactor` number the loop axes, which become loops
+    and threads of a kernel; reduction axes are included. Scheduling replaces the immutable
+    attribute `domain`, which stores both, and never the TensorView object.
     """
 
     def __init__(
@@ -139,16 +141,15 @@ class TensorView:
 
     @property
     def ndim(self) -> int:
-        """The number of logical axes, without reduction axes."""
+        """The number of axes that users see (logical axes), without reduction axes."""
         return len(self.domain.no_reductions)
 
     @property
     def has_own_mesh(self) -> bool:
-        """Whether the user chose the mesh, by setting the mesh or by putting an axis on a device
-        type.
+        """Whether the user chose the mesh of this tensor.
 
-        Otherwise an op copied the mesh from its operand, and sharding propagation may change the
-        mesh.
+        The user does so by setting the mesh, or by splitting an axis over a mesh dimension.
+        Otherwise an op copied the mesh from its operand, and the compiler may still change it.
         """
         return self.mesh_is_user_set or self.domain.has_devices
 
@@ -161,7 +162,10 @@ class TensorView:
         return True
 
     def is_symbolic(self) -> bool:
-        """Returns True, because the values of a tensor are unknown until the fusion runs."""
+        """Returns True, because the values of a tensor are unknown until the fusion runs.
+
+        nvFuser's `Val.isSymbolic` does the same.
+        """
         return True
 
     def definition(self) -> TensorOp | None:
@@ -174,9 +178,9 @@ class TensorView:
 
     @checked
     def size(self, dim: int) -> Scalar:
-        """Returns the size of logical axis `dim`.
+        """Returns the size of axis `dim`, as users see it. Reduction axes are not numbered.
 
-        For an expanded axis, this is the expanded size.
+        For a broadcast axis that is expanded, this is the expanded size.
         """
         axes = self.domain.no_reductions
         return axes[self._wrap(dim, len(axes))].size
@@ -184,21 +188,28 @@ class TensorView:
     shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
-        """Returns whether the op, such as a reshape, derives the logical axes from other (root)
-        axes.
+        """Returns whether the op derives the axes that users see from other (root) axes, as a
+        reshape does.
         """
         return bool(self.domain.root)
 
     def get_root_domain(self) -> list[Axis]:
-        """Returns the root axes, or an empty list if the root axes are the logical axes."""
+        """Returns the root axes: the axes that the op itself computes, before it splits or merges
+        them.
+
+        Returns an empty list if these are the axes that users see.
+        """
         return self._handles(self.domain.root_numbers)
 
     def get_logical_domain(self) -> list[Axis]:
-        """Returns the logical axes, reductions included."""
+        """Returns the logical axes: the axes that users see, and the reduction axes."""
         return self._handles(self.domain.logical_numbers)
 
     def get_loop_domain(self) -> list[Axis]:
-        """Returns the loop axes, which `split`, `merge` and `reorder` transform."""
+        """Returns the loop axes, which become the loops and threads of a kernel, outermost first.
+
+        `split`, `merge` and `reorder` change these axes.
+        """
         return self._handles(self.domain.loop_numbers)
 
     def _handles(self, group: Sequence[int]) -> list[Axis]:
@@ -207,6 +218,8 @@ class TensorView:
     @checked
     def axis(self, index: int) -> Axis:
         """Returns the loop axis at position `index`. A negative index counts from the end.
+
+        Loop axes are those that become loops and threads of a kernel.
 
         Raises:
             DefinitionError: there is no axis at this position.
@@ -235,14 +248,14 @@ class TensorView:
     # ------------------------------------------------------------ loop transforms
     @checked
     def split(self, axis: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
-        """Replaces a loop axis by two axes (outer, inner).
+        """Replaces a loop axis by two axes (outer, inner), and returns this tensor.
 
         By default, the inner extent is `factor`, and the outer extent is ceilDiv(extent, factor).
         With `inner_split=False`, the outer extent is `factor`.
 
         Raises:
-            DefinitionError: the axis is not serial or is inlined into its consumers (`compute_at`),
-                or the factor is not positive.
+            DefinitionError: the axis is not serial, or the tensor already shares its loop with the
+                ops that read the tensor (`compute_at`), or the factor is not positive.
         """
         position = self._wrap(axis, len(self.domain.loop))
         inp = self.domain.loop[position]
@@ -270,23 +283,23 @@ class TensorView:
 
     @checked
     def inner_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Splits a loop axis so that the inner extent is `factor`."""
+        """Splits a loop axis so that the inner extent is `factor`, and returns this tensor."""
         return self.split(axis, factor)
 
     @checked
     def outer_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Splits a loop axis so that the outer extent is `factor`."""
+        """Splits a loop axis so that the outer extent is `factor`, and returns this tensor."""
         return self.split(axis, factor, inner_split=False)
 
     @checked
     def merge(self, axis_o: int, axis_i: int | None = None) -> TensorView:
-        """Merges two loop axes, of which `axis_o` is the outer one.
+        """Merges two loop axes, of which `axis_o` is the outer one, and returns this tensor.
 
         `axis_i` defaults to `axis_o` + 1. The merged axis takes the smaller of the two positions.
 
         Raises:
-            DefinitionError: only one axis is a reduction, both are parallel, or one is a stream
-                axis.
+            DefinitionError: both are the same axis, only one is a reduction, both are parallel (not
+                serial), or one is divided by a stream loop.
         """
         loop = self.domain.loop
         o = self._wrap(axis_o, len(loop))
@@ -317,7 +330,10 @@ class TensorView:
 
     @checked
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
-        """Moves loop axes. `old2new` maps old to new positions; the other axes keep their order."""
+        """Moves loop axes, and returns this tensor. `old2new` maps old to new positions.
+
+        The axes that are not in `old2new` take the other positions in their old order.
+        """
         loop = self.domain.loop
         n = len(loop)
         moves = {self._wrap(o, n): self._wrap(w, n) for o, w in (old2new or {}).items()}
@@ -343,10 +359,14 @@ class TensorView:
 
     @checked
     def swizzle1d(self, axis: int, parallel_type: ParallelType) -> TensorView:
-        """Rotates loop axis `axis` by the executing device's coordinate along a device type.
+        """Makes the loop over axis `axis` begin at the coordinate of the device that runs it.
 
-        Ring schedules need this rotation, because each device starts with its own block in the
-        first iteration.
+        Iteration i stands for position (i + c) % extent of the old axis, where c is the device's
+        coordinate along the mesh dimension `parallel_type`, such as `mesh_x`. Ring schedules need
+        this, because each device then begins with its own part. Returns this tensor.
+
+        Raises:
+            DefinitionError: `parallel_type` is not a mesh dimension.
         """
         if not parallel_type.is_device:
             raise DefinitionError(
@@ -367,12 +387,14 @@ class TensorView:
 
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
-        """Sets the parallel type of an axis of this tensor.
+        """Sets who executes an axis of this tensor: a loop, a thread, a block or a device
+        (`ptype`).
 
         `Axis.parallelize` calls this method after its own checks.
 
         Raises:
-            DefinitionError: the axis is not an axis of this tensor, or needs a constant extent.
+            DefinitionError: the axis is not an axis of this tensor, or `ptype` (such as vectorize)
+                needs a constant extent and the axis has none.
         """
         current = self.domain.axes.get(axis.number)
         if current is None:
@@ -387,7 +409,7 @@ class TensorView:
     # ------------------------------------------------------------ facts that the user sets
     @checked
     def set_device_mesh(self, mesh: object) -> None:
-        """Places the tensor on a mesh, without sharding an axis.
+        """States which devices store the tensor, without splitting an axis over them.
 
         `mesh` is a DeviceMesh or the argument of its constructor.
         """
@@ -413,7 +435,9 @@ class TensorView:
         self.memory = memory_type
 
     def give_memory(self) -> None:
-        """Moves the tensor to global memory. A tensor in symmetric memory stays there."""
+        """Moves the tensor to global memory. A tensor in symmetric memory (see glossary) stays
+        there.
+        """
         if self.memory is not MemoryType.symmetric:
             self.memory = MemoryType.global_
 
@@ -423,11 +447,12 @@ class TensorView:
         new_allocation_domain: Sequence[Axis | IterDomain],
         new_contiguity: bool | Sequence[bool | None],
     ) -> None:
-        """Declares the order of the tensor's axes in memory.
+        """Declares the order of the tensor's axes in memory, outermost first.
 
-        The axes are logical axes, loop axes, or axes between these two domains. An empty list means
-        logical order. `new_contiguity` is one flag for all axes, or one flag per axis: True if the
-        axis has no gaps, and None for a broadcast or reduction axis.
+        An axis may be one that users see, a loop axis, or an axis on the way from the first to the
+        second by splits and merges. An empty list means the order that users see. `new_contiguity`
+        is one flag for all axes, or one flag per axis: True if there is no gap between neighbours
+        along the axis, and None for a broadcast or reduction axis.
 
         Raises:
             DefinitionError: an axis belongs to another tensor, or the number of flags is wrong.
@@ -461,7 +486,7 @@ class TensorView:
         """Splits a reduction into two reductions, and returns the result of the first one.
 
         The new tensor reduces the loop axes at the positions `axes`. This tensor then reduces the
-        other reduction axes.
+        other reduction axes of the new tensor. Kernels use this to reduce in parallel first.
         """
         return PRIMITIVES["rfactor"](self, axes)
 
@@ -475,6 +500,8 @@ class TensorView:
     ) -> TensorView:
         """Inserts a copy between this tensor and the ops that read this tensor. Returns the copy.
 
+        Schedules use this to load an input into registers or shared memory once.
+
         - `op_type` and `cache_op`: the kind and the cache hint of the copy.
         - `propagate_allocation_domain`: whether the copy has the memory order of this tensor.
         - `cached_uses`: the ops that read the copy, by default all ops that read this tensor.
@@ -485,17 +512,20 @@ class TensorView:
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-        """Inserts a new tensor that the op of this tensor now computes. Returns the new tensor.
+        """Inserts a new tensor, which the op of this tensor now computes, and returns the new
+        tensor.
 
-        This tensor becomes a copy of the new tensor.
+        This tensor becomes a copy of the new tensor. Schedules use this to compute an output in
+        registers and to write it to memory afterwards.
         """
         return PRIMITIVES["cache_before"](self, op_type)
 
     @checked
     def cache_fork(self) -> TensorView:
-        """Replaces this output by a copy in the list of outputs, and returns the copy.
+        """Makes a copy of this output the output instead, and returns the copy.
 
-        The ops that read this tensor still read this tensor, which is an intermediate tensor then.
+        The ops that read this tensor still do so, but it is no output any more. Then it need not be
+        stored in global memory.
         """
         return PRIMITIVES["cache_fork"](self)
 
@@ -516,26 +546,27 @@ Variant = tuple[dict[str, object], str]
 class TensorOp(Op):
     """Base of all ops with tensors as results.
 
-    The methods of this class describe how the axes of results and operands correspond. Index
-    computations use `axis_map`. Sharding propagation uses the maps of axes that may be sharded
-    together (`alike_map`, `cut_map`).
+    The methods of this class describe which axes of results and operands correspond. Index
+    computations use `axis_map`. `alike_map` and `cut_map` say which axes are split over devices
+    together.
     """
 
     # The tensor operands by priority for sharding; (): those with the most sharded axes first.
     REFERENCES: ClassVar[tuple[int, ...]] = ()
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field.
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields.
 
-        The text may depend on the op's attributes.
+        The form may depend on the attributes of the op.
         """
         return self.TEXT
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) for every way in which the op can be printed.
+        """Yields (attribute values, template) for each text form that ops of this class can have.
 
-        The parser reads an op by these templates.
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
         """
         yield {}, cls.TEXT
 
@@ -545,71 +576,82 @@ class TensorOp(Op):
         return self.outputs[0]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the numbers among the operands that the dtype of the result must represent
-        exactly.
+        """Returns the scalar operands that the dtype of the result must represent exactly.
 
-        By default, there are none. An example is a divisor: if it wrapped around, the result would
-        be wrong.
+        By default, there are none. An example is the divisor of an integer division: if it wrapped
+        around, the result would be wrong.
         """
         return ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis of the output, the position of the same axis of an operand, or
-        None.
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
 
-        The operand is `inputs[operand_index]`. By default, axes correspond by position, and output
-        and operand have the same number of axes.
+        The operand is `inputs[operand_index]`. The axes of the result are those that the op itself
+        computes (root axes): they include reduction axes and precede splits and merges. By default,
+        axes correspond by position, and result and operand have equally many axes.
         """
         del operand_index
         return tuple(range(len(self.out_tensor.domain.maybe_root)))
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` for the result `out` of an op that has several results."""
+        """Returns `axis_map` for the result `out`, because an op can have several results.
+
+        That is, per axis of `out`, the corresponding axis of the operand `inputs[operand_index]`,
+        or None.
+        """
         del out
         return self.axis_map(operand_index)
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map_to`, extended by pairs of axes that must be sharded in the same way.
+        """Returns, per axis of `out`, the operand axis that must be split over devices in the same
+        way.
 
-        Such axes are not equal, but a shard of the result needs exactly one shard of the operand.
-        An example is the heads of queries and the fewer heads of keys in an attention.
+        The entry is None if there is no such axis. By default, these are the corresponding axes
+        (`axis_map_to`). An override adds axes of different sizes whose parts belong together, such
+        as the heads of queries and the fewer heads of keys in an attention.
         """
         return self.axis_map_to(operand_index, out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `alike_map` with None for axes along which the operand cannot be sharded.
+        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
+        None.
 
-        Along such an axis, one shard of the result needs several shards of the operand.
+        This is `alike_map` without axes that must not be split, because one part of the result
+        needs several parts of the operand along them.
         """
         return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the positions of logical axes that the results `out` and `sibling` have in common.
+        """Yields pairs of corresponding axes of two results: (position in `out`, position in
+        `sibling`).
 
-        Each pair is (position in `out`, position in `sibling`). By default, axes correspond by
-        position, and both results have the same number of axes.
+        By default, axes correspond by position, and both results have equally many axes.
         """
         assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
         return ((k, k) for k in range(len(out.domain.logical)))
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the positions of axes of two results that are sharded together.
+        """Yields pairs of axes of two results that must be split over devices in the same way.
 
-        Each pair is (position in `out`, position in `sibling`). As in `alike_map`, such axes need
-        not be equal.
+        Each pair is (position in `out`, position in `sibling`). As in `alike_map`, the two axes may
+        have different sizes.
         """
         return self.parallel_axes(out, sibling)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the positions of the axes of result `out` that cannot be sharded by sharding
-        operands.
+        """Returns the axes of `out` that must not be split over devices.
+
+        The op cannot compute a part of the result along such an axis from parts of its operands. By
+        default, there are none.
         """
         del out
         return ()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the positions of operand axes that every shard of a result needs completely.
+        """Returns the axes of operand `operand_index` that must not be split over devices.
 
+        Each part of a result needs all elements along such an axis. By default, there are none.
         Positions do not count reduction axes.
         """
         del operand_index
@@ -618,7 +660,7 @@ class TensorOp(Op):
 
 @record
 class Alias:
-    """An update of an input: output `out` is written into the memory of input `into`.
+    """An update of an input in place: output `out` is written into the memory of input `into`.
 
     - `hidden`: whether the output is not returned to the caller.
     - `where`: the line where the user added the output.
@@ -632,11 +674,11 @@ class Alias:
 
 @record
 class Declared:
-    """An equality of the extents `a` and `b` that the user stated and that no op implies.
+    """A statement that the sizes `a` and `b` are equal, which does not follow from any op.
 
-    The equality was stated after the op that defines `after`, or before the first op if `after` is
-    None. `by_output` is True if an update of an input requires the equality, because the output and
-    the input must have equal shapes.
+    It was made after the op that defines `after`, or before the first op if `after` is None.
+    `by_output` is True if the user did not write it, but an update of an input needs it: the output
+    and the input that it is written into must have equal shapes.
     """
 
     after: TensorView | None
@@ -648,8 +690,8 @@ class Declared:
 class Fusion:
     """A graph of tensor ops over symbolic extents: inputs, ops in topological order, and outputs.
 
-    A fusion also stores the equalities between extents, and the assumptions of its schedule, such
-    as sizes that are multiples of a vector width.
+    A fusion also stores which extents are equal, and the assumptions of its schedule, such as sizes
+    that are multiples of a vector width.
     """
 
     def __init__(self) -> None:
@@ -715,7 +757,7 @@ class Fusion:
 
     @property
     def outputs(self) -> Values[TensorView]:
-        """The outputs in the order of `add_output`, hidden updates of inputs included."""
+        """The outputs in the order of `add_output`, including those that only update an input."""
         return self._outputs
 
     @outputs.setter
@@ -725,10 +767,10 @@ class Fusion:
 
     # ------------------------------------------------------------ making values
     def next_axis(self) -> int:
-        """Returns an unused axis number.
+        """Returns an unused number for an axis.
 
         The first call also uses up a scalar number, because nvFuser creates the scalar 0 at this
-        point. Printed numbers then agree with nvFuser's.
+        point. The numbers in texts then agree with nvFuser's.
         """
         if not self._zero_is_numbered:
             self._zero_is_numbered = True
@@ -756,11 +798,9 @@ class Fusion:
         self._next_scalar = max(self._next_scalar, scalar + 1)
 
     def new_extent(self, *, lo: int = 0) -> Symbol:
-        """Creates the symbol of an axis's extent, such as `i3`.
+        """Creates the symbol of an axis's extent, such as `i3`, whose value is at least `lo`.
 
-        The value of the symbol is at least `lo`.
-
-        `lo` is 0 in a user's fusion. `lo` is 1 in a fusion that is specialised for inputs without
+        `lo` is 0 in a user's fusion. `lo` is 1 in a copy that is compiled only for inputs without
         empty axes.
         """
         return self.new_symbol(lo=lo)
@@ -777,11 +817,11 @@ class Fusion:
         return Symbol(f"{prefix}{self.next_scalar()}", dtype, lo=lo)
 
     def may_have_made(self, symbol: Symbol) -> bool:
-        """Returns whether this fusion may have created the symbol, judging by the number in its
-        name.
+        """Returns whether this fusion may have created `symbol`: whether it has used its number
+        already.
 
-        The fusion cannot know, because equal symbols of two fusions are one object. A symbol of
-        another fusion is therefore accepted if this fusion has used the same number, too. Loop
+        An exact answer is impossible, because equal symbols of two fusions are one object. A symbol
+        of another fusion is therefore accepted if this fusion has used the same number, too. Loop
         indices and names without a number are always accepted.
         """
         number = symbol.name[1:]
@@ -800,9 +840,10 @@ class Fusion:
         return IterDomain(self.next_axis(), kind, extent, expanded=expanded, rfactor=rfactor)
 
     def clone_axis(self, axis: IterDomain, **changes: object) -> IterDomain:
-        """Returns a serial copy of an axis, with an unused number and without the `rfactor` mark.
+        """Returns a copy of an axis for another tensor, with an unused number.
 
-        `changes` sets other fields of the copy.
+        The copy is serial and not marked as derived from other axes (`rfactor`). `changes` sets
+        other fields of the copy.
         """
         fresh = IterDomain(self.next_axis(), axis.kind, axis.extent, expanded=axis.expanded)
         return replace(fresh, **changes)  # pyright: ignore[reportArgumentType]
@@ -818,8 +859,8 @@ class Fusion:
     ) -> TensorView:
         """Creates a tensor. Its number is `number`, or by default an unused number.
 
-        If `domain` is a sequence of axes, these are both the logical and the loop axes, and the
-        tensor has no gaps in memory.
+        If `domain` is a sequence of axes, these are both the axes that users see and the loop axes,
+        and the tensor has no gaps in memory.
         """
         if not isinstance(domain, TensorDomain):
             domain = TensorDomain.of(tuple(domain))
@@ -847,7 +888,7 @@ class Fusion:
         self._forget()
 
     def _forget(self) -> None:
-        """Drops the cached results that depend on the ops."""
+        """Drops all cached results that depend on the list of ops, because this list changes."""
         self._definitions = self._uses = self._tensors = self._used = None
 
     def add(self, op: TensorOp) -> TensorOp:
@@ -874,7 +915,7 @@ class Fusion:
         return list(self._uses.get(tv, ()))
 
     def used_exprs(self) -> tuple[TensorOp, ...]:
-        """Returns the ops on which some output depends, in program order."""
+        """Returns the ops on which some output depends, in program order. The result is cached."""
         if self._used is None or self._used[0] != self.outputs:
             self._used = [*self.outputs], self.exprs_behind(self.outputs)
         return self._used[1]
@@ -1067,15 +1108,15 @@ class Fusion:
 
     # ------------------------------------------------------------ extents
     def unify_extents(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal.
+        """Stores that two extents are equal. Afterwards, `canonical` returns the same for both.
 
-        `reason` is shown if the sizes of a call contradict this.
+        `reason` describes who requires the equality, such as an op. It is shown if the sizes of a
+        call contradict it.
         """
         self.extents.unify(a, b, reason)
 
     def declare_extents(self, a: ScalarLike, b: ScalarLike, reason: str = "") -> None:
-        """States on behalf of the user that two extents are equal, although no op implies the
-        equality.
+        """Stores that two extents are equal because the user says so, although no op implies it.
 
         `reason` is shown if the sizes of a call contradict this.
         """
@@ -1089,21 +1130,24 @@ class Fusion:
             self.unify_extents(a, b, reason)
 
     def assume(self, extent: Scalar, value: Scalar) -> None:
-        """Assumes, for the kernel that is compiled from this fusion, that an extent has a value.
+        """Lets the schedule assume that an extent has a value.
 
-        Each launch of the kernel checks the value.
+        Each launch of the kernel that is compiled from this fusion checks the value.
         """
         self.assumed = (*self.assumed, eq(self.canonical(extent), value))
         self.unify_extents(extent, value, "the schedule")
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Returns a scalar with each symbol replaced by the representative of its equal extents."""
+        """Returns `x` in a form that is the same for all extents that are known to be equal.
+
+        Of several equal symbols, one is the representative, and `x` contains only representatives.
+        """
         return self.extents.canonical(x)
 
     def equal_extents(self) -> tuple[tuple[Scalar, Scalar], ...]:
-        """Returns every stated equality as (extent, representative).
+        """Returns every stored equality as (extent, representative): the second replaces the first.
 
-        Equalities of a symbol come first.
+        Equalities whose first extent is a symbol come first.
         """
         return self.extents.relations()
 
@@ -1111,10 +1155,10 @@ class Fusion:
     def copy(
         self, ops: Sequence[TensorOp] | None = None
     ) -> tuple[Fusion, dict[TensorView, TensorView]]:
-        """Returns a copy with the same numbers, and the map from old to new tensors.
+        """Returns a copy of the fusion, and the map from old to new tensors.
 
-        If `ops` is passed, the copy contains only these ops, and the caller sets inputs and outputs
-        of the copy.
+        Tensors, axes and scalars keep their numbers. If `ops` is passed, the copy contains only
+        these ops, and the caller sets inputs and outputs of the copy.
         """
         new = Fusion()
         for name in ("_next_tensor", "_next_axis", "_next_scalar", "_zero_is_numbered"):
@@ -1181,10 +1225,7 @@ class Fusion:
         return isinstance(other, Fusion) and canonical_key(self) == canonical_key(other)
 
     def __hash__(self) -> int:
-        """Returns the hash of the structure that `__eq__` compares.
-
-        Each added op changes the hash.
-        """
+        """Returns the hash of the structure that `__eq__` compares. Adding an op changes it."""
         return hash(canonical_key(self))
 
     def __str__(self) -> str:
@@ -1193,9 +1234,10 @@ class Fusion:
 
 @functools.singledispatch
 def canonical_key(fusion: object) -> Hashable:
-    """Returns a hashable key of a fusion. Fusions with equal structure have equal keys.
+    """Returns a hashable key of a fusion, for comparisons. Equal keys mean equal structure.
 
-    The implementation is in `fuser.ir.canonical_form`, which imports this module and registers it.
+    Numbers of tensors, axes and symbols have no influence. The implementation is in
+    `fuser.ir.canonical_form`, which imports this module and registers it.
     """
     raise AssertionError(f"no canonical key of a {type(fusion).__name__}")
 
@@ -1218,7 +1260,10 @@ def _with_operand(op: TensorOp, old: TensorView, new: TensorView) -> TensorOp:
 
 # ---------------------------------------------------------------- text
 def tensor_text(tv: TensorView) -> str:
-    """Returns the full text of a tensor: `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`."""
+    """Returns the full text of a tensor: `T0_g_float[iS0{i0}, iS1{i1}] (DeviceMesh{0 1})`.
+
+    It has the short name, the loop axes, and the devices that store the tensor.
+    """
     suffix = f" ca_pos( {tv.compute_at} )" if tv.compute_at else ""
     mesh = f" ({tv.mesh})" if tv.mesh is not None else ""
     return f"{tv.label}{tv.domain}{suffix}{mesh}"
@@ -1228,8 +1273,8 @@ def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
     """Returns the fusion as text in the format of nvFuser's `print_math`: inputs, outputs and ops.
 
     By default, the text omits ops on which no output depends. Each op then comes before the first
-    op that reads its result, starting from the first output. With `used_only=False`, all ops are
-    printed in program order.
+    op that reads its result, starting from the first output. With `used_only=False`, the text has
+    all ops in program order.
     """
     lines = ["Inputs:"]
     lines += [f"  {value_text(v)}" for v in fusion.inputs]
@@ -1270,11 +1315,11 @@ def _by_use(fusion: Fusion) -> list[Op]:
 
 
 class Axis(Val):
-    """The user's handle of one axis of a tensor, identified by the axis number.
+    """The user's handle of one axis of a tensor, identified by the number of the axis.
 
-    `TensorView.axis` and the `get_*_domain` methods create Axis objects. The properties read the
-    current properties of the axis from the tensor. They raise `DefinitionError` if scheduling has
-    removed the axis from the tensor, as a split removes the axis that is split.
+    `TensorView.axis` and the `get_*_domain` methods create Axis objects. The properties return the
+    current state of the axis, which scheduling changes. They raise `DefinitionError` if scheduling
+    has removed the axis from the tensor, as a split removes the axis that is split.
     """
 
     __slots__ = ("number", "tensor")
@@ -1312,22 +1357,27 @@ class Axis(Val):
 
     @property
     def expanded(self) -> Scalar | None:
-        """The expanded size of a broadcast axis, or None if the axis is not expanded."""
+        """The size to which a broadcast axis is expanded, or None if the axis is not expanded."""
         return self.state.expanded
 
     @property
     def size(self) -> Scalar:
-        """The size that users see: the expanded size if there is one, else the extent."""
+        """The size that users see: the expanded size of an expanded broadcast axis, else the
+        extent.
+        """
         return self.state.size
 
     @property
     def ptype(self) -> ParallelType:
-        """The parallel type: serial, or a device, stream, block or thread type."""
+        """The parallel type: who executes the axis, such as a serial loop, a thread or a device."""
         return self.state.ptype
 
     @property
     def rfactor(self) -> bool:
-        """Whether the op derives this axis from root axes (printed `rf`), as a reshape does."""
+        """Whether the op derives this axis from other axes of the tensor, as a reshape does.
+
+        In texts, such an axis has the mark `rf`.
+        """
         return self.state.rfactor
 
     @property
@@ -1337,16 +1387,16 @@ class Axis(Val):
 
     @property
     def is_device(self) -> bool:
-        """Whether the axis is sharded along a mesh dimension."""
+        """Whether the axis is split over the devices along a mesh dimension."""
         return self.state.is_device
 
     @property
     def is_stream(self) -> bool:
-        """Whether each position along the axis is one iteration of a stream loop."""
+        """Whether each position along the axis is one iteration of a loop over CUDA streams."""
         return self.state.is_stream
 
     def is_reduction(self) -> bool:
-        """Returns whether the op that computes the tensor reduces this axis."""
+        """Returns whether the op that computes the tensor reduces over this axis."""
         return self.state.is_reduction()
 
     # ------------------------------------------------------------ nvFuser's `Val` queries
@@ -1359,22 +1409,26 @@ class Axis(Val):
         return True
 
     def definition(self) -> AxisTransform | None:
-        """Returns the transform that derives this axis from other axes, or None."""
+        """Returns the transform, such as a split, that derives this axis from others, or None."""
         found = (t for t in self.tensor.domain.transforms if self.number in t.outputs)
         return next((axis_transform(self.tensor, t) for t in found), None)
 
     def uses(self) -> list[AxisTransform]:
-        """Returns the transforms that derive other axes from this axis."""
+        """Returns the splits, merges and other transforms that derive other axes from this axis."""
         found = (t for t in self.tensor.domain.transforms if self.number in t.inputs)
         return [axis_transform(self.tensor, t) for t in found]
 
     @checked
     def parallelize(self, parallel_type: ParallelType) -> None:
-        """Sets the parallel type of the axis. Any axis may have a device or stream type.
+        """Sets who executes the axis (its parallel type): a loop, a thread, a block, a device or a
+        stream.
+
+        An axis of any tensor may be split over devices or streams.
 
         Raises:
-            DefinitionError: unroll, vectorize or group is set on a symbolic extent. The error is
-                also raised for `stream_y` and `stream_z`, which only the compiler may set.
+            DefinitionError: the type is unroll, vectorize or group, and the extent is not a
+                constant. The error is also raised for `stream_y` and `stream_z`, which only the
+                compiler may set.
         """
         if parallel_type.is_stream and parallel_type is not ParallelType.stream:
             raise DefinitionError(
@@ -1406,7 +1460,7 @@ class Axis(Val):
 
 
 class AxisTransform(Expr):
-    """A transform that derives axes of a tensor from other axes of the tensor.
+    """A split, merge or other transform that derives axes of a tensor from others of its axes.
 
     `Axis.definition` and `Axis.uses` return this object.
     """
@@ -1417,18 +1471,18 @@ class AxisTransform(Expr):
         self._tensor, self._transform = tensor, transform
 
     def input(self, index: int) -> Axis:
-        """Returns source axis `index` of the transform.
+        """Returns axis `index` of those from which the transform derives new axes.
 
         Raises:
-            NoOperandError: the transform has no such source axis.
+            NoOperandError: the transform has no such axis.
         """
         return Axis(self._tensor, numbered("input", self, self._transform.inputs, index))
 
     def output(self, index: int) -> Axis:
-        """Returns derived axis `index` of the transform.
+        """Returns axis `index` of those that the transform derives.
 
         Raises:
-            NoOperandError: the transform has no such derived axis.
+            NoOperandError: the transform has no such axis.
         """
         return Axis(self._tensor, numbered("output", self, self._transform.outputs, index))
 
@@ -1483,7 +1537,10 @@ _HANDLES: dict[type, type[AxisTransform]] = {
 
 
 def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> AxisTransform:
-    """Returns a transform of a tensor's axes as a `Split`, `Merge` or `AxisTransform`."""
+    """Returns the object that represents a transform of axes for the user.
+
+    This is a `Split` or a `Merge`, and for other transforms the base class `AxisTransform`.
+    """
     return _HANDLES.get(type(transform), AxisTransform)(tensor, transform)
 
 
@@ -1492,7 +1549,7 @@ def axis_transform(tensor: TensorView, transform: tensor_domain.Transform) -> Ax
 
 
 class Sizes(Values[Scalar]):
-    """The extents of a tensor, as a list that can be compared with a shape, as in torch.
+    """The sizes of a tensor's axes, as a list that can be compared with a shape, as in torch.
 
     `x.shape == (4, 5)` and `4 in x.shape` compare with tuples and lists of numbers or extents. They
     raise `ArgumentError` if the result depends on sizes that are known only when the program runs.
@@ -1502,7 +1559,7 @@ class Sizes(Values[Scalar]):
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as of every list)
 
     def __call__(self, *dims: object) -> Sizes:
-        """Returns the sizes, as torch's method `size` does. `dims` must be empty."""
+        """Returns the sizes, so that `x.shape()` works as in nvFuser. `dims` must be empty."""
         if dims:
             raise ArgumentError(
                 f"shape() takes no axis, got {show(dims[0])}: write x.shape[{show(dims[0])}], or "
@@ -1541,7 +1598,7 @@ class Sizes(Values[Scalar]):
         return True in found
 
     def count(self, value: Any) -> int:
-        """Returns how many extents equal `value`.
+        """Returns how many of the sizes equal `value`.
 
         Raises:
             ArgumentError: the result depends on sizes that are known only at run time.
@@ -1552,7 +1609,7 @@ class Sizes(Values[Scalar]):
         return found.count(True)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
-        """Returns the first position of `value` in the slice [start, stop).
+        """Returns the first position of `value` in the slice [start, stop) of the sizes.
 
         Raises:
             ArgumentError: the result depends on sizes that are known only at run time.
@@ -1568,10 +1625,7 @@ class Sizes(Values[Scalar]):
 
 
 def _is_same(size: Scalar, other: object) -> bool | None:
-    """Returns whether an extent equals a value.
-
-    Returns None if this depends on the inputs of a call.
-    """
+    """Returns whether a size equals a value, or None if this depends on the inputs of a call."""
     if size is other:
         return True
     value = other if isinstance(other, Scalar) else python_number(other)
@@ -1582,9 +1636,9 @@ def _is_same(size: Scalar, other: object) -> bool | None:
 
 
 def _unknown(sizes: Iterable[Scalar], what: str) -> ArgumentError:
-    """Returns the error of a comparison of shapes whose result depends on the sizes of the inputs.
+    """Returns the error for a comparison of shapes whose result depends on the inputs of a call.
 
-    `what` is the compared condition as text, such as `contains 4`.
+    `what` is the comparison as text, such as `contains 4`.
     """
     return ArgumentError(
         f"cannot decide while the program is defined whether the shape {show(list(sizes))} {what} "

@@ -15,10 +15,10 @@ from fuser.support.errors import DefinitionError
 
 
 def active_fusion() -> Fusion:
-    """Returns the fusion of the enclosing definition.
+    """Returns the fusion that the enclosing `with FusionDefinition()` block defines.
 
     Raises:
-        DefinitionError: there is no enclosing definition.
+        DefinitionError: there is no such block.
     """
     fusion: Fusion | None = ACTIVE_FUSION.get()
     if fusion is None:

@@ -1,9 +1,9 @@
 """Memory layout: the elements of a tensor that memory holds, their order and their strides.
 
 Memory holds no reduction axes, and one element along a broadcast axis. An expanded axis has stride
-0: its element is written once and read at every index. Allocation, kernels, segments,
-communication, views and checks of inputs all use this module. Functions take extents as an
-argument, because the extents of the whole tensor and of a shard differ.
+0: its element is written once and read at every index. Allocation, kernels, communication, views
+and checks of inputs all use this module. Functions take extents as an argument, because the extents
+of the whole tensor and of the part that one device stores differ.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ def is_stored(axis: IterDomain) -> bool:
 
 
 def expanded_positions(tv: TensorView) -> tuple[int, ...]:
-    """Returns the positions of expanded axes.
+    """Returns the positions of the axes that are expanded: broadcast axes that are read repeatedly.
 
-    Positions count the logical axes without reductions.
+    Reduction axes are not counted.
     """
     axes = enumerate(tv.domain.no_reductions)
     return tuple(p for p, a in axes if a.is_broadcast and a.expanded is not None)
 
 
 def memory_order(tv: TensorView) -> MemoryOrder:
-    """Returns pairs (position, contiguity) of the logical axes, outermost in memory first.
+    """Returns pairs (position, contiguity flag) of the axes that users see, outermost in memory
+    first.
 
-    A device or stream axis in the allocation domain belongs to the logical axis that it shards, and
-    has no pair of its own.
+    The flag is True if there is no gap between neighbours along the axis, and None for a broadcast
+    axis. An axis that is split over devices or streams has only one pair.
 
     Raises:
-        UnsupportedError: the allocation domain is no permutation of the logical axes.
+        UnsupportedError: the declared memory order is not an order of the axes that users see.
     """
     try:
         return tv.domain.memory_order
@@ -59,9 +60,9 @@ def memory_order(tv: TensorView) -> MemoryOrder:
 
 
 def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
-    """Declares the order of a tensor's axes in memory. The tensor has no gaps.
+    """Declares the order of a tensor's axes in memory, without gaps.
 
-    `order` has positions of logical axes without reductions, outermost first.
+    `order` has positions of axes, outermost first. Reduction axes are not counted.
     """
     axes = [tv.domain.no_reductions[p] for p in order]
     reductions = [a for a in tv.domain.logical if a.is_reduction()]
@@ -69,7 +70,10 @@ def set_memory_order(tv: TensorView, order: Sequence[int]) -> None:
 
 
 def copy_memory_order(source: TensorView, tv: TensorView) -> None:
-    """Copies the memory order and contiguity of `source` to a tensor with the same axes."""
+    """Gives `tv` the order of axes in memory, and the gaps, that `source` declares.
+
+    Both tensors have the same axes.
+    """
     if source.domain.allocation or not is_contiguous(source):
         order = memory_order(source)
         axes = numbers(tv.domain.no_reductions[p] for p, _ in order)
@@ -77,15 +81,15 @@ def copy_memory_order(source: TensorView, tv: TensorView) -> None:
 
 
 def is_contiguous(tv: TensorView) -> bool:
-    """Returns whether the tensor is declared without gaps, in any memory order."""
+    """Returns whether the tensor is declared without gaps in memory, in any order of its axes."""
     return all(flag is not False for flag in tv.domain.contiguity)
 
 
 def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
     """Returns the number of elements of a tensor that memory holds.
 
-    `extents` has one entry per logical axis without reductions, such as the extents of a shard. By
-    default, the extents are those of the whole tensor.
+    `extents` has one entry per axis that is not reduced, such as the extents of the part that one
+    device stores. By default, the extents are those of the whole tensor.
     """
     axes = tv.domain.no_reductions
     sizes = (a.size for a in axes) if extents is None else extents
@@ -93,10 +97,11 @@ def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
 
 
 def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides of a tensor with these extents, in its memory order and without gaps.
+    """Returns the strides of a tensor with these extents, in its declared memory order, without
+    gaps.
 
-    `extents` and the result have one entry per logical axis without reductions. The stride of an
-    expanded axis is 0.
+    `extents` and the result have one entry per axis that is not reduced. The stride of an expanded
+    axis is 0.
     """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
@@ -106,10 +111,11 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides that the tensor's domain declares, for these extents.
+    """Returns the strides that a tensor with these extents has, as far as its declaration tells
+    them.
 
-    A non-contiguous axis has an unknown stride, which is a new symbol. `extents` and the result
-    have one entry per logical axis without reductions.
+    If an axis may have gaps between neighbours, its stride is unknown, and the result has a new
+    symbol for it. `extents` and the result have one entry per axis that is not reduced.
     """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
@@ -123,7 +129,7 @@ def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a tensor with these sizes, in its memory order and without gaps.
+    """Returns the strides of a tensor with these sizes, in its declared memory order, without gaps.
 
     `dense_strides` does the same for symbolic sizes. This function is faster.
     """
@@ -140,7 +146,7 @@ def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def lies_in_order(tv: TensorView) -> bool:
-    """Returns whether memory holds all elements of the tensor in logical order.
+    """Returns whether memory holds all elements of the tensor in the order of its axes (row-major).
 
     If such a tensor has no gaps, it is contiguous in torch's sense, for any sizes.
     """
@@ -154,10 +160,11 @@ def lies_in_order(tv: TensorView) -> bool:
 def memory_strides(
     tv: TensorView, size: Callable[[IterDomain], Scalar], gap: Callable[[IterDomain], Scalar]
 ) -> tuple[tuple[IterDomain, Scalar], ...]:
-    """Returns (allocation axis, stride in elements) of the axes that memory holds, outermost first.
+    """Returns (axis, stride in elements) of the axes that memory holds, outermost first.
 
-    `size` returns the size of an axis. `gap` returns the stride of a non-contiguous axis. The
-    stride of a contiguous axis is the stride of the next inner axis times the size of that axis.
+    `size` returns the size of an axis. `gap` returns the stride of an axis with gaps between
+    neighbours. The stride of any other axis is the stride of the next inner axis times the size of
+    that axis.
     """
     domain = tv.domain
     order = list(zip(domain.maybe_allocation, domain.contiguity, strict=True))
@@ -172,8 +179,9 @@ def _strides(
 ) -> dict[int, Scalar]:
     """Returns the stride of every axis, by axis number.
 
-    `order` has (axis, contiguity), outermost in memory first. An axis that memory does not hold,
-    such as a broadcast axis, gets the stride of the next inner axis. torch does the same for extent
+    `order` has (axis, contiguity flag), outermost in memory first. If the flag is False, `gap`
+    returns the stride of the axis. `size` returns the size of an axis. An axis that memory does not
+    hold, such as a broadcast axis, gets the stride of the next inner axis, as in torch for extent
     1.
     """
     strides: dict[int, Scalar] = {}
@@ -188,7 +196,7 @@ def _strides(
 
 
 def _no_gaps(axis: IterDomain) -> Scalar:
-    """Raises `AssertionError`, because a tensor without gaps has no non-contiguous axis."""
+    """Raises `AssertionError`, because it is called for an axis with gaps where none exist."""
     raise AssertionError(f"{axis} is contiguous")
 
 
@@ -206,12 +214,12 @@ Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 def layout_of(
     declared: Sequence[int], skipped: Sequence[bool], shape: Sequence[int], strides: Sequence[int]
 ) -> Layout:
-    """Returns the layout class of a tensor with these sizes and strides.
+    """Returns the layout class of a tensor with these sizes and strides, without reduction axes.
 
-    A layout class is a memory order and a contiguity flag per axis; a kernel is compiled for one
-    class. `declared` is the memory order of the definition. The class has this order if the strides
-    allow it, so that axes of extent 1 do not create new classes. `skipped` marks broadcast axes,
-    whose contiguity flag is always True.
+    A kernel is compiled for one layout class: an order of the axes in memory, and one flag per axis
+    that says whether there are no gaps along it. `declared` is the memory order of the definition.
+    The class has this order if the strides allow it, so that axes of extent 1 do not create new
+    classes. `skipped` marks broadcast axes, whose flag is always True.
     """
     real = [k for k in declared if shape[k] != 1 and not skipped[k]]
     order = list(declared)
@@ -235,8 +243,8 @@ def layout_of(
 def declared_order(tv: TensorView) -> tuple[int, ...] | None:
     """Returns the positions of a tensor's axes in the declared memory order, outermost first.
 
-    Positions count the logical axes without reductions. Returns None if the allocation domain
-    contains axes that are not logical axes.
+    Reduction axes are not counted. Returns None if the declared order has axes that users do not
+    see, such as parts of a split axis.
     """
     try:
         return tuple(p for p, _ in memory_order(tv))
@@ -245,10 +253,11 @@ def declared_order(tv: TensorView) -> tuple[int, ...] | None:
 
 
 class LayoutClasses:
-    """Computes the layout classes of the tensors that calls pass for one declared input.
+    """Computes the layout classes of the tensors that calls pass for one input `tv` of a
+    definition.
 
-    A layout class is a memory order and a contiguity flag per axis. Each class needs its own
-    kernel.
+    A layout class is an order of axes in memory and one flag per axis that says whether there are
+    no gaps along it. Each class needs its own kernel.
     """
 
     def __init__(self, tv: TensorView) -> None:
@@ -260,10 +269,10 @@ class LayoutClasses:
         self.dense: Layout | None = (self.order or (), (True,) * tv.ndim) if is_plain else None
 
     def layout_of(self, t: torch.Tensor | StridedLayout) -> Layout:
-        """Returns the layout class of a tensor that a call passes.
+        """Returns the layout class of a tensor that a call passes, for which a kernel is compiled.
 
-        If the definition fixes the memory layout (`order` is None), the class is the same for all
-        tensors.
+        If the definition fixes the memory layout (`order` is None), all tensors have the same
+        class.
         """
         if self.dense is not None and t.is_contiguous() and t.numel():
             return self.dense
@@ -274,10 +283,10 @@ class LayoutClasses:
         )
 
     def repeated(self, t: torch.Tensor) -> tuple[int, ...]:
-        """Returns the positions of axes of stride 0 that the definition does not declare as
-        broadcast axes.
+        """Returns the positions of axes of stride 0 that are no broadcast axes in the definition.
 
-        Memory holds one element along such an axis.
+        A call passes such a tensor if it was expanded in torch. Memory holds one element along the
+        axis.
         """
         if t.is_contiguous():
             return ()
@@ -286,9 +295,9 @@ class LayoutClasses:
 
 
 def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the view of a tensor that contains each element in memory once.
+    """Returns the view of `tensor` that has each of its elements in memory only once.
 
-    Along an expanded axis, the view has one element.
+    It has one element along an axis that `tv`, the tensor's declaration, declares as expanded.
     """
     for axis in expanded_positions(tv):
         tensor = tensor.narrow(axis, 0, min(tensor.size(axis), 1))
@@ -296,7 +305,7 @@ def stored_part(tv: TensorView, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_layout(domain: TensorDomain, layout: Layout) -> TensorDomain:
-    """Returns the domain with the memory order and the contiguity of `layout`."""
+    """Returns a copy of the domain with the order of axes in memory and the gaps of `layout`."""
     axes = domain.no_reductions
     order, flags = layout
     by_number = {

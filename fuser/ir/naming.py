@@ -1,4 +1,4 @@
-"""Names of tensors and axes for error messages: in the user's words, or as in the IR's text."""
+"""Names of tensors and axes for error messages: in the user's words, or as in texts of the IR."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def tensor_words(tv: TensorView) -> str:
 def axis_words(tv: TensorView, axis: IterDomain) -> str:
     """Returns the name of an axis for a message: `axis 1 of input 1 (T1_g_float)`.
 
-    - For an axis on a device or stream type: `the part on mesh_x of axis 1 of ..`.
-    - For a merged axis, all axes that it merges: `axes 0 and 1 of ..`.
+    - For an axis that is split over devices or streams: `the part on mesh_x of axis 1 of ..`.
+    - For an axis that was merged from several axes: `axes 0 and 1 of ..`.
     """
     found = sorted(_positions(tv.domain, axis.number))
     if not found:
@@ -33,18 +33,18 @@ def axis_words(tv: TensorView, axis: IterDomain) -> str:
 
 
 def in_ir(*things: object) -> str:
-    """Returns the second line of a message, which has the IR's text of `things`.
+    """Returns a second line for an error message, which shows `things` as texts of the IR.
 
-    Example: `in the IR: iS4{i0} of T1_g_float[..]`, where `of` joins the arguments.
+    Example: `in the IR: iS4{i0} of T1_g_float[..]`. `of` joins the arguments.
     """
     return f"\n  in the IR: {' of '.join(map(str, things))}"
 
 
 def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
-    """Replaces the IR's text of tensors in a message by short names.
+    """Replaces the long IR text of each tensor in a message by a short name.
 
-    The names are `input 0 (T0_g_float)` for an input and `T3_g_float` for other tensors. Also
-    returns the IR's text of each tensor that was replaced.
+    The short names are `input 0 (T0_g_float)` for an input and `T3_g_float` for other tensors.
+    Returns (the new message, the sorted IR texts that were replaced).
     """
     # Two tensors may print the same text; the first one in `tensors` is named.
     written = {str(tv): tv for tv in [*tensors][::-1]}
@@ -60,10 +60,11 @@ def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
 
 
 def _positions(domain: TensorDomain, number: int) -> set[int]:
-    """Returns the positions of the logical axes from which axis `number` is derived.
+    """Returns the positions, as the user counts them, of the axes from which axis `number` is
+    derived.
 
-    Positions do not count reduction axes. The set is empty if the axis is not derived from logical
-    axes.
+    Reduction axes are not counted. The set is empty if the axis is not derived from axes that users
+    see.
     """
     logical = [a.number for a in domain.no_reductions]
     if number in logical:

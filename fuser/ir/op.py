@@ -41,7 +41,8 @@ def operand(**options: Any) -> Any:
 def operands(*, in_rows: int = 0, **options: Any) -> Any:
     """Declares a field of an op class: a tuple of values that the op reads.
 
-    If `in_rows` is not 0, values are printed in groups of this size. For 2: `{ {a, b} {c, d} }`.
+    If `in_rows` is not 0, the text of the op shows the values in groups of this size. For 2: `{ {a,
+    b} {c, d} }`.
     """
     return field(metadata={"kind": "operands", "in_rows": in_rows}, **options)
 
@@ -75,10 +76,11 @@ def attr(*, kw_only: bool = True, **default: Any) -> Any:
 
 
 def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> Any:
-    """Declares a field of an op class: a nested tuple of ops, such as the body of a loop.
+    """Declares a field of an op class: a nested tuple of ops (a region), such as the body of a
+    loop.
 
-    The nested ops are printed one level deeper, after the line `head` if it is not empty. An empty
-    region with a `head` is not printed at all.
+    In the text of the op, the nested ops are indented, after the line `head` if it is not empty. An
+    empty region with a `head` does not appear at all.
     """
     return field(metadata={"kind": "region", "head": head}, kw_only=kw_only, **options)
 
@@ -90,10 +92,10 @@ def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> 
     field_specifiers=(operand, operands, result, results, attr, region, field),
 )
 class Op:
-    """Base of all ops, of fusions and of host programs.
+    """Base of all ops, of fusions and of host programs (the list of actions of each rank).
 
-    Each subclass becomes a frozen dataclass and is registered by its name, so that the parser knows
-    it.
+    A subclass declares its fields with `operand()`, `result()`, `attr()` etc. It becomes a frozen
+    dataclass and is registered by its name, so that the parser can create it.
     """
 
     TEXT: ClassVar[str] = ""
@@ -113,7 +115,7 @@ class Op:
 
     @classmethod
     def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
-        """Returns the names of the fields of the given kinds, such as "operand", in declaration
+        """Returns the names of the fields of the kinds `kinds`, such as "operand", in declaration
         order.
         """
         return tuple(
@@ -125,9 +127,10 @@ class Op:
     @classmethod
     @functools.cache
     def rows(cls) -> Mapping[str, int]:
-        """Returns how many values the printed text groups together, by field name.
+        """Returns, by field name, how many values the text of an op groups together: `{ {a, b} {c,
+        d} }`.
 
-        Only fields that are printed in groups are included (`operands(in_rows=..)`).
+        Only fields declared with `operands(in_rows=..)` are included.
         """
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
@@ -145,7 +148,8 @@ class Op:
     @classmethod
     @functools.cache
     def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
-        """Returns (name, whether the field has a tuple) of the fields of these kinds.
+        """Returns (name, whether the field has a tuple of values) of the fields of the kinds
+        `kinds`.
 
         By default, these are all operands and results.
         """
@@ -175,7 +179,7 @@ class Op:
 
     @property
     def regions(self) -> tuple[tuple[Op, ...], ...]:
-        """The nested tuples of ops, such as the body of a loop, in declaration order.
+        """The nested tuples of ops (regions), such as the body of a loop, in declaration order.
 
         Most ops have none.
         """
@@ -184,7 +188,9 @@ class Op:
     @classmethod
     @functools.cache
     def region_heads(cls) -> dict[str, str]:
-        """Returns the line that is printed before each region, by field name."""
+        """Returns, by field name, the line that precedes the nested ops of a field in the text of
+        the op.
+        """
         return {
             f.name: f.metadata["head"]
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -193,7 +199,9 @@ class Op:
 
     @property
     def scalars(self) -> tuple[Any, ...]:
-        """The scalars in the attributes of the op. They are not among its operands."""
+        """The scalars in the attributes of the op. They are not operands. By default, there are
+        none.
+        """
         return ()
 
     @property
@@ -208,8 +216,8 @@ class Op:
     def located(self, where: str) -> Self:
         """Returns the op with `where` as the user's line, if the op has results and no line yet.
 
-        The same applies to the ops in its regions. A pass calls this method for the ops that it
-        adds, so that they have the line of the user's op that needs them.
+        The same applies to the ops nested in it. A pass calls this method for the ops that it adds,
+        so that they have the line of the user's op that needs them.
         """
         regions = {
             name: tuple(op.located(where) for op in getattr(self, name))
@@ -221,7 +229,7 @@ class Op:
     def map_values(self, fn: Callable[[Any], Any]) -> Self:
         """Returns the op with `fn` applied to every operand and result.
 
-        Ops in its regions do not change.
+        Nested ops, such as the body of a loop, do not change.
         """
         changes: dict[str, Any] = {}
         for name, has_many in self._value_names():
@@ -233,7 +241,10 @@ class Op:
         return replace(self, **changes)
 
     def with_values(self, inputs: Iterable[Any], outputs: Iterable[Any]) -> Self:
-        """Returns the op with other operands and results, in the order of the fields."""
+        """Returns the op with other operands and results.
+
+        `inputs` and `outputs` have the new values in the order of the old ones.
+        """
         sources = {"operand": iter(inputs), "result": iter(outputs)}
         changes: dict[str, Any] = {}
         for name, kind in self._kinds():
@@ -274,9 +285,9 @@ class Op:
 
 
 def walk(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yields all ops in program order, ops of nested regions included.
+    """Yields all ops in program order, nested ops (such as the body of a loop) included.
 
-    The ops of a region follow the op that contains the region.
+    Nested ops follow the op that contains them.
     """
     for op in ops:
         yield op
@@ -291,7 +302,7 @@ _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 
 
 def value_text(value: object) -> str:
-    """Returns the printed text of a field value. A tuple is printed as `{a, b}`."""
+    """Returns the text of a field's value in the text of an op. A tuple becomes `{a, b}`."""
     if isinstance(value, tuple):
         return "{" + ", ".join(value_text(v) for v in value) + "}"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, bool):
@@ -308,10 +319,10 @@ def value_text(value: object) -> str:
 
 
 def fill_template(op: Op, template: str) -> str:
-    """Returns the text of an op: its template, with placeholders replaced by values of the op.
+    """Returns the text of an op: `template`, with placeholders replaced by values of the op.
 
-    A placeholder is `{field}` or `{field.method}`. The ops of a region are indented, each on its
-    own line.
+    A placeholder is `{field}`, or `{field.method}` for the result of a method of the value. Nested
+    ops are indented, each on its own line.
     """
     heads, rows = op.region_heads(), op.rows()
 
@@ -339,8 +350,7 @@ def op_text(op: Op) -> str:
 
 
 def region_text(ops: Sequence[Op], head: str = "") -> str:
-    """Returns the text of the nested ops of a region: the line `head`, then one indented line per
-    op.
+    """Returns the text of nested ops: the line `head`, then one indented line per op.
 
     The line `head` is omitted if it is "" or if there are no ops.
     """

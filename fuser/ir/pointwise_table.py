@@ -1,8 +1,8 @@
 """The table of elementwise ops: one row per op, which all other packages read.
 
-- The IR reads kinds and text. `fuser.ops` reads dtype rules and torch functions.
+- The IR reads names and texts of ops. `fuser.ops` reads dtype rules and torch functions.
 - Scalars use the torch functions. The code generator uses the CUDA text.
-- Tests read the domains of operands.
+- Tests read the domains: the operand values for which an op is defined.
 
 In the CUDA text, `{0} {1} {2}` are the texts of the operands. Each text must be a name, a literal
 or in parentheses, and of the C type in which the op computes. Operand 0 of `where` is bool.
@@ -53,10 +53,11 @@ Number = bool | int | float
 class PointwiseRow:
     """Facts about one kind of elementwise op: one row of the table.
 
-    - `arity`: the number of operands. `rule`: the dtype rule.
+    - `arity`: the number of operands. `rule`: how the dtypes of the operands determine the dtype in
+      which the op computes, and that of the result.
     - `torch`: the reference function, for tensors of the dtype in which the op computes.
     - `cuda`, `cuda_int`: the C++ expression, and the C++ expression for integers if it differs.
-    - `text`: the operator or function in IR text.
+    - `text`: the operator or function in texts of the IR.
     - `float_text`: the same for a floating result. For one operand, it is used only for a Float
       result.
     - `scalar`: the name of the op on scalars.
@@ -89,7 +90,7 @@ class PointwiseRow:
 
     @property
     def is_operator(self) -> bool:
-        """Whether the IR text is an operator such as `+`, and not the name of a function."""
+        """Whether the op is written in texts as an operator such as `+`, and not as a function."""
         return not _is_function(self.text)
 
     @property
@@ -179,9 +180,9 @@ def _is_function(text: str) -> bool:
 
 
 def _cuda_text(text: str, arity: int) -> str:
-    """Returns the CUDA template of an op. If `text` is only a name, the template is a call.
+    """Returns the CUDA expression of an op, in which `{0}`, `{1}` stand for the operands.
 
-    The called function is `fm_NAME` of `codegen/rt_math.h`.
+    If `text` is only a name, the expression is a call of `fm_NAME` of `codegen/rt_math.h`.
     """
     if not text.isidentifier():
         return text
@@ -191,14 +192,18 @@ def _cuda_text(text: str, arity: int) -> str:
 def _function(name: str, domain: str = "any") -> PointwiseRow:
     """Returns the row of a C library function, such as `expf`, that computes in floating dtypes.
 
-    `domain` names the values for which the function is defined.
+    `domain` names the values for which the function is defined. Tests draw its operand from them.
     """
     text = f"{name}f"
     return _row(name, 1, "float", float_text=text, domains=domain, takes_complex=True, is_slow=True)
 
 
 def _real_function(name: str, domain: str = "any", fn: TorchFn | None = None) -> PointwiseRow:
-    """Returns the row of a C library function that takes no complex numbers, such as `erff`."""
+    """Returns the row of a C library function that takes no complex numbers, such as `erff`.
+
+    `domain` names the values for which it is defined. `fn` is the torch function, if it has another
+    name.
+    """
     text = f"{name}f"
     return _row(name, 1, "float", fn, float_text=text, domains=domain, is_slow=True)
 
@@ -246,9 +251,9 @@ def _part(x: torch.Tensor, which: int) -> torch.Tensor:
 def _where_divisible(
     fn: TorchFn, a: torch.Tensor, b: torch.Tensor, on_zero: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Returns `fn(a, b)`, a quotient or remainder.
+    """Returns `fn(a, b)`, which is a quotient or a remainder of the elements of two tensors.
 
-    If integers are divided by 0, returns `on_zero(a)`.
+    Where integers are divided by 0, returns the elements of `on_zero(a)`.
     """
     if a.dtype.is_floating_point or a.dtype.is_complex:
         return fn(a, b)
@@ -456,5 +461,5 @@ PUBLIC: dict[str, tuple[str, Rule]] = {
 
 
 def kinds_of(arity: int) -> tuple[str, ...]:
-    """Returns the kinds of all elementwise ops with `arity` operands."""
+    """Returns the names (kinds) of all elementwise ops with `arity` operands, such as "exp"."""
     return tuple(kind for kind, row in POINTWISE.items() if row.arity == arity)

@@ -35,14 +35,16 @@ def cache_after(
     propagate_allocation_domain: bool = True,
     cached_uses: Sequence[TensorOp] = (),
 ) -> TensorView:
-    """Inserts a copy between `tv` and its uses (or only `cached_uses`), and returns the copy.
+    """Inserts a copy between `tv` and the ops that read it (or only `cached_uses`). Returns the
+    copy.
 
-    The copy has the loop transforms and the mesh of `tv`, and no reduction axes. It has the memory
-    order of `tv` if `propagate_allocation_domain` is set.
+    Schedules use this to load an input into registers or shared memory once. The copy has the loops
+    and the mesh of `tv`, and no reduction axes. It has the memory order of `tv` if
+    `propagate_allocation_domain` is True.
 
     Raises:
-        DefinitionError: no op reads `tv`, `tv` is already inlined, or an op in `cached_uses` does
-            not read `tv`.
+        DefinitionError: no op reads `tv`, `tv` already shares loops with the ops that read it, or
+            an op in `cached_uses` does not read `tv`.
     """
     fusion = tv.fusion
     uses = fusion.uses(tv)
@@ -69,12 +71,13 @@ def cache_after(
 
 
 def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-    """Inserts a new tensor that the op of `tv` now computes. Returns the new tensor.
+    """Inserts a new tensor, which the op of `tv` now computes, and returns the new tensor.
 
-    The new tensor has the old domain of `tv`, and `tv` becomes a copy of the new tensor.
+    `tv` becomes a copy of the new tensor. Schedules use this to compute an output in registers and
+    to write it to memory afterwards. The new tensor has the axes and loops that `tv` had before.
 
     Raises:
-        DefinitionError: `tv` is a fusion input or is already inlined.
+        DefinitionError: `tv` is a fusion input, or already shares loops with the ops that read it.
     """
     fusion = tv.fusion
     definition = tv.definition()
@@ -98,9 +101,10 @@ def cache_before(tv: TensorView, op_type: LoadStoreOpType = LoadStoreOpType.set)
 
 
 def cache_fork(tv: TensorView) -> TensorView:
-    """Replaces the output `tv` by a copy in the list of outputs, and returns the copy.
+    """Makes a copy of the output `tv` the output instead, and returns the copy.
 
-    The ops that read `tv` still read `tv`, which becomes an intermediate tensor.
+    The ops that read `tv` still do so, but it is no output any more. Then it need not be stored in
+    global memory.
 
     Raises:
         DefinitionError: `tv` is not an output, is also an input, or no op reads it.
@@ -125,11 +129,12 @@ def cache_fork(tv: TensorView) -> TensorView:
 
 
 def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: bool) -> TensorDomain:
-    """Returns the domain of a copy of a tensor. The copy has no reduction axes and no root axes.
+    """Returns the axes of a copy of a tensor: those that users see, without reduction axes.
 
-    The copy has the same loop transforms, and the same memory order if `keep_allocation` is True.
-    Device and stream axes keep their parallel types, because these decide which part of the tensor
-    a device has. All other parallel types belong to a single kernel and are dropped.
+    The copy has the same loops as the tensor, and the same memory order if `keep_allocation` is
+    True. Axes that are split over devices or streams stay so, because this decides which part of
+    the tensor a device has. All other parallel types, such as threads, belong to a single kernel
+    and are dropped.
     """
     plain = source.without_root()
     if not keep_allocation:
@@ -150,17 +155,18 @@ def _copied_domain(fusion: Fusion, source: TensorDomain, *, keep_allocation: boo
 def rfactor(tv: TensorView, axes: Sequence[int]) -> TensorView:
     """Splits a reduction into two reductions, and returns the result of the first one.
 
-    The new tensor reduces the loop axes at the positions `axes`. `tv` reduces the other reduction
-    axes from the new tensor. For `tv [i, r{d}, r{K/d}]` and axes (2,), the new tensor is `[i, i{d},
-    r{K/d}]` and tv is `[i, r{d}]`.
+    Kernels use this to reduce in parallel first. The new tensor reduces the loop axes at the
+    positions `axes`. `tv` then reduces the other reduction axes of the new tensor. For `tv [i,
+    r{d}, r{K/d}]` and axes (2,), the new tensor is `[i, i{d}, r{K/d}]` and tv is `[i, r{d}]`; i are
+    iteration axes, r reduction axes.
 
-    The root axes of the new tensor are the old logical axes of `tv`. The new tensor has the mesh of
-    `tv` and no parallel types.
+    The new tensor also stores the old axes of `tv`, from which splits derive its own axes (as root
+    axes). It has the mesh of `tv` and no parallel types.
 
     Raises:
         DefinitionError: `tv` is not a reduction, or `axes` are not some (but not all) of its
             reduction axes.
-        UnsupportedError: the definition has several outputs, or is a linear with a bias.
+        UnsupportedError: the op of `tv` has several outputs, or is a linear with a bias.
     """
     definition = tv.definition()
     if not isinstance(definition, ReductionOp | Contraction):
@@ -205,10 +211,10 @@ def _zero(dtype: DataType) -> sc.Scalar:
 
 
 def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
-    """Returns the tensor of the first reduction of an rfactor.
+    """Returns the tensor that is the result of the first of the two reductions of an rfactor.
 
-    The tensor reduces the loop axes of `tv` with the numbers `listed`. Other reduction axes of `tv`
-    become iteration axes.
+    An rfactor splits the reduction `tv` into two. The new tensor reduces the loop axes of `tv` with
+    the numbers `listed`. The other reduction axes of `tv` become iteration axes.
     """
     fusion, domain = tv.fusion, tv.domain
     history = transforms_between(domain, domain.logical, domain.loop)
@@ -250,10 +256,10 @@ def _rfactor_producer(tv: TensorView, listed: set[int]) -> TensorView:
 def _connected(
     domain: TensorDomain, history: Sequence[Transform], listed: set[int]
 ) -> frozenset[int]:
-    """Returns the numbers of all axes that transforms connect with one of the `listed` loop axes.
+    """Returns the numbers of all axes that splits or merges connect with the loop axes `listed`.
 
-    `history` has the transforms from logical to loop axes. The connection may take several
-    transforms.
+    `history` has the transforms from the axes that users see to the loop axes. The connection may
+    take several of them. rfactor needs it, because these axes must be computed together.
     """
     found = set(listed)
     changed = True
@@ -268,9 +274,9 @@ def _connected(
 
 
 def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
-    """Makes `tv` the second reduction of an rfactor: it reduces the axes that the first one left.
+    """Makes `tv` the second of the two reductions of an rfactor: it reduces the remaining axes.
 
-    `producer` is the tensor of the first reduction.
+    `producer` is the result of the first reduction, and the new operand of `tv`.
     """
     fusion, old, new = tv.fusion, tv.domain, producer.domain
     # The producer's loop axes have the order of tv's old loop axes, so their kinds correspond.
@@ -294,9 +300,10 @@ def _rfactor_consumer(tv: TensorView, producer: TensorView) -> None:
 
 
 def _kept_contiguity(old: TensorDomain, logical: tuple[IterDomain, ...]) -> tuple[bool | None, ...]:
-    """Returns the contiguity flags of the axes `logical`, which `tv` has after an rfactor.
+    """Returns the flags of the axes `logical`, which say that an axis has no gaps in memory.
 
-    Axes that are not reduced keep the flags that they have in the domain `old`.
+    `old` are the axes of the tensor before an rfactor, and `logical` those after it. Axes that are
+    not reduced keep their flags. A reduction axis has None.
     """
     flags: Mapping[int, bool | None] = dict(
         enumerate(

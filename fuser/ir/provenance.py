@@ -1,12 +1,15 @@
-"""Origins: the reason why each tensor has its mesh and its sharding.
+"""Origins: for each tensor, why it is stored on its devices and why its axes are split over them.
 
 A fusion stores the origins of its tensors by tensor number. Therefore copies of the fusion, the
 host program and a program that was read from text have the same origins. Origins do not affect
-execution. They are printed by `python -m hostir why`, one line per fact:
+execution. `python -m hostir why` shows them, one line per fact:
 
     T3 deviceIdx.x on axis 0 : user at mlp.py:9
     T7 deviceIdx.x on axis 1 : forward from T3 through linear at mlp.py:12
     T8 placement : operand from T7 through linear for T9 at mlp.py:14
+
+The second line says: axis 1 of T7 is split over mesh_x, because T7 is the result of the linear
+whose operand T3 is split.
 """
 
 from __future__ import annotations
@@ -49,14 +52,16 @@ _ROW = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """The reason for one fact about a tensor: its mesh, one sharded axis, or its placement.
+    """The reason for one fact about a tensor: its mesh, the split of one axis, or its whole
+    placement.
 
     - `tensor` is the number of the tensor.
-    - `what` is the kind of fact. A sharded axis is called a cut.
+    - `what` is the kind of fact. A "cut" is the split of one axis over a mesh dimension or a stream
+      loop. A "placement" is how all axes are distributed.
     - `how` is the kind of reason, such as "user" or "forward" (from an operand to a result).
     - `source` is the number of the tensor from which the fact was derived, through the op `op`.
     - `where` is the user's line of that op.
-    - `ptype` is the device or stream type of a cut.
+    - `ptype` is the mesh dimension, or the stream type, of a cut.
     - `axis` is the axis of a cut, counted as in torch, or None for an axis that is summed over.
     - `result` is the number of the op's result, if the fact is about an operand of the op.
     """
@@ -84,10 +89,12 @@ class Origin:
 
 
 def read_origin(cursor: Cursor) -> Origin:
-    """Reads one origin at the cursor, in the text form that `str(Origin)` writes.
+    """Reads one origin at the cursor: the reason for the mesh or the split of a tensor.
+
+    The text form is that of `str(Origin)`, such as `T3 deviceIdx.x on axis 0 : user at mlp.py:9`.
 
     Raises:
-        ParseError: the line is no origin.
+        ParseError: the text at the cursor does not have this form.
     """
     row = cursor.expect(_ROW, "the origin of a tensor's sharding")
     if row["how"] not in _HOWS:

@@ -1,7 +1,7 @@
 """Sharding in one call, with placements as in torch's DTensor: `shard(tv, mesh, [Shard(0), ..])`.
 
 `placements` has one entry per dimension of the mesh, the first dimension first; `mesh_x` is the
-*last* dimension. If several dimensions shard one axis, the first of them is the outermost:
+*last* dimension. If several dimensions split one axis, the first of them is the outermost:
 
     mesh [[0 1][2 3]], placements [Shard(0), Shard(0)]   ->   rank r has quarter r of axis 0
     mesh [[0 1][2 3]], placements [Replicate(), Shard(0)] ->  ranks 0 and 2 have the first half
@@ -25,7 +25,10 @@ from fuser.support.record import record
 
 @record
 class Shard:
-    """The placement that divides axis `dim` of a tensor into equal blocks. -1 is the last axis."""
+    """The placement that splits axis `dim` into equal parts, one per device along a mesh dimension.
+
+    -1 is the last axis.
+    """
 
     dim: int
 
@@ -48,22 +51,25 @@ Dims = tuple[int | None, ...]
 
 @checked
 def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
-    """Places a tensor on a mesh, and returns the tensor. Sharding propagation keeps this placement.
+    """States which devices store a tensor and how they split its axes. Returns the tensor.
 
     `mesh` is a DeviceMesh, the argument of its constructor, or a mesh of torch. `placements` has
     one `Shard` or `Replicate` per mesh dimension, either of this package or of
-    `torch.distributed.tensor`. Axes are those of `tv.shape()`, so reduction axes do not count.
+    `torch.distributed.tensor`. Axes are those of `tv.shape()`, so reduction axes are not counted.
+    The compiler does not change this placement.
 
     The call is equivalent to `set_device_mesh`, and `outer_split` and `parallelize` for each
-    `Shard`. The device axes are moved after the other loop axes, so that `tv.axis(k)` is still the
-    (divided) axis k.
+    `Shard`. The axes that number the devices are moved after the other loop axes, so that
+    `tv.axis(k)` is still axis k, now with the size of one part.
 
     Raises:
         ShardingError: the numbers of placements and mesh dimensions differ, an axis does not exist,
-            or the mesh does not divide an axis.
-        DefinitionError: the tensor is sharded already, or an axis to be sharded was transformed.
-        UnsupportedError: a partial sum was passed. Ops create and reduce partial sums themselves.
-        ArgumentError: an entry of `placements` is no placement.
+            or the mesh does not divide an axis evenly.
+        DefinitionError: the tensor is sharded already, or an axis to be sharded was split, merged
+            or parallelized.
+        UnsupportedError: a placement of torch other than Shard and Replicate was passed, such as
+            Partial.
+        ArgumentError: an entry of `placements` is not a placement.
     """
     mesh = mesh_of(mesh)
     dims = _dims_of(tv, mesh, placements)
@@ -89,9 +95,9 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
 
 
 def placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements from which `shard` would create the tensor's sharding, or None.
+    """Returns the arguments `placements` with which `shard` would create the tensor's sharding.
 
-    The result is None if the user did not set the mesh, or if `shard` cannot create this sharding.
+    Returns None if the user did not set the mesh, or if `shard` cannot create this sharding.
     """
     mesh, domain = tv.mesh, tv.domain
     if mesh is None or not tv.mesh_is_user_set:
@@ -134,10 +140,11 @@ def mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> Dims:
-    """Returns, for each mesh dimension, the axis of `tv` that the dimension shards, or None.
+    """Returns, for each mesh dimension, the axis of `tv` that is split over it, or None.
 
     Raises:
-        ShardingError: `placements` and mesh do not match, or the mesh does not divide an axis.
+        ShardingError: there is not one placement per mesh dimension, or the mesh does not divide an
+            axis evenly.
     """
     if not mesh.devices:
         raise ShardingError(
@@ -164,7 +171,7 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
 
 
 def _dim_of(tv: TensorView, position: int, placed: Any) -> int | None:
-    """Returns the axis that the placement `placed` shards, or None if it replicates the tensor.
+    """Returns the axis that the placement `placed` splits, or None if it splits no axis.
 
     `position` is the mesh dimension of the placement, for messages.
     """

@@ -32,7 +32,7 @@ class Val(Statement):
 
 
 class Expr(Statement):
-    """Base class of the ops of a fusion: `input(i)` returns operand i, and `output(i)` result i."""
+    """Base class of ops: `input(i)` returns operand i, and `output(i)` returns result i."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ class Values(list[T]):
     """
 
     def __call__(self) -> Values[T]:
-        """Returns the values in a new list, which can also be called."""
+        """Returns a copy of the list, so that `fusion.inputs()` works as in nvFuser."""
         return Values(self)
 
     def __contains__(self, value: object) -> bool:
@@ -73,7 +73,7 @@ class Values(list[T]):
         return not isinstance(value, Val) and any(v == value for v in self)
 
     def index(self, value: Any, start: SupportsIndex = 0, stop: SupportsIndex = maxsize) -> int:
-        """Returns the position of a value in the slice [start, stop).
+        """Returns the position of a value in the slice [start, stop) of the list.
 
         Tensors are compared by identity, because `==` would add an op to the definition.
 

@@ -1,4 +1,4 @@
-"""Enumerations of the IR, with nvFuser's names and print forms.
+"""Enumerations of the IR, with nvFuser's names and text forms.
 
 Examples are `ParallelType`, the executor of an axis, and `MemoryType`, the memory of a tensor.
 """
@@ -11,7 +11,7 @@ from fuser.support.errors import ArgumentError
 
 
 class IrEnum(enum.Enum):
-    """Base class of the IR's enumerations. Members print as nvFuser's members do."""
+    """Base class of the IR's enumerations. `repr` of a member has the form of nvFuser's."""
 
     # Enum's own hash is a Python function, which would slow down every table look-up.
     __hash__ = object.__hash__
@@ -31,7 +31,7 @@ class IrEnum(enum.Enum):
 
 
 class IdMappingMode(IrEnum):
-    """The relations between axes that `fuser.idm` offers, from narrow to wide.
+    """The relations between axes that `fuser.idm` can compute, such as "is the same axis".
 
     Each mode except `loop` relates all pairs of axes that the modes before it in this list relate.
     """
@@ -46,8 +46,9 @@ class IdMappingMode(IrEnum):
 class ParallelType(IrEnum):
     """The hardware or loop that executes an axis: devices, streams, blocks, threads, serial loops.
 
-    Values follow nvFuser's order, so that `int(ptype.value)` can be compared with nvFuser's
-    numbers.
+    `mesh_x` to `mesh_z` are the dimensions of a device mesh, `grid_x` to `grid_z` those of a CUDA
+    grid, and `block_x` to `block_z` those of a CUDA block. Values follow nvFuser's order, so that
+    `int(ptype.value)` can be compared with nvFuser's numbers.
     """
 
     mesh_x = 0
@@ -73,19 +74,19 @@ class ParallelType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The text of the type in printed axes: `deviceIdx.x`, `blockIdx.y`, `S`, ..."""
+        """The text of the type in the text of an axis: `deviceIdx.x`, `blockIdx.y`, `S`,"""
         return _PTYPE_TEXT[self]
 
     @property
     def is_device(self) -> bool:
-        """Whether an axis of this type is sharded along a mesh dimension."""
+        """Whether this is a mesh dimension: an axis of this type is split over its devices."""
         return self in DEVICE_TYPES
 
     @property
     def is_stream(self) -> bool:
-        """Whether positions along an axis of this type are iterations of a stream loop.
+        """Whether positions along an axis of this type are iterations of a loop over CUDA streams.
 
-        The axis may count the iterations alone or together with other stream axes.
+        One such loop may iterate over several axes.
         """
         return self in STREAM_TYPES
 
@@ -136,9 +137,9 @@ BLOCK_TYPES = (ParallelType.block_x, ParallelType.block_y, ParallelType.block_z)
 
 
 class IterType(IrEnum):
-    """The kind of an axis in its tensor.
+    """The kind of an axis in its tensor, such as iteration, reduction or broadcast.
 
-    The value is the first letter in printed axes: `iS0{i0}`.
+    The value is the first letter in the text of an axis: `iS0{i0}`.
     """
 
     iteration = "i"
@@ -149,9 +150,9 @@ class IterType(IrEnum):
 
 
 class MemoryType(IrEnum):
-    """The kind of memory that holds a tensor.
+    """The kind of memory that holds a tensor, such as global memory.
 
-    The value is printed in the tensor's name: `T0_g_float`.
+    The value is a part of the tensor's name: `T0_g_float`.
     """
 
     local = "l"
@@ -162,7 +163,9 @@ class MemoryType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The word for this memory in the text of allocations, such as `register` or `global`."""
+        """The name of this memory in texts of allocations and errors, such as `register` or
+        `global`.
+        """
         return {"l": "register", "s": "shared", "g": "global", "t": "tensor"}.get(
             self.value, "symmetric"
         )

@@ -9,17 +9,17 @@ from fuser.support.errors import VerifyError
 
 
 def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
-    """Checks the invariants of a fusion after the pass named `after`.
+    """Checks the rules that hold for every correct fusion. `after` names the pass that just ran.
 
-    - Every tensor has one definition, before its first use.
-    - Inputs have no definition. Each output has a definition or is an input.
-    - Contiguity has one flag per allocation axis. The flag is None exactly for broadcast and
+    - Every tensor is the result of one op, which precedes the ops that read the tensor.
+    - Inputs are the result of no op. Each output is an input or the result of an op.
+    - Contiguity has one flag per axis in memory order. The flag is None exactly for broadcast and
       reduction axes.
-    - Loop and allocation axes are derived from the logical axes.
-    - A tensor has at most one axis per device or stream type.
+    - Loop axes, and axes in memory order, are derived from the axes that users see.
+    - A tensor has at most one axis per mesh dimension or stream type.
 
     Raises:
-        VerifyError: an invariant is broken. The message names the pass, the op and the invariant.
+        VerifyError: a rule is broken. The message names the pass, the op and the rule.
     """
     known = {v for v in fusion.inputs if isinstance(v, TensorView)}
     for op in fusion.exprs:

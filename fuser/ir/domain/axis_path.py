@@ -3,9 +3,10 @@
     steps = path(domain, domain.loop, domain.logical)         undoes splits and merges
     values = replay(steps, {number: value, ...}, rules)       the value of every axis on the path
 
-`Rules` define, per kind of transform and direction, how the value of an axis changes. This module
-has the rules of indices, sizes and strides. Rules of shardings, new axes and torch views are
-defined in the modules that use them. Transforms are interpreted only through such rules.
+An axis has a *value*, such as its index or its size. `Rules` define how each kind of transform,
+such as a split, changes the value. This module has the rules of indices, sizes and strides. Rules
+of shardings, new axes and torch views are defined in the modules that use them. Transforms are
+interpreted only through such rules.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ V = TypeVar("V")
 
 
 class PathStep(NamedTuple):
-    """One transform on a path between axes, and the direction in which it is applied.
+    """One transform of axes, such as a split, and the direction in which it is applied.
 
-    Forward computes values of the transform's outputs from its inputs, and backward the reverse.
+    Forward computes the values of the derived axes from those of the source axes, and backward the
+    reverse.
     """
 
     transform: Transform
@@ -43,26 +45,28 @@ class PathStep(NamedTuple):
 
 
 def forward(transforms: Iterable[Transform]) -> tuple[PathStep, ...]:
-    """Returns the path steps that apply these transforms in order."""
+    """Returns the path steps (transform and direction) that apply these transforms in order."""
     return tuple(PathStep(t, True) for t in transforms)
 
 
 def backward(transforms: Sequence[Transform]) -> tuple[PathStep, ...]:
-    """Returns the path steps that undo these transforms, the last transform first."""
+    """Returns the path steps (transform and direction) that undo these transforms, the last one
+    first.
+    """
     return tuple(PathStep(t, False) for t in reversed(transforms))
 
 
 def transforms_between(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
 ) -> tuple[Transform, ...]:
-    """Returns the transforms that derive `targets` from `sources`, in the order of application."""
+    """Returns the transforms, such as splits, that derive `targets` from `sources`, in order."""
     return tuple(_producers(domain, {a.number for a in targets}, {a.number for a in sources}))
 
 
 def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[Transform]:
-    """Returns the transforms that derive the `wanted` axes from the `stop` axes, in order.
+    """Returns the transforms that derive the axes `wanted` from the axes `stop`, in order.
 
-    Both sets have axis numbers. The function changes `wanted` in place: it removes the `stop` axes
+    Both sets have axis numbers. The function changes `wanted` in place: it removes the axes `stop`
     and adds the axes that are derived on the way.
     """
     wanted -= stop
@@ -77,11 +81,12 @@ def _producers(domain: TensorDomain, wanted: set[int], stop: set[int]) -> list[T
 def path(
     domain: TensorDomain, sources: Iterable[IterDomain], targets: Iterable[IterDomain]
 ) -> tuple[PathStep, ...]:
-    """Returns the path steps from axes `sources` to axes `targets`, for `replay`.
+    """Returns the transforms, with directions, that lead from axes `sources` to axes `targets`.
 
-    Backward steps come first, then forward steps. A target that is an ancestor or a descendant of a
-    source is always reached. Any other target is reached only if the sources determine its value,
-    as in memory axes -> logical axes -> loop axes.
+    `replay` computes values along them. Backward steps come first, then forward steps. A target
+    that is derived from a source, or from which a source is derived, is always reached. Any other
+    target is reached only if the sources determine its value, as in memory axes -> logical axes ->
+    loop axes.
     """
     start = {a.number for a in sources}
     goal = {a.number for a in targets} - start
@@ -112,21 +117,18 @@ def path(
 class Rules(Generic[V]):
     """Base of the rules for one quantity of axes, such as the index: how each transform changes it.
 
-    Methods such as `split` apply a transform forward, and methods such as `unsplit` apply it
-    backward. Each method takes the values of the source axes and returns the values of the target
-    axes. A value is None if it cannot be determined. The methods of this base class always return
-    None.
+    Methods such as `split` compute the values of derived axes from those of the source axes.
+    Methods such as `unsplit` compute the reverse. A result is None if it cannot be determined. The
+    methods of this base class always return None.
 
-    If `needs_all` is True, a transform is applied only if all its source axes have values.
-    Otherwise one value is enough, and a missing second value is passed as None.
+    If `needs_all` is True, a transform is applied only if the values of all axes that it starts
+    from are known. Otherwise one value is enough, and an unknown one is passed as None.
     """
 
     needs_all = True
 
     def split(self, t: SplitTransform, inp: V) -> tuple[V | None, V | None]:
-        """Returns the values of the axes (outer, inner) from the value of the axis that is
-        split.
-        """
+        """Returns the values of the (outer, inner) axes from the value of the axis before."""
         return None, None
 
     def merge(self, t: MergeTransform, outer: Any, inner: Any) -> V | None:
@@ -142,33 +144,39 @@ class Rules(Generic[V]):
         return None
 
     def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (axis of rows, shifted axis) from those of the two source axes."""
+        """Returns the values of (axis of rows, shifted axis) from those of the two source axes.
+
+        A `Shift` moves each row so that vector accesses are aligned.
+        """
         return None, None
 
     def unsplit(self, t: SplitTransform, outer: Any, inner: Any) -> V | None:
-        """Returns the value of the axis that was split from the values of (outer, inner)."""
+        """Returns the value of the axis before a split from the values of (outer, inner)."""
         return None
 
     def unmerge(self, t: MergeTransform, out: V) -> tuple[V | None, V | None]:
-        """Returns the values of the merged axes (outer, inner) from the value of the result."""
+        """Returns the values of the two merged axes (outer, inner) from the value of the merged
+        axis.
+        """
         return None, None
 
     def unresize(self, t: Resize, out: V) -> V | None:
-        """Returns the value of the axis that was resized from the value of the result."""
+        """Returns the value of the axis before a resize from the value of the resized axis."""
         return None
 
     def unswizzle(self, t: Swizzle1D, out: V) -> V | None:
-        """Returns the value of the axis that was rotated from the value of the result."""
+        """Returns the value of the axis before a rotation from the value of the rotated axis."""
         return None
 
     def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (axis of rows, axis that was shifted) from those of the results."""
+        """Returns the values of (axis of rows, axis in a row) before a shift from those after."""
         return None, None
 
     def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
-        """Applies the transform of `step`, by the method for its kind and direction.
+        """Applies the transform of `step` by calling the method for its kind and direction.
 
-        `values` has the values of the step's source axes. Returns the values of its target axes.
+        `values` has the values of the axes from which the step starts. Returns the values of the
+        axes to which it leads.
         """
         t = step.transform
         if step.is_forward:
@@ -197,10 +205,11 @@ class Rules(Generic[V]):
 
 
 def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -> dict[int, V]:
-    """Applies the rules along a path, and returns the values of all axes that can be computed.
+    """Applies `rules` along a path of transforms, and returns the values of all axes on it.
 
     Keys are axis numbers. The result begins with the values in `known`, which are never replaced.
-    The computed values follow in the order of the steps.
+    The computed values follow in the order of the steps. Axes whose value cannot be computed are
+    missing.
     """
     found = dict(known)
     enough = all if rules.needs_all else any
@@ -220,8 +229,8 @@ def replay(steps: Iterable[PathStep], known: Mapping[int, V], rules: Rules[V]) -
 class IndexRules(Rules[Scalar]):
     """Rules for indices: computes the index of a derived axis from its source axes, or the reverse.
 
-    `coordinate` returns the executing device's coordinate along a device type. Only rotations
-    (`Swizzle1D`) need it.
+    `coordinate` returns the executing device's coordinate along a mesh dimension. Only rotations
+    (`Swizzle1D`, by which each device begins at its own position) need it.
     """
 
     def __init__(
@@ -249,10 +258,11 @@ class IndexRules(Rules[Scalar]):
         return self._apart(t.inner, inp)
 
     def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the indices of (outer, inner): (index / inner size, index % inner size).
+        """Returns the indices of the merged axes (outer, inner): (index / inner size, index % inner
+        size).
 
-        If a broadcast axis was merged with a concrete axis in a loop, the index of the broadcast
-        axis is 0.
+        If a broadcast axis was merged with another axis in a loop, the loop runs only over the
+        other axis, and the index of the broadcast axis is 0.
         """
         if self._only_concrete(t):
             is_inner = self._axes[t.outer].is_broadcast
@@ -262,16 +272,16 @@ class IndexRules(Rules[Scalar]):
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar:
         """Returns the index of the merged axis: outer index * inner size + inner index.
 
-        If a broadcast axis is merged with a concrete axis in a loop, the result is the index of the
-        concrete axis.
+        If a broadcast axis is merged with another axis in a loop, the loop runs only over the other
+        axis, and the result is the index of that axis.
         """
         if self._only_concrete(t):
             return inner if self._axes[t.outer].is_broadcast else outer
         return self._together(t.inner, outer, inner)
 
     def _only_concrete(self, t: MergeTransform) -> bool:
-        """Returns whether the merge joins a broadcast and a concrete axis and iterates only the
-        concrete one.
+        """Returns whether `t` merges a broadcast axis with another one, and iterates only over the
+        other.
 
         This holds for merges of loop axes, but not for merges by a reshape.
         """
@@ -283,15 +293,11 @@ class IndexRules(Rules[Scalar]):
         return self._together(t.inner, outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
-        """Returns the index of the resized axis: the index plus the number of elements added on the
-        left.
-        """
+        """Returns the index in the resized axis: index + number of elements added at the start."""
         return sc.add(inp, t.left)
 
     def unresize(self, t: Resize, out: Scalar) -> Scalar:
-        """Returns the index before the resize: the index minus the number of elements added on the
-        left.
-        """
+        """Returns the index before the resize: index - number of elements added at the start."""
         return sc.sub(out, t.left)
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
@@ -304,20 +310,28 @@ class IndexRules(Rules[Scalar]):
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
-        """Returns the number of elements by which a row is shifted: (row * size) % width.
+        """Returns the number of positions by which a row is shifted: (row * size) % width.
 
-        The result is written as a difference, so that the start of the row in memory cancels when
-        both are added.
+        The result is written as a difference, because then the start of the row in memory cancels
+        when both are added.
         """
         begin = sc.mul(row, self._axes[t.inp].size)
         return sc.sub(begin, sc.mul(t.width, sc.floordiv(begin, t.width)))
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the index of the row, and the index of the element plus the shift of its row."""
+        """Returns (index of the row, index of the element in the row + offset of this row).
+
+        The shift moves each row by an offset so that vector accesses are aligned. `rows` and `inp`
+        are the indices before it.
+        """
         return rows, sc.add(inp, self._begin(t, rows))
 
     def unshift(self, t: Shift, same: Scalar, out: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the index of the row, and the index of the element minus the shift of its row."""
+        """Returns (index of the row, index of the element in the row): undoes `shift`.
+
+        `same` and `out` are the indices after the shift, which moved each row by an offset so that
+        vector accesses are aligned.
+        """
         return same, sc.sub(out, self._begin(t, same))
 
 
@@ -331,8 +345,9 @@ def indices_forward(
     """Returns `indices`, extended by the indices of all axes that transforms derive from these
     axes.
 
-    Keys are axis numbers. `transforms` defaults to all transforms of the domain. A transform is
-    skipped if the index of one of its inputs is unknown. `coordinate` is needed for rotations
+    Keys are axis numbers. `transforms` defaults to all transforms of the domain, such as its
+    splits. A transform is skipped if the index of one of its source axes is unknown. `coordinate`
+    returns the device's coordinate along a mesh dimension, which only rotations need
     (`IndexRules`).
     """
     steps = forward(domain.transforms if transforms is None else transforms)
@@ -349,8 +364,10 @@ def indices_backward(
     """Returns `indices`, extended by the indices of all axes from which transforms derive these
     axes.
 
-    Keys are axis numbers. The direction is loop -> logical -> root. `transforms` defaults to all
-    transforms of the domain. `coordinate` is needed for rotations (`IndexRules`).
+    Keys are axis numbers. `transforms` defaults to all transforms of the domain: the function then
+    computes from indices of loops the indices of the axes that users see and of the op's own axes.
+    `coordinate` returns the device's coordinate along a mesh dimension, which only rotations need
+    (`IndexRules`).
     """
     steps = backward(domain.transforms if transforms is None else transforms)
     return replay(steps, indices, IndexRules(domain, coordinate))
@@ -358,10 +375,10 @@ def indices_backward(
 
 # ------------------------------------------------------------------ sizes and strides
 class SizeRules(Rules[Scalar]):
-    """Rules for the sizes of derived axes, in the forward direction only.
+    """Rules that compute the sizes of derived axes from those of the source axes, not the reverse.
 
-    `rewrite` is applied to the factors of splits and to the widths of resizes and shifts. For
-    example, it replaces symbols by values.
+    `rewrite` is applied to the parameters of transforms, such as split factors. For example, it
+    replaces symbols by values.
     """
 
     def __init__(self, rewrite: Callable[[Scalar], Scalar] = lambda x: x) -> None:
@@ -382,24 +399,27 @@ class SizeRules(Rules[Scalar]):
         return sc.mul(outer, inner)
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
-        """Returns the size of the resized axis: the size plus both added widths, which may be
-        negative.
+        """Returns the size of the resized axis: size + elements added at the start and at the end.
+
+        Both numbers are negative if elements are removed.
         """
         return sc.add(sc.add(inp, self._rewrite(t.left)), self._rewrite(t.right))
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
-        """Returns the size of the source axis, because a rotation does not change it."""
+        """Returns the size of the rotated axis: that of its source axis."""
         return inp
 
     def shift(self, t: Shift, rows: Scalar, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the number of rows, and the size of the shifted axis: size + width - 1 (see
-        `Shift`).
+        """Returns (number of rows, size of the shifted axis): the second is size + width - 1.
+
+        The shift moves each row by up to width - 1 positions, inclusive, to align vector accesses.
         """
         return rows, shifted_extent(inp, self._rewrite(t.width))
 
 
 class StrideRules(Rules[Scalar]):
-    """Rules for the strides of derived axes, in the forward direction only.
+    """Rules that compute the strides of derived axes from those of the source axes, not the
+    reverse.
 
     `size` returns the size of the axis with a given number. The stride of a derived axis is None if
     its elements are not at equal distances in memory, as after a rotation.
@@ -413,8 +433,10 @@ class StrideRules(Rules[Scalar]):
         return sc.mul(inp, self._size(t.inner)), inp
 
     def merge(self, t: MergeTransform, outer: Scalar, inner: Scalar) -> Scalar | None:
-        """Returns the stride of a merged axis, or None if its two source axes are not adjacent in
-        memory.
+        """Returns the stride of the merged axis, or None if its elements have no equal distances.
+
+        A stride exists if one source axis has size 1, or if the outer stride is inner stride *
+        inner size.
         """
         if self._size(t.inner) == sc.ONE:
             return outer
@@ -422,20 +444,20 @@ class StrideRules(Rules[Scalar]):
         return inner if is_one or outer == sc.mul(inner, self._size(t.inner)) else None
 
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
-        """Returns the stride of the source axis, because a resize does not change it."""
+        """Returns the stride of the resized axis: that of its source axis."""
         return inp
 
 
 def is_divisible(domain: TensorDomain, split: SplitTransform) -> bool:
-    """Returns whether the split factor provably divides the size of the split axis."""
+    """Returns whether the factor of `split` certainly divides the size of the axis evenly."""
     return sc.int_value(sc.mod(domain.axes[split.inp].size, split.factor)) == 0
 
 
 def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> list[SplitTransform]:
-    """Returns the splits in `transforms` that do not provably divide the axis evenly.
+    """Returns those splits in `transforms` that may not divide their axis evenly.
 
-    The axes that such a split derives may iterate past the end of the axis, so kernels need a
-    check.
+    Loops over the derived axes may run past the end of the split axis, so kernels must check bounds
+    there.
     """
     return [t for t in transforms if isinstance(t, SplitTransform) and not is_divisible(domain, t)]
 
@@ -444,7 +466,8 @@ def with_exact_splits(domain: TensorDomain) -> TensorDomain:
     """Returns the domain in which each split factor is replaced by the size of the axis it
     determines.
 
-    This is the inner axis, or the outer axis for an outer split.
+    That is the inner axis, or the outer axis if `inner_split` is False. The sizes may have changed
+    after the split, for example by a replaced symbol.
     """
 
     def exact(t: Transform) -> Transform:

@@ -38,7 +38,7 @@ _checked_init = partial(checked, name="DeviceMesh")
 
 
 def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]]:
-    """Returns (the ranks in row-major order, the shape) of nested sequences of ints.
+    """Returns (the ranks in row-major order, the shape of the array) of nested sequences of ints.
 
     Raises:
         Mismatch: inner sequences have different lengths, or the sequences are nested too deeply.
@@ -66,10 +66,12 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
 
 
 class DeviceMesh:
-    """Ranks (processes of the job) arranged in an array of 1 to 3 dimensions.
+    """The ranks (processes of the job, one per device) that store a tensor, in an array of 1 to 3
+    axes.
 
     `devices` is an integer torch tensor, or nested sequences of ints. A flat list becomes a
-    one-dimensional mesh.
+    one-dimensional mesh. `mesh_x` is the name of the *last* dimension, `mesh_y` that of the one
+    before.
 
     Raises:
         ArgumentError: `devices` is a single number, which could mean a rank or a number of ranks.
@@ -117,8 +119,7 @@ class DeviceMesh:
 
     @checked
     def dim_of(self, ptype: ParallelType) -> int | None:
-        """Returns the index of the mesh dimension that a device type names: mesh_x is the last
-        dimension.
+        """Returns the index of the mesh dimension with the name `ptype`: `mesh_x` is the last one.
 
         Returns None if the mesh has no such dimension.
         """
@@ -131,8 +132,9 @@ class DeviceMesh:
 
     @checked
     def size_of(self, ptype: ParallelType) -> int:
-        """Returns the number of devices along the mesh dimension `ptype`, or 1 without such a
-        dimension.
+        """Returns the number of devices along the mesh dimension `ptype`, such as `mesh_x`.
+
+        Returns 1 if the mesh has no such dimension.
         """
         dim = self.dim_of(ptype)
         return 1 if dim is None else self.shape[dim]
@@ -144,7 +146,7 @@ class DeviceMesh:
 
     @checked
     def coordinate(self, rank: int, ptype: ParallelType) -> int:
-        """Returns the position of `rank` along the mesh dimension `ptype`.
+        """Returns the position of `rank` along the mesh dimension `ptype`, such as `mesh_x`.
 
         Returns 0 if the mesh lacks that dimension or that rank.
         """
@@ -161,9 +163,9 @@ class DeviceMesh:
 
     @checked
     def coordinates(self, ptype: ParallelType) -> tuple[int, ...]:
-        """Returns the positions of all devices along the mesh dimension `ptype`.
+        """Returns the position of each device along the mesh dimension `ptype`, such as `mesh_x`.
 
-        They are in the order of `devices`.
+        The positions are in the order of `devices`.
         """
         if ptype not in self._along:
             dim = self.dim_of(ptype)
@@ -184,9 +186,11 @@ class DeviceMesh:
 
     @checked
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
-        """Returns the ranks that differ from `rank` at most in their coordinates along `ptypes`.
+        """Returns the ranks that differ from `rank` only in their positions along the dimensions
+        `ptypes`.
 
-        Mesh [[0 1 2][3 4 5]]: team(4, (mesh_x,)) = (3, 4, 5), team(4, (mesh_y,)) = (1, 4).
+        `rank` itself is one of them. Such ranks take part in one collective communication. For the
+        mesh [[0 1 2][3 4 5]], team(4, (mesh_x,)) = (3, 4, 5) and team(4, (mesh_y,)) = (1, 4).
         """
         free = {self.dim_of(p) for p in ptypes}
         found = [self.devices]
@@ -220,11 +224,10 @@ class DeviceMesh:
 
 # ------------------------------------------------------------------ text
 def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -> str:
-    """Returns the text of an array of ranks: one number, or one `{..}`, per index of its first
-    dimension.
+    """Returns the text of an array of ranks: one number or `{..}` per index of its first axis.
 
     `ids` has the ranks in row-major order. If `is_short` is True, three or more items at equal
-    distances are written as a range.
+    distances become a range, such as `0..7` or `0..56 by 8`.
     """
     count = len(ids) // shape[0] if shape[0] else 0
 
@@ -248,10 +251,10 @@ def _items_text(ids: Sequence[int], shape: tuple[int, ...], *, is_short: bool) -
 
 
 def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
-    """Returns (length, distance) of the longest range of blocks that begins with block `at`.
+    """Returns (length, distance) of the longest range of items that begins with item `at`.
 
-    A block is `count` consecutive entries of `ids`. In a range, each rank is larger, by the same
-    distance, than the rank at the same position in the block before.
+    An item is `count` consecutive entries of `ids`, the ranks of a mesh. In a range, each item is
+    the one before plus `distance`. Such items are written shortly, as in `0..56 by 8`.
     """
     if (at + 1) * count >= len(ids):
         return 1, 0
@@ -268,17 +271,18 @@ def _run(ids: Sequence[int], count: int, at: int) -> tuple[int, int]:
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
-    """Returns the ranks of all meshes in ascending order. Each rank occurs once."""
+    """Returns the ranks of all meshes, each rank once, in ascending order."""
     ranks = {mesh.ranks for mesh in set(meshes)}
     return ranks.pop() if len(ranks) == 1 else tuple(sorted(set[int]().union(*ranks)))
 
 
 def read_mesh(cursor: Cursor) -> DeviceMesh:
-    """Reads the text of a mesh, such as `DeviceMesh{0 1}`, at the cursor, and moves the cursor
-    after it.
+    """Reads the text of a mesh, such as `DeviceMesh{0 1}`, at the cursor.
+
+    Afterwards, the cursor is behind this text.
 
     Raises:
-        ParseError: the text is no mesh.
+        ParseError: the text is not that of a mesh.
     """
     cursor.skip()
     start, depth = cursor.pos, 0
@@ -296,10 +300,10 @@ def read_mesh(cursor: Cursor) -> DeviceMesh:
 def read_ranks(cursor: Cursor) -> DeviceMesh:
     """Reads a list of ranks at the cursor, such as `(0 1 2)` or `(0..1023)`.
 
-    Returns a one-dimensional mesh.
+    Returns them as a one-dimensional mesh. Afterwards, the cursor is behind the list.
 
     Raises:
-        ParseError: the text is no list of ranks. The error has the position.
+        ParseError: the text is not a list of ranks. The error has the position.
     """
     cursor.skip()
     start, end = cursor.pos, cursor.text.find(")", cursor.pos, cursor.end) + 1
@@ -324,9 +328,9 @@ def _made(cursor: Cursor, start: int, items: list[object]) -> DeviceMesh:
 
 
 def _known(cursor: Cursor, end: int) -> DeviceMesh | None:
-    """Returns the mesh that was read from the same text before, and moves the cursor to `end`.
+    """Returns the mesh that was already read from the same text, or None.
 
-    The text reaches from the cursor to `end`. Returns None if this text was not read before.
+    The text reaches from the cursor to `end`. If there is such a mesh, the cursor moves to `end`.
     """
     known = _read.recall(cursor.text[cursor.pos : end])
     if known is not None:
@@ -352,10 +356,10 @@ def _read_item(c: Cursor, depth: int) -> object:
 
 
 def _after(c: Cursor, first: object, last: object, step: int | None, at: int) -> list[object]:
-    """Returns the items of the range `first..last by step`, without `first`.
+    """Returns the items of the range `first..last by step` without `first`, for the text of a mesh.
 
-    If `step` is None, the step is the number of ranks in `first`. `at` is the position in the text
-    that an error names.
+    An item is a rank or a nested list of ranks. If `step` is None, it is the number of ranks in
+    `first`. `at` is the position in the text that an error names.
     """
     try:
         (ids, shape), (ends, other) = _flatten(first), _flatten(last)
@@ -379,7 +383,7 @@ def _shifted(item: object, by: int) -> object:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns ranks as words for messages: `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
+    """Returns ranks in words, for messages: `rank 3`, `ranks 0 1`, `ranks 0..1023`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {DeviceMesh(list(map(int, ranks))).ranks_text}"

@@ -1,12 +1,12 @@
-"""Equality classes of extents: which sizes of a fusion are equal, and which one represents them.
+"""Which extents (sizes of axes) of a fusion are equal, and which one represents all equal ones.
 
-Ops that join axes require equal extents. If one side is a symbol, it is replaced by the other side
-everywhere. If both sides are symbols, the symbol with the higher number is replaced. The
-replacement is called the representative of the class.
+Ops that join axes require equal extents. If one side is a symbol, such as `i0`, it is replaced by
+the other side everywhere. If both sides are symbols, the symbol with the higher number is replaced.
+The replacement is called the representative.
 
-Some equalities cannot replace a symbol: `2*i0 = 3*i1`, `i0 = min(4, i0)`. Such an equality is kept
-as stated, and an extent that equals its left side as a whole is replaced by its right side. Every
-equality is also a condition on the inputs, which `fuser.ir.binding` checks.
+Some equalities cannot replace a symbol: `2*i0 = 3*i1`, `i0 = min(4, i0)`. Such an equality is
+stored unchanged. It replaces only extents that equal its left side as a whole. Every equality is
+also a condition on the inputs, which `fuser.ir.binding` checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Relation = tuple[Scalar, Scalar]
 
 
 class ExtentClasses:
-    """The equalities between the extents of one fusion, which its ops and the user state.
+    """The equalities between the extents (sizes of axes) of one fusion, from its ops and its user.
 
     `canonical` replaces the symbols of an extent, so that equal extents become the same expression.
     """
@@ -41,19 +41,18 @@ class ExtentClasses:
         self._is_shared = False
 
     def copy(self) -> ExtentClasses:
-        """Returns an independent copy of the equalities."""
+        """Returns a copy. Later changes of the copy do not change this object, and the reverse."""
         new = ExtentClasses()
         new.__dict__.update(self.__dict__)
         self._is_shared = new._is_shared = True
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """States that two extents are equal.
+        """Stores that two extents are equal. Afterwards, `canonical` returns the same for both.
 
-        `reason` is shown if the inputs of a call contradict this.
-
-        The extent with the lower sort key (`_rank`) becomes the representative, or `a` if the keys
-        are equal.
+        `reason` describes who requires the equality, such as an op. It is shown if the inputs of a
+        call contradict it. If one is a symbol, the other represents both. Of two symbols, the one
+        with the lower number does.
         """
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
@@ -63,10 +62,10 @@ class ExtentClasses:
         self._join(a, b, reason)
 
     def _join(self, a: Scalar, b: Scalar, reason: str) -> None:
-        """Makes `a` the representative of `b`, or stores the equality if neither is a symbol.
+        """Stores that `a` and `b` are equal, where `a` replaces the symbol `b` from now on.
 
-        Both extents must be representatives already. If only `a` is a symbol, `b` becomes the
-        representative.
+        If only `a` is a symbol, `b` replaces it. If neither is a symbol, the equality is stored,
+        and nothing is replaced inside other extents. `a` and `b` must be results of `canonical`.
         """
         if self._is_shared:
             self._classes, self._whole = dict(self._classes), dict(self._whole)
@@ -84,7 +83,11 @@ class ExtentClasses:
         self._rules = {self._substituted(x): y for x, y in self._whole}
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Returns an extent in which each symbol is replaced by its representative."""
+        """Returns an extent in the form that is the same for all extents that are known to be
+        equal.
+
+        Of several equal symbols, one is the representative, which replaces the others.
+        """
         if not self._classes and not self._whole:
             return x
         found = self._answers.get(x)
@@ -109,9 +112,9 @@ class ExtentClasses:
             x = substitute(x, known)
 
     def relations(self) -> tuple[Relation, ...]:
-        """Returns all equalities as pairs (extent, representative).
+        """Returns all equalities as pairs (extent, representative): the second replaces the first.
 
-        Pairs of a symbol come first.
+        Pairs whose first extent is a symbol come first.
         """
         if self._relations is None:
             found: dict[Relation, None] = {(s, self.canonical(s)): None for s in self._classes}
@@ -124,16 +127,17 @@ class ExtentClasses:
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
-        """Returns the op that stated an equality, such as `add of T0 and T1 at model.py:7`, or ""
-        if unknown.
+        """Returns who required an equality, such as `add of T0 and T1 at model.py:7`, or "" if
+        unknown.
+
+        `x` and `representative` are a pair of `relations`.
         """
         return self._reasons.get((x, representative)) or self._reasons.get(x, "")
 
     def rewrite(self, values: Mapping[Scalar, Scalar]) -> None:
         """Replaces symbols by `values` in every equality, and drops equalities that become trivial.
 
-        If a representative is replaced, its replacement becomes the representative of the same
-        extents.
+        If an extent that represents others is replaced, its replacement represents them.
         """
         stated = [(x, y, self.reason_of(x, y)) for x, y in self.relations()]
         self.__init__()
@@ -141,10 +145,9 @@ class ExtentClasses:
             self.write(substitute(x, values), substitute(y, values), reason)
 
     def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
-        """States that two extents are equal, and prefers `y` as the representative.
+        """Stores that two extents are equal, and prefers `y` as the one that represents both.
 
-        If both extents are symbols, `y` becomes the representative. In all other cases, the order
-        of `unify` decides.
+        If both extents are symbols, `y` represents them. In all other cases, `unify` decides.
         """
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
@@ -154,11 +157,11 @@ class ExtentClasses:
 
 
 def _rank(x: Scalar) -> tuple[int, object]:
-    """Returns the sort key of an extent.
+    """Returns the key by which `unify` sorts two equal extents, before one of them replaces the
+    other.
 
-    Of two equal extents, the one with the lower key represents both.
-
-    Constants come first, then symbols by number, then other expressions.
+    Constants come first, then symbols by number, then other expressions. Of two symbols, the one
+    with the lower number thus represents both.
     """
     if isinstance(x, Const):
         return (0, ())

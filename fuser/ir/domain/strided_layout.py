@@ -1,4 +1,4 @@
-"""The layout of a tensor in memory (shape, strides and alignment), without a tensor or memory."""
+"""The layout of a tensor in memory (shape, strides and alignment), without a torch tensor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 class StridedLayout:
     """Shape, strides and alignment of a tensor, with the query methods of `torch.Tensor`.
 
-    This class replaces tensors on torch's meta device, whose creation takes ten times as long.
+    Objects of this class replace tensors on torch's meta device, whose creation takes ten times as
+    long. Alignment is measured against VECTOR_BYTES, the size of the widest vector access.
 
     - `itemsize`: the bytes of one element.
-    - `skipped`: the number of elements between a multiple of VECTOR_BYTES and the first element.
+    - `skipped`: by how many elements the first element is behind an address that is a multiple of
+      VECTOR_BYTES.
     - `span`: the number of elements of memory from the first to the last element, both included.
-    - `is_plain`: whether the tensor is contiguous and aligned to VECTOR_BYTES.
+    - `is_plain`: whether the tensor is contiguous and its first element is at a multiple of
+      VECTOR_BYTES.
     """
 
     __slots__ = ("_is_contiguous", "_itemsize", "_skipped", "_strides", "is_plain", "shape", "span")
@@ -42,8 +45,8 @@ class StridedLayout:
     def of(t: torch.Tensor, skipped: int) -> StridedLayout:
         """Returns the layout of a torch tensor.
 
-        `skipped` is the number of elements between a multiple of VECTOR_BYTES and the first
-        element.
+        `skipped` says by how many elements the first element is behind an address that is a
+        multiple of VECTOR_BYTES, the size of the widest vector access.
         """
         shape, strides, is_contiguous = t.shape, t.stride(), t.is_contiguous()
         span = t.numel() if is_contiguous else _span(shape, strides)
@@ -55,8 +58,8 @@ class StridedLayout:
     ) -> StridedLayout:
         """Returns the layout of a tensor with this shape and these strides, in elements.
 
-        `skipped` is the number of elements between a multiple of VECTOR_BYTES and the first
-        element.
+        `skipped` says by how many elements the first element is behind an address that is a
+        multiple of VECTOR_BYTES, the size of the widest vector access.
         """
         is_contiguous, dense = True, 1
         for n, step in zip(reversed(shape), reversed(strides), strict=True):
@@ -67,9 +70,9 @@ class StridedLayout:
         )
 
     def viewed(self, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> StridedLayout:
-        """Returns the layout of a view with this shape and these strides.
+        """Returns the layout of a view of this tensor with another shape and other strides.
 
-        The view begins `shift` elements after the first element of this layout.
+        The view begins `shift` elements after the first element of this tensor.
         """
         skipped = (self._skipped + shift) % (VECTOR_BYTES // self._itemsize)
         return StridedLayout.with_strides(shape, strides, self._itemsize, skipped)
@@ -116,8 +119,9 @@ class StridedLayout:
         return self.span * self._itemsize
 
     def storage_offset(self) -> int:
-        """Returns the number of elements from a multiple of VECTOR_BYTES to the first element
-        (`skipped`).
+        """Returns by how many elements the first element is behind an aligned address.
+
+        An aligned address is a multiple of VECTOR_BYTES, the size of the widest vector access.
         """
         return self._skipped
 
@@ -143,7 +147,7 @@ class StridedLayout:
         return self
 
     def squeeze(self, axis: int) -> StridedLayout:
-        """Returns the layout of the view without axis `axis`, which must have one element."""
+        """Returns the layout of a view without axis `axis`, which must have one element."""
         shape, strides = list(self.shape), list(self._strides)
         assert shape.pop(axis) == 1, f"axis {axis} has more than one element"
         del strides[axis]
@@ -151,7 +155,7 @@ class StridedLayout:
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns row-major strides without gaps, in elements."""
+    """Returns the strides of a row-major tensor of this shape without gaps, in elements."""
     strides, step = [0] * len(shape), 1
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = step
@@ -162,10 +166,10 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def viewed_strides(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Returns the strides with which the same memory can be viewed with shape `wanted`.
+    """Returns the strides with which the memory of a tensor can be viewed with shape `wanted`.
 
-    `shape` and `strides` describe the tensor. Returns None if no strides express the view, as for
-    `torch.Tensor.view`. The strides of axes with one element are arbitrary.
+    `shape` and `strides` describe the tensor. Returns None if no strides express the view; then
+    `torch.Tensor.view` fails, too. The strides of axes with one element are arbitrary.
     """
     if prod(shape) != prod(wanted):
         return None

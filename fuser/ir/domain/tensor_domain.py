@@ -1,10 +1,16 @@
 """Axes of a tensor (iteration domains), and the transforms that derive axes from other axes.
 
-A `TensorDomain` maps the number of each axis to the current properties of the axis. Its root,
-logical, allocation and loop domains are tuples of axis numbers. Transforms (`SplitTransform`,
-`MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) derive one of these tuples from another. All
-classes are frozen: scheduling creates a new `TensorDomain` and assigns it to the tensor.
-`fuser.ir.domain.axis_path` computes sizes, indices and strides along transforms.
+A `TensorDomain` maps the number of each axis to the current properties of the axis. It lists axis
+numbers in four orders, which are called domains:
+
+- root: the axes that the op itself computes.
+- logical: the axes that users see.
+- allocation: the axes in memory order.
+- loop: the axes that become loops, threads and devices.
+
+Transforms (`SplitTransform`, `MergeTransform`, `Resize`, `Swizzle1D`, `Shift`) derive one of these
+from another. All classes are frozen: scheduling creates a new `TensorDomain` and assigns it to the
+tensor. `fuser.ir.domain.axis_path` computes sizes, indices and strides along transforms.
 """
 
 from __future__ import annotations
@@ -28,10 +34,12 @@ class IterDomain:
 
     - `number` identifies the axis in its fusion.
     - `extent` is the number of iterations. A broadcast axis has extent 1.
-    - `ptype` is the parallel type: serial, or a device, stream, block or thread type.
-    - `expanded` is the size that users see of an expanded broadcast axis. It is None for other
-      axes.
-    - `rfactor` marks an axis that the op derives from its root axes, by a reshape or by `rfactor`.
+    - `ptype`, the parallel type, says who executes the axis: a serial loop, threads, blocks,
+      devices or CUDA streams.
+    - `expanded` is the size that users see of a broadcast axis that is expanded. It is None for
+      other axes.
+    - `rfactor` marks an axis that the op derives from other axes of the tensor, by a reshape or by
+      `rfactor`.
     """
 
     number: int
@@ -48,21 +56,23 @@ class IterDomain:
 
     @property
     def is_device(self) -> bool:
-        """Whether the axis is sharded along a mesh dimension."""
+        """Whether the axis is split over the devices along a mesh dimension."""
         return self.ptype.is_device
 
     @property
     def is_stream(self) -> bool:
-        """Whether each position along the axis is one iteration of a stream loop."""
+        """Whether each position along the axis is one iteration of a loop over CUDA streams."""
         return self.ptype.is_stream
 
     @property
     def size(self) -> Scalar:
-        """The size that users see: the expanded size if there is one, else the extent."""
+        """The size that users see: the expanded size of an expanded broadcast axis, else the
+        extent.
+        """
         return self.extent if self.expanded is None else self.expanded
 
     def is_reduction(self) -> bool:
-        """Returns whether the op that computes the tensor reduces this axis."""
+        """Returns whether the op that computes the tensor reduces over this axis."""
         return self.kind is IterType.reduction
 
     def numbered(self, number: int) -> IterDomain:
@@ -104,24 +114,24 @@ class SplitTransform:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The axis that is split, as a tuple of its axis number."""
+        """The number of the axis that is split, as a tuple."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The axis numbers of (outer, inner)."""
+        """The numbers of the two derived axes: (outer, inner)."""
         return (self.outer, self.inner)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters for comparisons: the factor, and whether the factor is the inner
+        """The parameters, by which splits are compared: the factor, and whether it is the inner
         extent.
         """
         return (self.factor, self.inner_split)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar parameters: the factor."""
+        """The scalars among the parameters: (factor,)."""
         return (self.factor,)
 
     def renumbered(self, fn: Renumber) -> SplitTransform:
@@ -130,7 +140,7 @@ class SplitTransform:
         return SplitTransform(inp, outer, inner, self.factor, self.inner_split)
 
     def rewritten(self, fn: Rewrite) -> SplitTransform:
-        """Returns the split by the factor `fn(factor)`."""
+        """Returns the same split with `fn` applied to its factor."""
         return replace(self, factor=fn(self.factor))
 
 
@@ -144,22 +154,22 @@ class MergeTransform:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The axis numbers of (outer, inner), which are merged."""
+        """The numbers of the two axes that are merged: (outer, inner)."""
         return (self.outer, self.inner)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The merged axis, as a tuple of its axis number."""
+        """The number of the merged axis, as a tuple."""
         return (self.out,)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters for comparisons: the empty tuple, because a merge has no parameters."""
+        """The parameters, by which transforms are compared: (), because a merge has none."""
         return ()
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar parameters: the empty tuple, because a merge has none."""
+        """The scalars among the parameters: (), because a merge has no parameters."""
         return ()
 
     def renumbered(self, fn: Renumber) -> MergeTransform:
@@ -167,7 +177,7 @@ class MergeTransform:
         return MergeTransform(fn(self.outer), fn(self.inner), fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> MergeTransform:
-        """Returns `self`, because a merge has no parameters."""
+        """Returns the merge with `fn` applied to its scalars: `self`, because a merge has none."""
         return self
 
 
@@ -186,24 +196,26 @@ class Resize:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The axis that is resized, as a tuple of its axis number."""
+        """The number of the axis that is resized, as a tuple."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The resized axis, as a tuple of its axis number."""
+        """The number of the resized axis, as a tuple."""
         return (self.out,)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters for comparisons: how many elements are added on the left and on the
-        right.
+        """The parameters, by which resizes are compared: the elements added before and after the
+        others.
         """
         return (self.left, self.right)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar parameters: how many elements are added on the left and on the right."""
+        """The scalars among the parameters: the numbers of elements added before and after the
+        others.
+        """
         return (self.left, self.right)
 
     def renumbered(self, fn: Renumber) -> Resize:
@@ -211,7 +223,7 @@ class Resize:
         return replace(self, inp=fn(self.inp), out=fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> Resize:
-        """Returns the resize that adds `fn(left)` and `fn(right)` elements."""
+        """Returns the same resize with `fn` applied to `left` and `right`."""
         return replace(self, left=fn(self.left), right=fn(self.right))
 
 
@@ -219,7 +231,8 @@ class Resize:
 class Swizzle1D:
     """The rotation of an axis: inp -> out, where index of inp = (index of out + c) % extent.
 
-    c is the coordinate of the executing device along the device type `ptype`.
+    c is the coordinate of the executing device along the mesh dimension `ptype`, such as `mesh_x`.
+    With it, each device begins a loop with its own part, as ring schedules need.
     """
 
     inp: int
@@ -228,22 +241,22 @@ class Swizzle1D:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The axis that is rotated, as a tuple of its axis number."""
+        """The number of the axis that is rotated, as a tuple."""
         return (self.inp,)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The rotated axis, as a tuple of its axis number."""
+        """The number of the rotated axis, as a tuple."""
         return (self.out,)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters for comparisons: the device type whose coordinate is the rotation."""
+        """The parameters, by which rotations are compared: the mesh dimension of the coordinate."""
         return (self.ptype,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar parameters: the empty tuple, because a rotation has none."""
+        """The scalars among the parameters: (), because a rotation has none."""
         return ()
 
     def renumbered(self, fn: Renumber) -> Swizzle1D:
@@ -251,21 +264,21 @@ class Swizzle1D:
         return replace(self, inp=fn(self.inp), out=fn(self.out))
 
     def rewritten(self, fn: Rewrite) -> Swizzle1D:
-        """Returns `self`, because a rotation has no scalar parameters."""
+        """Returns the rotation with `fn` applied to its scalars: `self`, because it has none."""
         return self
 
 
 @record
 class Shift:
-    """The shift of each row for aligned vector accesses: rows, inp -> same, out.
+    """Moves each row along a loop axis so that vector accesses are aligned: rows, inp -> same, out.
 
-    The index of out is the index of inp + (row * extent of inp) % width. `same` is a copy of the
-    axis `rows`.
+    Index of out = index of inp + (row * extent of inp) % width. `rows` is the axis that numbers the
+    rows, `inp` the axis within a row, and `same` a copy of `rows`.
 
-    A shift aligns vector accesses if the length of a row is no multiple of the vector width. If
-    rows are adjacent in memory, a multiple of `width` along `out` is also a multiple of `width` in
-    memory. `out` has width - 1 iterations more than `inp`. Iterations before the first and after
-    the last element of a row are skipped.
+    If the length of a row is not a multiple of the vector width, most rows begin at an unaligned
+    address. After the shift, a multiple of `width` along `out` is also a multiple of `width` in
+    memory, if rows are adjacent in memory. `out` has width - 1 iterations more than `inp`.
+    Iterations before the first and after the last element of a row are skipped.
     """
 
     rows: int
@@ -276,22 +289,22 @@ class Shift:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The axis numbers of (axis of rows, axis that is shifted)."""
+        """The numbers of the source axes: (axis of rows, axis within a row)."""
         return (self.rows, self.inp)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The axis numbers of (copy of the axis of rows, shifted axis)."""
+        """The numbers of the derived axes: (copy of the axis of rows, shifted axis)."""
         return (self.same, self.out)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters for comparisons: the vector width, in elements."""
+        """The parameters, by which shifts are compared: the vector width, in elements."""
         return (self.width,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar parameters: the vector width, in elements."""
+        """The scalars among the parameters: the vector width, in elements."""
         return (self.width,)
 
     def renumbered(self, fn: Renumber) -> Shift:
@@ -299,12 +312,14 @@ class Shift:
         return Shift(fn(self.rows), fn(self.inp), fn(self.same), fn(self.out), self.width)
 
     def rewritten(self, fn: Rewrite) -> Shift:
-        """Returns the shift with width `fn(width)`."""
+        """Returns the same shift with `fn` applied to its width."""
         return replace(self, width=fn(self.width))
 
 
 def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
-    """Returns the extent of an axis after a `Shift`: extent + width - 1."""
+    """Returns the extent of an axis after a `Shift`, which aligns rows to vectors: extent + width -
+    1.
+    """
     return sc.sub(sc.add(extent, width), 1)
 
 
@@ -314,8 +329,8 @@ Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
-    """Returns whether two transforms have the same type and equal parameters, such as the split
-    factor.
+    """Returns whether two transforms have the same type and equal parameters, such as split
+    factors.
 
     The axes of the transforms may differ.
     """
@@ -323,12 +338,12 @@ def same_form(a: Transform, b: Transform) -> bool:
 
 
 def shifts_of(transforms: Iterable[Transform]) -> list[Shift]:
-    """Returns the shifts among `transforms`."""
+    """Returns the shifts, which align rows to vectors, among `transforms`."""
     return [t for t in transforms if isinstance(t, Shift)]
 
 
 def splits_of(transforms: Iterable[Transform]) -> dict[int, SplitTransform]:
-    """Returns the splits among `transforms`, by the axis number of the axis that is split."""
+    """Returns the splits among `transforms`, by the number of the axis that is split."""
     return {t.inp: t for t in transforms if isinstance(t, SplitTransform)}
 
 
@@ -339,7 +354,7 @@ _state_of = attrgetter("kind", "extent", "ptype", "expanded", "rfactor")
 class Structure:
     """A tensor domain without its axis numbers, as a hashable key for comparisons.
 
-    Domains of equal layers of a model have equal structures. `places` maps each axis number to its
+    Tensors of equal layers of a model have equal structures. `places` maps each axis number to its
     position among the sorted numbers. The hash is computed once, so that comparisons are fast.
     """
 
@@ -360,15 +375,18 @@ class Structure:
 @Val.register
 @record
 class TensorDomain:
-    """The axes of one tensor, and its root, logical, allocation and loop domains.
+    """The axes of one tensor, with their numbers in four orders.
 
-    - `axes` maps axis numbers to axes. It has exactly the axes of the four domains and of the
+    - `axes` maps axis numbers to axes. It has exactly the axes of the orders below and of the
       transforms.
-    - `root_numbers` is () if the root axes are the logical axes.
-    - `allocation_numbers` is () if memory order is logical order.
-    - `contiguity` has one flag per allocation axis (or logical axis, if there is no allocation
-      domain). The flag is None exactly for broadcast and reduction axes. True means that the axis
-      has no gaps: its stride is the stride * extent of the next inner axis in memory, or 1 for the
+    - `logical_numbers`: the axes that users see, and the reduction axes.
+    - `loop_numbers`: the axes that become loops, threads and devices.
+    - `root_numbers`: the axes that the op itself computes, before it splits or merges them. () if
+      these are the logical axes.
+    - `allocation_numbers`: the axes in memory order. () if this is the logical order.
+    - `contiguity` has one flag per allocation axis (or logical axis, if there are no allocation
+      axes). The flag is None exactly for broadcast and reduction axes. True means that the axis has
+      no gaps: its stride is the stride * extent of the next inner axis in memory, or 1 for the
       innermost axis.
     - `transforms` derive the logical axes from the root axes, and the loop and allocation axes from
       the logical axes, in order.
@@ -404,8 +422,8 @@ class TensorDomain:
     ) -> TensorDomain:
         """Returns the domain with these axes.
 
-        By default, the loop axes are the logical axes, and the tensor has no gaps in memory.
-        `between` are axes that are in none of the four domains, but that transforms read or derive.
+        By default, the loop axes are the logical axes (those that users see), and the tensor has no
+        gaps in memory. `between` are further axes that transforms read or derive on the way.
         """
         axes: dict[int, IterDomain] = {}
         for axis in (*between, *root, *allocation, *(loop or ()), *logical):
@@ -424,53 +442,52 @@ class TensorDomain:
         )
 
     def __call__(self) -> TensorDomain:
-        """Returns `self`, because in nvFuser `tv.domain()` is a method."""
+        """Returns `self`, so that `tv.domain()` works, which is a method in nvFuser."""
         return self
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
-        """Returns the axes whose numbers are in `group`, in the order of `group`."""
+        """Returns the axes with the numbers `group`, in the order of `group`."""
         return tuple(map(self.axes.__getitem__, group))
 
     @remembered
     def root(self) -> tuple[IterDomain, ...]:
-        """The root axes, from which the op derives the logical axes.
+        """The axes that the op itself computes, before it splits or merges them.
 
-        They are () if the root axes are the logical axes.
+        () if these are the logical axes.
         """
         return self.states(self.root_numbers)
 
     @remembered
     def logical(self) -> tuple[IterDomain, ...]:
-        """The logical axes, reduction axes included."""
+        """The axes that users see, and the reduction axes."""
         return self.states(self.logical_numbers)
 
     @remembered
     def allocation(self) -> tuple[IterDomain, ...]:
-        """The axes in memory order, outermost first, or () if memory order is logical order."""
+        """The axes in memory order, outermost first, or () if users see them in this order."""
         return self.states(self.allocation_numbers)
 
     @remembered
     def loop(self) -> tuple[IterDomain, ...]:
-        """The loop axes, outermost first."""
+        """The axes that become loops, threads and devices, outermost first."""
         return self.states(self.loop_numbers)
 
     @property
     def maybe_root(self) -> tuple[IterDomain, ...]:
-        """The root axes if there are any, else the logical axes."""
+        """The axes that the op itself computes: the root axes if there are any, else the logical
+        axes.
+        """
         return self.root or self.logical
 
     @property
     def maybe_allocation(self) -> tuple[IterDomain, ...]:
-        """The allocation axes (in memory order) if there are any, else the logical axes."""
+        """The axes in memory order: the allocation axes if there are any, else the logical axes."""
         return self.allocation or self.logical
 
     @remembered
     def no_reductions(self) -> tuple[IterDomain, ...]:
-        """The logical axes that are not reduced.
-
-        These are the axes that users and later ops see.
-        """
+        """The axes that users and later ops see: the logical axes that are not reduced."""
         return tuple(i for i in self.logical if i.kind is not IterType.reduction)
 
     @remembered
@@ -478,7 +495,8 @@ class TensorDomain:
         """Whether the tensor is the result of a reshape whose splits and merges are not decided
         yet.
 
-        They depend on the sizes of inputs. Until then, no transform connects root and logical axes.
+        They depend on the sizes of inputs, which are known in the first call. Until then, no
+        transform connects the axes of the operand and of the result.
         """
         root = self.root_numbers
         if not root or any(n in root for n in self.logical_numbers):
@@ -487,14 +505,19 @@ class TensorDomain:
 
     @remembered
     def has_devices(self) -> bool:
-        """Whether some axis, of any of the four domains, is on a device type."""
+        """Whether some axis of the tensor is split over devices."""
         return any(a.is_device for a in self.axes.values())
 
     @remembered
     def memory_order(self) -> tuple[tuple[int, bool | None], ...]:
-        """Pairs (position, contiguity) of the logical axes, outermost in memory first.
+        """Pairs (position, contiguity flag) of the axes that users see, outermost in memory first.
 
-        This is the cached result of `fuser.ir.memory_layout.memory_order`.
+        The flag is True if there is no gap between neighbours along the axis, and None for a
+        broadcast axis. `fuser.ir.memory_layout.memory_order` returns this cached value.
+
+        Raises:
+            UnsupportedError: the declared memory order is not an order of the axes that users see,
+                or of the parts of them that one device stores.
         """
         axes = self.no_reductions
         positions = {a.number: p for p, a in enumerate(axes)}
@@ -527,21 +550,21 @@ class TensorDomain:
     def dense_rule(self) -> tuple[tuple[int, bool, bool], ...]:
         """The facts about each axis from which the strides of a tensor without gaps are computed.
 
-        One entry per logical axis, innermost in memory first: (position of the axis, whether the
-        axis is expanded, whether memory holds all elements along it).
+        One entry per axis that users see, innermost in memory first: (position of the axis, whether
+        the axis is expanded, whether memory holds all elements along it).
         """
         axes = [(p, self.no_reductions[p]) for p, _ in reversed(self.memory_order)]
         return tuple((p, a.expanded is not None, not a.is_broadcast) for p, a in axes)
 
     @remembered
     def splits(self) -> Mapping[int, SplitTransform]:
-        """The split transforms, by the axis number of the axis that is split."""
+        """The split transforms, by the number of the axis that is split."""
         return splits_of(self.transforms)
 
     def rotated(self, number: int) -> IterDomain:
         """Returns the axis with this number, or the axis into which rotations turn it.
 
-        A rotation is a `Swizzle1D`.
+        A rotation (`Swizzle1D`) lets each device begin a loop at its own position.
         """
         for t in self.transforms:
             if isinstance(t, Swizzle1D) and t.inp == number:
@@ -549,7 +572,7 @@ class TensorDomain:
         return self.axes[number]
 
     def above(self, group: Iterable[int]) -> set[int]:
-        """Returns the axis numbers in `group`, and those of all axes from which these axes are
+        """Returns the axis numbers `group`, and the numbers of all axes from which these are
         derived.
         """
         found = set(group)
@@ -570,9 +593,9 @@ class TensorDomain:
         transforms: Iterable[Transform] | None = None,
         axes: Iterable[IterDomain] = (),
     ) -> TensorDomain:
-        """Returns the domain with some of its fields replaced.
+        """Returns a copy of the domain with some of its fields replaced.
 
-        `axes` are new axes, or axes with changed properties. Axes that no domain and no transform
+        `axes` are new axes, or axes with changed properties. Axes that no field and no transform
         contains any more are dropped.
         """
 
@@ -592,10 +615,10 @@ class TensorDomain:
     def with_loop(
         self, loop: Iterable[int], *transforms: Transform, axes: Iterable[IterDomain] = ()
     ) -> TensorDomain:
-        """Returns the domain with other loop axes, and with the transforms that derive them.
+        """Returns a copy of the domain with the loop axes `loop`.
 
-        `transforms` are added to the transforms of the domain. `axes` are the axes that the added
-        transforms create.
+        `transforms`, which derive these axes, are added to the transforms of the domain. `axes` are
+        the axes that they create.
         """
         return replace(
             self,
@@ -607,22 +630,25 @@ class TensorDomain:
     def with_allocation(
         self, allocation: Iterable[int], contiguity: Iterable[bool | None]
     ) -> TensorDomain:
-        """Returns the domain with another memory order.
+        """Returns a copy of the domain with another memory order and other contiguity flags.
 
-        An empty `allocation` means logical order.
+        `allocation` has axis numbers, outermost first. If it is empty, memory has the order that
+        users see.
         """
         return self.having(allocation=allocation, contiguity=contiguity)
 
     def with_axes(self, *states: IterDomain) -> TensorDomain:
-        """Returns the domain in which the axes `states` replace the axes with the same numbers."""
+        """Returns a copy of the domain in which `states` replace the axes with the same numbers."""
         return replace(self, axes={**self.axes, **{a.number: a for a in states}})
 
     def in_logical_order(self) -> TensorDomain:
-        """Returns the domain with memory in logical order and without gaps."""
+        """Returns a copy of the domain whose memory has the order that users see, without gaps."""
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
-        """Returns the domain with `fn` applied to every axis. `fn` may also change axis numbers."""
+        """Returns a copy of the domain with `fn` applied to every axis. `fn` may change axis
+        numbers.
+        """
         made = {n: fn(a) for n, a in self.axes.items()}
         if all(made[n] is a for n, a in self.axes.items()):
             return self
@@ -643,9 +669,10 @@ class TensorDomain:
         )
 
     def without_root(self) -> TensorDomain:
-        """Returns the domain of a copy of the tensor: without root axes and reduction axes.
+        """Returns the domain for a copy of the tensor, which has only the axes that users see.
 
-        The loop and allocation axes that are derived from the remaining logical axes stay.
+        Reduction axes are dropped, and also the axes from which the op derived the others (root
+        axes). The loop and allocation axes that are derived from the remaining axes stay.
         """
         derived = {a.number for a in self.no_reductions}
         kept: list[Transform] = []
@@ -666,12 +693,14 @@ class TensorDomain:
 
     @remembered
     def known(self) -> dict[Hashable, Any]:
-        """Results that analyses of this domain have cached. Each analysis has its own key."""
+        """A cache of results that analyses computed for this domain, under their own keys."""
         return {}
 
     @remembered
     def structure(self) -> Structure:
-        """The domain without axis numbers, as a hashable key."""
+        """The domain without axis numbers, as a hashable key: domains that differ only in them are
+        equal.
+        """
         places = {number: place for place, number in enumerate(sorted(self.axes))}
 
         def group(found: Iterable[int]) -> tuple[int, ...]:
@@ -690,7 +719,7 @@ class TensorDomain:
 
     @remembered
     def spread(self) -> tuple[IterDomain, ...]:
-        """The loop axes on device or stream types, reduction axes included.
+        """The loop axes that are split over devices or streams, reduction axes included.
 
         A broadcast axis that is not expanded is omitted, because every device has its only element.
         """
@@ -709,7 +738,9 @@ class TensorDomain:
 
     @remembered
     def problem(self) -> str | None:
-        """A description of a broken invariant of this domain, or None. The result is cached."""
+        """The error text for the first violated rule of this domain (`domain_problem`), or None;
+        cached.
+        """
         return domain_problem(self)
 
 
@@ -722,9 +753,9 @@ def _pruned(
     contiguity: tuple[bool | None, ...],
     transforms: tuple[Transform, ...],
 ) -> TensorDomain:
-    """Returns the domain with these fields, and with only those axes that are used.
+    """Returns a domain with these fields, and with only those axes that it uses.
 
-    An axis is used if one of the four domains or a transform contains it. Axes are sorted by
+    An axis is used if one of the fields or a transform contains its number. Axes are sorted by
     number.
     """
     used = {*root, *logical, *allocation, *loop}
@@ -741,7 +772,10 @@ def numbers(axes: Iterable[IterDomain]) -> tuple[int, ...]:
 
 
 def contiguity_for(axes: Iterable[IterDomain], flag: bool = True) -> tuple[bool | None, ...]:
-    """Returns one contiguity flag per axis: None for broadcast and reduction axes, else `flag`."""
+    """Returns one contiguity flag per axis: None for broadcast and reduction axes, else `flag`.
+
+    True means that there is no gap in memory between neighbours along the axis.
+    """
     none = (IterType.broadcast, IterType.reduction)
     return tuple(None if a.kind in none else flag for a in axes)
 
@@ -768,7 +802,11 @@ _UNDERIVED = "a logical axis is not derived from the root domain"
 
 
 def domain_problem(domain: TensorDomain) -> str | None:
-    """Returns a description of the first broken invariant of a domain, or None if all hold."""
+    """Returns an error text for the first rule that a domain violates, or None if it is correct.
+
+    The rules: each axis has a correct contiguity flag, each axis is derived by exactly one
+    transform, and at most one loop axis is split over each mesh dimension or stream type.
+    """
     axes = domain.maybe_allocation
     if len(domain.contiguity) != len(axes):
         return f"contiguity has {len(domain.contiguity)} flags for {len(axes)} axes in memory"
@@ -793,11 +831,11 @@ def domain_problem(domain: TensorDomain) -> str | None:
 
 
 def derivation_problem(domain: TensorDomain) -> str | None:
-    """Returns a description of an axis that is derived by no transform or by two, or None if all is
-    well.
+    """Returns an error text for an axis that no transform derives, or that two derive, else None.
 
-    Logical axes must be derived from root axes, and loop and allocation axes from logical axes. The
-    exception is a reshape whose transforms are not decided yet: its logical axes need no transform.
+    Transforms must derive the logical axes (those that users see) from the root axes (those that
+    the op itself computes), and the loop and allocation axes from the logical axes. The exception
+    is a reshape whose transforms are not decided yet: its logical axes need no transform.
     """
     roots = domain.root_numbers or domain.logical_numbers
     if domain.is_undecided and all(a.rfactor for a in domain.logical):
@@ -831,9 +869,10 @@ def derivation_problem(domain: TensorDomain) -> str | None:
 
 
 def merged_extent(outer: IterDomain, inner: IterDomain, *, is_view: bool) -> Scalar:
-    """Returns the extent of the merge of two axes. If one of them is broadcast, `is_view` decides.
+    """Returns the extent of the merge of two axes.
 
-    In a view, an expanded broadcast axis counts with its expanded size. In a loop, it counts as 1.
+    If one of them is an expanded broadcast axis, a view (`is_view`, such as a reshape) uses its
+    expanded size. A loop uses 1, because it need not repeat the only element.
     """
     if is_view and not (outer.is_broadcast and inner.is_broadcast):
         return sc.mul(outer.size, inner.size)
@@ -860,10 +899,10 @@ class AxisNumbers(Protocol):
 
 
 class DomainBuilder:
-    """Derives new axes by transforms, and collects them for a new domain.
+    """Derives new axes by transforms, such as splits, and collects both for a new `TensorDomain`.
 
-    `fusion` numbers the new axes. `axes` are the existing axes to begin with. Afterwards, the
-    attributes `axes` and `transforms` have everything that was derived.
+    `fusion` numbers the new axes. `axes` are the existing axes. Afterwards, the attributes `axes`
+    and `transforms` contain everything that was derived.
     """
 
     def __init__(self, fusion: AxisNumbers, axes: Iterable[IterDomain] = ()) -> None:
@@ -894,13 +933,16 @@ class DomainBuilder:
         return outer, inner
 
     def merge(self, outer: IterDomain, inner: IterDomain, *, rfactor: bool = False) -> IterDomain:
-        """Merges two axes; the result has extent outer * inner, and the parallel type of `outer`.
+        """Merges two axes and returns the new axis of extent outer * inner.
+
+        It has the parallel type of `outer`, and this kind:
 
         - The merge of an iteration axis and a broadcast axis is an iteration axis.
         - The merge with a reduction axis is a reduction axis.
-        - The merge of an expanded broadcast axis and a concrete axis depends on `rfactor`. In a
-          view (`rfactor=True`), the expanded size counts. In a loop, the broadcast axis counts as
-          1.
+
+        If one axis is an expanded broadcast axis and the other is not a broadcast axis, `rfactor`
+        decides. In a view such as a reshape (`rfactor=True`), the expanded size is a factor of the
+        extent. In a loop, it is not.
         """
         kinds = (outer.kind, inner.kind)
         kind = next((k for k in kinds if k is not IterType.broadcast), IterType.broadcast)
@@ -915,9 +957,12 @@ class DomainBuilder:
     def resize(self, inp: IterDomain, left: Scalar, right: Scalar) -> IterDomain:
         """Resizes an axis by `left` elements at its start and `right` elements at its end.
 
-        - If the new size is the constant 1, the result is a broadcast axis.
-        - If an expanded broadcast axis is only cropped, the result is an expanded broadcast axis.
-        - In all other cases, the result is an iteration axis.
+        Negative numbers remove elements. Returns the new axis:
+
+        - If the new size is the constant 1, it is a broadcast axis.
+        - If an expanded broadcast axis loses elements and gains none, it is an expanded broadcast
+          axis.
+        - In all other cases, it is an iteration axis.
         """
         extent = sc.add(sc.add(inp.size, left), right)
         is_one = sc.int_value(extent) == 1
@@ -932,7 +977,10 @@ class DomainBuilder:
         return out
 
     def swizzle(self, inp: IterDomain, ptype: ParallelType) -> IterDomain:
-        """Rotates an axis by the executing device's coordinate along a device type."""
+        """Rotates an axis by the executing device's coordinate along the mesh dimension `ptype`.
+
+        Returns the new axis. With it, each device begins a loop with its own part (`Swizzle1D`).
+        """
         out = self._derive(inp)
         self._lead(Swizzle1D(inp.number, out.number, ptype), inp)
         return out
@@ -940,9 +988,10 @@ class DomainBuilder:
     def shift(
         self, rows: IterDomain, inp: IterDomain, width: Scalar
     ) -> tuple[IterDomain, IterDomain]:
-        """Shifts the elements of each row so that vector accesses of `width` elements are aligned.
+        """Moves each row along a loop axis so that vector accesses of `width` elements are aligned.
 
-        Returns (copy of the axis of rows, shifted axis). `Shift` describes the transform.
+        `rows` is the axis that numbers the rows, and `inp` the axis within a row. Returns (copy of
+        `rows`, shifted axis). `Shift` describes the transform.
         """
         same = self._derive(rows)
         out = self._derive(inp, extent=shifted_extent(inp.extent, width))
@@ -952,7 +1001,8 @@ class DomainBuilder:
     def restate(self, axis: IterDomain, state: IterDomain) -> IterDomain:
         """Replaces an axis that this builder created by `state`, and returns `state`.
 
-        `state` may have another number. The builder's transforms then use the new number.
+        `state` has other properties. If it also has another number, the builder's transforms then
+        use the new number.
         """
         del self.axes[axis.number]
         self.axes[state.number] = state

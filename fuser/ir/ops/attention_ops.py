@@ -4,13 +4,14 @@ In docstrings and code, every axis has a letter:
 
 - n: batch. More batch axes may precede n.
 - h: heads. With `enable_gqa`, keys and values have fewer heads, with letter g. Then h / g
-  consecutive heads of queries read one head of keys, and a sharding of h is also a sharding of g.
+  consecutive heads of queries read one head of keys. If h is split over devices, g is split with
+  it.
 - l: queries; s: keys.
 - e: features of a query and a key; v: features of a value.
 - p: the words of a random seed.
 
-Batches and heads are independent of each other, so they may be sharded. No other axis may be
-sharded.
+Batches and heads are independent of each other, so these axes may be split over devices. No other
+axis may be split, because an element of a result needs all elements along it.
 
 Source: Vaswani et al. 2017, section 3.2; Dao 2023 (FlashAttention-2) for the tensors that the
 gradient needs.
@@ -38,8 +39,9 @@ __all__ = ["AttentionOp", "SdpaBwdOp", "SdpaFwdOp", "TensorOp"]
 class AttentionOp(LibraryOp):
     """Base class of the attention op and of its gradient op.
 
-    `AXES` has the letters of each tensor's axes. `DTYPES` lists the tensors whose dtype differs
-    from the dtype of `query`.
+    Every axis has a letter, such as n for batches and h for heads (see the module). `AXES` has the
+    letters of each tensor's axes. `DTYPES` lists the tensors whose dtype differs from the dtype of
+    `query`.
     """
 
     RUNS_IN_STEPS: ClassVar[bool] = False
@@ -74,36 +76,39 @@ class AttentionOp(LibraryOp):
 
     @classmethod
     def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
-        """Returns the letters of the axes of field `field`.
+        """Returns the letters of the axes that the tensor `field` must have, without additional
+        batches.
 
-        Additional batch axes before n are not included.
-
-        With `enable_gqa`, the heads of keys and values have the letter g.
+        Each axis has a letter, such as n for batches and h for heads. With `enable_gqa`, the heads
+        of keys and values have the letter g, because there are fewer of them.
         """
         letters = cls.AXES[field]
         return letters.replace("h", "g") if enable_gqa and letters.startswith("nhs") else letters
 
     def letters(self, field: str) -> str:
-        """Returns the letters of all axes of the tensor in field `field`, without reduction
-        axes.
+        """Returns one letter per axis of the tensor in field `field`, such as "nhle" for queries.
+
+        Reduction axes have no letter. Axes with equal letters in two tensors correspond.
         """
         own = self.own_letters(field, enable_gqa=self._value("enable_gqa"))
         more = self._value("query").ndim - len(self.AXES["query"]) if "n" in own else 0
         return self.LEADING[len(self.LEADING) - max(more, 0) :] + own
 
     def result_letters(self, out: TensorView) -> str:
-        """Returns the letters of the axes of the result `out`."""
+        """Returns one letter per axis of the result `out`. Axes with equal letters correspond."""
         field = next(f for f in self.fields_of("result") if getattr(self, f) is out)
         return self.letters(field)
 
     def operand_letters(self, operand_index: int) -> str:
-        """Returns the letters of the axes of operand `operand_index`."""
+        """Returns one letter per axis of operand `operand_index`. Axes with equal letters
+        correspond.
+        """
         given = [f for f in self.fields_of("operand") if getattr(self, f) is not None]
         return self.letters(given[operand_index])
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose memory order the result `out` has, or None for a row-major
-        result.
+        """Returns the operand whose order of axes in memory `out` takes over, or None for
+        row-major.
         """
         followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
         return next(map(self._value, followed), None)
@@ -131,41 +136,49 @@ class AttentionOp(LibraryOp):
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the first result, the operand axis with the same letter, or None.
+        """Returns, per axis of the first result, the corresponding operand axis, or None.
 
-        The operand is `inputs[operand_index]`.
+        The operand is `inputs[operand_index]`. Axes correspond if both are batches, both are heads,
+        etc.
         """
         return self.axis_map_to(operand_index, self.out_tensor)
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of the result `out`, the operand axis with the same letter, or None.
+        """Returns, per axis of the result `out`, the corresponding operand axis, or None.
 
-        The operand is `inputs[operand_index]`.
+        The operand is `inputs[operand_index]`. Axes correspond if both are batches, both are heads,
+        etc.
         """
         mine = self.operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map_to`, but treats heads of queries (h) and heads of keys (g) as one axis.
+        """Returns, per axis of `out`, the operand axis that must be split over devices in the same
+        way.
 
-        Both kinds of heads are sharded together.
+        The entry is None if there is no such axis. The heads of queries and the fewer heads of keys
+        are such a pair, although their sizes differ: a device needs the heads of keys that its
+        heads of queries read.
         """
         mine = _cut_letters(self.operand_letters(operand_index))
         letters = _cut_letters(self.result_letters(out))
         return tuple(mine.index(c) if c in mine else None for c in letters)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `alike_map` with None for all axes except batches and heads.
+        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
+        None.
 
-        Only batches and heads can be sharded.
+        Only batches and heads may be split. All other entries are None.
         """
         whole = self.whole_axes(out)
         found = enumerate(self.alike_map(operand_index, out))
         return tuple(None if k in whole else position for k, position in found)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the positions (in `out`, in `sibling`) of axes with equal letters in two
-        results.
+        """Yields pairs of corresponding axes of two results: (position in `out`, position in
+        `sibling`).
+
+        Axes correspond if both are batches, both are heads, etc.
         """
         theirs = self.result_letters(sibling)
         for k, c in enumerate(self.result_letters(out)):
@@ -173,8 +186,10 @@ class AttentionOp(LibraryOp):
                 yield k, theirs.index(c)
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields the positions (in `out`, in `sibling`) of axes of two results that are sharded
-        together.
+        """Yields pairs of axes of two results that must be split over devices in the same way.
+
+        Each pair is (position in `out`, position in `sibling`). The heads of queries and the fewer
+        heads of keys are such a pair.
         """
         theirs = _cut_letters(self.result_letters(sibling))
         for k, c in enumerate(_cut_letters(self.result_letters(out))):
@@ -183,25 +198,31 @@ class AttentionOp(LibraryOp):
                 yield k, theirs.index(c)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the axes of a result that cannot be sharded: all except batches and heads."""
+        """Returns the axes of `out` that must not be split over devices: all except batches and
+        heads.
+        """
         return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the axes of an operand that cannot be sharded: all except batches and heads."""
+        """Returns the axes of an operand that must not be split over devices: all but batches and
+        heads.
+
+        The operand is `inputs[operand_index]`.
+        """
         letters = self.operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
     @staticmethod
     def is_whole(letter: str) -> bool:
-        """Returns whether the axis with this letter cannot be sharded.
+        """Returns whether the axis with this letter must not be split over devices.
 
-        An axis cannot be sharded if one element of a result needs all elements along the axis.
+        This holds for all axes except batches and heads, because one element of a result needs all
+        elements along such an axis.
         """
         return letter.islower() and letter not in "nhg"
 
     def verify(self) -> None:
-        """Checks that each operand is a tensor or scalar as declared, and each tensor's axes and
-        dtype.
+        """Checks that each operand is a tensor or a scalar as declared, and checks axes and dtypes.
 
         Raises:
             VerifyError: a check fails.
@@ -225,8 +246,9 @@ class AttentionOp(LibraryOp):
 
 
 def _cut_letters(letters: str) -> str:
-    """Returns the letters with g replaced by h, because both kinds of heads are sharded
-    together.
+    """Returns the letters with g (heads of keys) replaced by h (heads of queries).
+
+    Both are then compared as one axis, because they are split over devices together.
     """
     return letters.replace("g", "h")
 
@@ -237,11 +259,11 @@ _FLOATS = (DataType.Half, DataType.BFloat16, DataType.Float, DataType.Double)
 class SdpaFwdOp(AttentionOp):
     """Attention: out = dropout(softmax(query @ key.T * scale + bias)) @ value, per batch and head.
 
-    - bias is added to the scores (query @ key.T * scale). mask (Bool) is True for the scores that
-      count. Both are broadcast to [n, h, l, s].
-    - If is_causal is True, only keys up to the query's own position count.
-    - For a query without any score that counts, the result is 0.
-    - scale defaults to 1/sqrt(e).
+    - bias is added to the scores (query @ key.T * scale). mask (Bool) is False for the scores that
+      are ignored. Both are broadcast to [n, h, l, s]: batches, heads, queries, keys.
+    - If is_causal is True, a query ignores the keys after its own position.
+    - For a query that ignores all scores, the result is 0.
+    - scale defaults to 1/sqrt(number of features of a query).
     - log_sumexp is the log-sum-exp of the scores of each query. philox_seed and philox_offset
       identify the elements that dropout dropped. The gradient op needs all three results.
     """
@@ -284,13 +306,17 @@ class SdpaFwdOp(AttentionOp):
         return "sdpfa_fwd"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         has = (v is not None for v in (self.bias, self.mask, self.scale))
         return _forward(*has, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for *has, grouped in itertools.product((False, True), repeat=4):
             named = zip(("bias", "mask", "scale"), has, strict=True)
             absent = {f: None for f, given in named if not given}
@@ -300,7 +326,7 @@ class SdpaFwdOp(AttentionOp):
 class SdpaBwdOp(AttentionOp):
     """The gradients of query, key and value, computed from `grad_output`, the gradient of out.
 
-    The attention op must have neither bias nor mask. `attended` is its result out. log_sumexp,
+    The attention op must have neither bias nor mask. `attended` is its result `out`. log_sumexp,
     philox_seed and philox_offset are its other results.
     """
 
@@ -342,12 +368,16 @@ class SdpaBwdOp(AttentionOp):
         return "sdpfa_bwd"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return _backward(self.scale is not None, enable_gqa=self.enable_gqa)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for scale, grouped in itertools.product((True, False), (False, True)):
             absent = {} if scale else {"scale": None}
             yield {**absent, "enable_gqa": grouped}, _backward(scale, enable_gqa=grouped)

@@ -1,11 +1,11 @@
 """Lookups, which read a table at positions in an index tensor, and scatters, which write to them.
 
-The *looked-up axis* is the axis of the table to whose positions the index refers. The values of an
-index are known only inside kernels, and any part of a result may need any part of that axis.
-Therefore the looked-up axis is never sharded.
+The *looked-up axis* is the axis of the table along which the index selects positions. The values of
+an index are known only inside kernels, and any element of a result may need any position of that
+axis. Therefore the looked-up axis is never split over devices.
 
-Indices in tensors count from 0. In a kernel, an index below 0 or past the end yields NaN, or 0 for
-a dtype without NaN. No memory is read in this case.
+Indices in tensors begin at 0 and are never negative. In a kernel, an index outside of the axis
+yields NaN, or 0 for a dtype without NaN. No memory is read in this case.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def _dtype_of(value: TensorView | Scalar) -> DataType:
 class LookupOp(TensorOp):
     """Base class of the lookups, which read elements of `table` at the positions in `index`.
 
-    `TABLE` is the position of the table among the operands, because either operand may be the
-    first.
+    `TABLE` is the position of the table among the operands, because some lookups have the index as
+    first operand. The *looked-up axis* is the axis of the table along which `index` selects
+    positions.
     """
 
     if TYPE_CHECKING:
@@ -49,13 +50,13 @@ class LookupOp(TensorOp):
 
     @property
     def axis(self) -> int:
-        """The position of the looked-up axis among the axes of the table."""
+        """The looked-up axis: the axis of the table along which `index` selects positions."""
         return self.dim
 
     def table_map(self) -> AxisMap:
-        """Returns, per axis of the table, the axis of the result.
+        """Returns, per axis of the table, the corresponding axis of the result, or None.
 
-        The entry of the looked-up axis is None.
+        The entry of the looked-up axis is None, because `index` selects the positions along it.
         """
         return tuple(None if k == self.axis else k for k in range(self.table.ndim))
 
@@ -64,18 +65,22 @@ class LookupOp(TensorOp):
         return tuple(range(self.index.ndim))
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes along which the result may be shorter than the table.
+        """Returns the axes along which the result may be shorter than the table, without looked-up
+        axis.
 
-        Positions along such an axis correspond one to one, but the extents of result and table
-        differ.
+        Along such an axis, position k of the result reads position k of the table, as in
+        `torch.gather`. The last positions of the table are not read. By default, there are no such
+        axes.
         """
         return ()
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the axis of the operand (table or index), or None.
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
 
-        The operand is `inputs[operand_index]`.
+        The operand `inputs[operand_index]` is the table or the index. Axes of different length do
+        not correspond.
         """
         found: list[int | None] = [None] * len(self.out.domain.maybe_root)
         is_table = operand_index == self.TABLE
@@ -85,23 +90,27 @@ class LookupOp(TensorOp):
         return tuple(found)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` with None for axes along which the result may be shorter than the
-        table.
+        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
+        None.
 
-        Shards of such an axis do not correspond to shards of the table.
+        The entry is None if the result may be shorter than the table along the axis. Then equal
+        parts of the result do not read equal parts of the table.
         """
         return _without(self.narrowed(), self.axis_map(operand_index))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the axes of the result that cannot be sharded, because the table is longer along
-        them.
+        """Returns the axes of `out` that must not be split over devices.
+
+        These are the axes along which the result may be shorter than the table. Equal parts of the
+        result would not read equal parts of the table.
         """
         return self.narrowed()
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the operand axes that cannot be sharded.
+        """Returns the axes of operand `operand_index` that must not be split over devices.
 
-        These are the looked-up axis, and axes along which result and table differ in length.
+        These are the looked-up axis of the table, because any position of it may be read, and the
+        axes along which result and table may differ in length.
         """
         narrowed = self.narrowed()
         if operand_index == self.TABLE:
@@ -143,7 +152,7 @@ class LookupOp(TensorOp):
 class SelectOp(LookupOp):
     """Selects one position of axis `dim` of a table: out[.., ..] = table[.., index, ..].
 
-    The result lacks the axis `dim`. The index is a scalar. A negative index counts from the end of
+    The result lacks the axis `dim`. The index is a scalar. A negative index selects from the end of
     the axis.
     """
 
@@ -159,10 +168,10 @@ class SelectOp(LookupOp):
         return "select"
 
     def misfit(self, extent: int | None) -> str:
-        """Returns the text of an error if the index is a constant outside of the axis, else "".
+        """Returns an error message if the index is a constant outside of the axis, else "".
 
-        `extent` is the extent of the axis, or None if it is unknown. An index that is an input of
-        the fusion cannot be checked.
+        `extent` is the number of elements along the axis, or None if it is unknown. An index that
+        is an input of the fusion cannot be checked here.
         """
         place = sc.int_value(self.index)
         if extent is None or place is None or -extent <= place < extent:
@@ -170,15 +179,15 @@ class SelectOp(LookupOp):
         return f"index {place} is outside of axis {self.dim} of {self.table}"
 
     def table_map(self) -> AxisMap:
-        """Returns, per axis of the table, the axis of the result.
+        """Returns, per axis of the table, the corresponding axis of the result, or None.
 
-        The entry of the selected axis is None.
+        The entry of `dim` is None, because the result lacks this axis.
         """
         places = range(self.table.ndim)
         return tuple(None if k == self.dim else k - (k > self.dim) for k in places)
 
     def index_map(self) -> AxisMap:
-        """Returns the empty axis map, because a scalar index has no axes."""
+        """Returns, per axis of the index, the axis of the result: () for a scalar index."""
         return ()
 
 
@@ -200,18 +209,19 @@ class IndexSelectOp(LookupOp):
         return "index_select"
 
     def index_map(self) -> AxisMap:
-        """Returns (dim,), because the axis of the index becomes axis `dim` of the result."""
+        """Returns, per axis of the index, the corresponding axis of the result.
+
+        The index has one axis, which becomes axis `dim` of the result.
+        """
         return (self.dim,)
 
     def _ranks_agree(self) -> bool:
-        """Returns whether the index has one axis."""
+        """Returns whether the numbers of axes are correct: the index must have one axis."""
         return self.index.ndim == 1
 
 
 class EmbeddingFwdOp(LookupOp):
-    """Reads the rows of a table [v, h] whose numbers are in `index`: out[*i, h] = table[index[*i],
-    h].
-    """
+    """Reads the rows of a table that `index` numbers: out[*i, h] = table[index[*i], h]."""
 
     out: TensorView = result()
     index: TensorView = operand()
@@ -226,9 +236,10 @@ class EmbeddingFwdOp(LookupOp):
         return "embedding_fwd"
 
     def table_map(self) -> AxisMap:
-        """Returns (None, last axis of the result), for the rows and the columns of the table.
+        """Returns, per axis of the table, the corresponding axis of the result, or None.
 
-        The rows are the looked-up axis, to which no axis of the result corresponds.
+        The table has rows and columns. The entry of the rows is None, because `index` selects them.
+        The columns become the last axis of the result.
         """
         return (None, self.index.ndim)
 
@@ -283,20 +294,25 @@ class GatherOp(_AlongAxisOp):
         return "gather"
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes, except `dim`, along which the index may be shorter than the table."""
+        """Returns the axes, except `dim`, along which the index may be shorter than the table.
+
+        The result has the size of the index. It lacks the last positions of the table along such an
+        axis.
+        """
         found = _differing(self.table, self.index)
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields pairs (axis, table).
+        """Yields (axis, table) for each axis along which the index must not be longer than the
+        table.
 
-        Along this axis, the index must not be longer than the table.
+        Axes whose sizes are certainly equal, and `dim`, are omitted.
         """
         return ((k, self.table) for k in self.narrowed())
 
 
 def _differing(a: TensorView, b: TensorView) -> list[int]:
-    """Returns the positions at which the extents of `a` and `b` are not provably equal.
+    """Returns the axes along which the sizes of `a` and `b` are not known to be equal.
 
     Both tensors have the same number of axes.
     """
@@ -306,15 +322,18 @@ def _differing(a: TensorView, b: TensorView) -> list[int]:
 
 
 def _without(positions: Collection[int], found: AxisMap) -> AxisMap:
-    """Returns the axis map `found` with None at the positions `positions`."""
+    """Returns the axis map `found` with the entries at `positions` replaced by None.
+
+    An axis map has, per axis of a result, the corresponding operand axis or None.
+    """
     return tuple(None if k in positions else place for k, place in enumerate(found))
 
 
 class ScatterOp(LibraryOp):
     """Writes into a copy of inp along axis `dim`: out[.., index[.., i, ..], ..] = src[.., i, ..].
 
-    - Along the other axes, the index may be shorter than inp and than a tensor src, and src may be
-      shorter than inp.
+    - The index may be shorter than inp along the axes other than `dim`, and shorter than a tensor
+      src along all axes. The remaining elements of src are not read.
     - If several elements of the index have the same value, only one of the elements of src is
       written. It is undefined which of them.
     - Elements whose index is outside of the axis are ignored.
@@ -335,43 +354,56 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields pairs (axis, tensor).
+        """Yields (axis, tensor) for each axis along which the index must not be longer than the
+        tensor.
 
-        Along this axis, the index must not be longer than the tensor.
+        The tensor is inp or src. Axes whose sizes are certainly equal are omitted.
         """
         yield from ((k, self.inp) for k in _differing(self.inp, self.index) if k != self.dim)
         if not isinstance(self.src, Scalar):
             yield from ((k, self.src) for k in _differing(self.src, self.index))
 
     def _whole(self) -> set[int]:
-        """Returns the axes that cannot be sharded.
+        """Returns the axes that must not be split over devices: `dim`, and axes of different
+        lengths.
 
-        These are `dim`, and axes along which tensors differ in length.
+        If two tensors differ in length along an axis, equal parts of both do not correspond.
         """
         return {self.dim, *(k for k, _ in self.limits())}
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the axis of an operand, or None.
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
 
-        All axes of inp correspond by position. For other operands, `dim` and axes of a different
-        length correspond to no axis of the result.
+        All axes of inp correspond by position. For index and src, the entries of `dim` and of axes
+        of different length are None.
         """
         places = tuple(range(self.out.ndim))
         return places if operand_index == 0 else _without(self._whole(), places)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axis map of the axes that may be sharded.
+        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
+        None.
 
-        These are all axes except `dim` and axes along which tensors differ in length.
+        Axes correspond by position. The entries of `dim` and of axes along which tensors differ in
+        length are None.
         """
         return _without(self._whole(), tuple(range(self.out.ndim)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the result axes that cannot be sharded: `dim`, and axes of different lengths."""
+        """Returns the axes of `out` that must not be split over devices.
+
+        These are `dim`, because any position of it may be written, and axes along which tensors
+        differ in length.
+        """
         return tuple(sorted(self._whole()))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the operand axes that cannot be sharded: `dim`, and axes of different lengths."""
+        """Returns the axes of operand `operand_index` that must not be split over devices.
+
+        These are `dim`, because any position of it may be written, and axes along which tensors
+        differ in length.
+        """
         return tuple(sorted(self._whole()))
 
     def verify(self) -> None:
@@ -398,8 +430,8 @@ class ScatterOp(LibraryOp):
 class IndexPutAccumulateOp(LibraryOp):
     """Adds rows to rows of a copy of acc: out[index[i], ..] += value[i, ..] for each i in order.
 
-    `index` has one axis. An axis of value may be a broadcast axis. Rows of value whose index is
-    outside of acc are ignored.
+    `index` has one axis. An axis of value may have size 1 and is then broadcast. Rows of value
+    whose index is outside of acc are ignored.
     """
 
     out: TensorView = result()
@@ -417,18 +449,22 @@ class IndexPutAccumulateOp(LibraryOp):
         return "index_put_accumulate"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the axis of an operand, or None.
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
 
-        All axes of acc correspond by position. For other operands, see `cut_map`.
+        All axes of acc correspond by position. For other operands, the entries of axis 0 (the rows)
+        and of axes of size 1 are None.
         """
         if operand_index == 0:
             return tuple(range(self.out.ndim))
         return self.cut_map(operand_index, self.out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axis map of the axes that may be sharded.
+        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
+        None.
 
-        These are all axes except the rows (axis 0) and axes of size 1.
+        Axes correspond by position. The entries of axis 0 (the rows) and of axes of size 1 are
+        None.
         """
         tv = (self.acc, self.index, self.value)[operand_index]
         axes = tv.domain.no_reductions if tv is not self.index else ()
@@ -437,11 +473,17 @@ class IndexPutAccumulateOp(LibraryOp):
         return (*found, *[None] * (self.out.ndim - len(found)))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0,), because any row of the result may receive any row of value."""
+        """Returns the axes of `out` that must not be split over devices.
+
+        This is axis 0, because any row of value may be added to any row of the result.
+        """
         return (0,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns (0,), because any row of an operand may be added to any row of the result."""
+        """Returns the axes of operand `operand_index` that must not be split over devices.
+
+        This is axis 0, because any row of value may be added to any row of the result.
+        """
         return (0,)
 
     def verify(self) -> None:

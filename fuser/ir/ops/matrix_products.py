@@ -39,7 +39,8 @@ class ProductOp(LibraryOp):
     - With scales, the matrices are one-byte floats, and out = alpha * sum_k (scale1 * mat1) *
       (scale2 * mat2) + beta * bias. A missing alpha or beta is 1, and a missing bias is 0.
 
-    The last root axis of out is the reduction axis k, unless k has size 1.
+    The axes that the op itself computes (the root axes of out) end with the summed axis k, which is
+    marked as a reduction axis. If k has size 1, it is absent.
     """
 
     if TYPE_CHECKING:
@@ -67,12 +68,16 @@ class ProductOp(LibraryOp):
     }
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return self._template([f for f, _ in self.tensors() if f != "out"])
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for given in itertools.product((True, False), repeat=len(cls.OPTIONAL)):
             yield cls._variant([f for f, has in zip(cls.OPTIONAL, given, strict=True) if not has])
 
@@ -99,14 +104,17 @@ class ProductOp(LibraryOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns the letters of the axes of each matrix, by field name: mat1, mat2, out and
-        offsets.
+        """Returns one letter per axis of mat1, mat2, out and offsets, by field name.
+
+        The letters are g (groups), m (rows), n (columns) and k (the summed axis).
         """
         raise NotImplementedError
 
     def letters(self, field: str) -> str:
-        """Returns the letters of the axes of the tensor in field `field`, without reduction
-        axes.
+        """Returns one letter per axis of the tensor in field `field`, such as "mk" for mat1.
+
+        The letters are g (groups), m (rows), n (columns), k (the summed axis) and 1 (an axis of
+        size 1). Reduction axes have no letter. Axes with equal letters in two tensors correspond.
         """
         known = self.matrices(self.mat1, self.mat2)
         if field in known:
@@ -117,9 +125,9 @@ class ProductOp(LibraryOp):
         return "".join("1" if _is_one(axis) else c for axis, c in axes)
 
     def is_whole(self, letter: str) -> bool:
-        """Returns whether the axis with this letter cannot be sharded.
+        """Returns whether the axis with this letter must not be split over devices.
 
-        An axis cannot be sharded if one element of the result needs all elements along the axis.
+        An axis must not be split if one element of the result needs all elements along the axis.
         """
         raise NotImplementedError
 
@@ -133,25 +141,31 @@ class ProductOp(LibraryOp):
         return self.letters(fields[operand_index])
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis of the result, the operand axis with the same letter, or None.
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
 
-        The operand is `inputs[operand_index]`.
+        The operand is `inputs[operand_index]`. Axes with equal letters correspond, such as the rows
+        m of mat1 and of the result. The axes of the result include the summed axis k.
         """
         mine = self._operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self._root_letters())
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns `axis_map` with None for the axes that cannot be sharded."""
+        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
+        None.
+
+        For axes that must not be split, the entry is None.
+        """
         whole = self.whole_axes(out)
         found = enumerate(self.axis_map(operand_index))
         return tuple(None if k in whole else place for k, place in found)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the axes of the result that cannot be sharded."""
+        """Returns the axes of `out` that must not be split over devices, such as k (summed)."""
         return tuple(k for k, c in enumerate(self._root_letters()) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the axes of an operand that cannot be sharded."""
+        """Returns the axes of operand `operand_index` that must not be split over devices."""
         letters = self._operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
@@ -202,12 +216,13 @@ class ProductOp(LibraryOp):
 class GroupedMmaOp(ProductOp):
     """One matrix product per group. The groups divide one axis, which is called the ragged axis:
 
-    - mat1 [m, k], mat2 [k, n]: k is ragged, and out is [g, m, n].
-    - mat1 [g, m, k], mat2 [k, n]: n is ragged, and out is [m, n].
-    - mat1 [m, k], mat2 [g, k, n]: m is ragged, and out is [m, n].
+    - mat1 [m, k], mat2 [k, n]: the groups divide k, and out is [g, m, n].
+    - mat1 [g, m, k], mat2 [k, n]: the groups divide n, and out is [m, n].
+    - mat1 [m, k], mat2 [g, k, n]: the groups divide m, and out is [m, n].
 
-    Rows or columns of out that belong to no group are 0; no bias is added to them. Without scales,
-    the matrices may have any floating dtype, which is also the dtype of the result.
+    Group i has the positions from offsets[i - 1] up to, but not including, offsets[i] along the
+    ragged axis. Rows or columns of out that belong to no group are 0; no bias is added to them.
+    Without scales, the matrices may have any floating dtype, which is also the dtype of the result.
     """
 
     out: TensorView = result()
@@ -237,7 +252,11 @@ class GroupedMmaOp(ProductOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         yield cls._variant([*cls.SCALES])
         yield from super().variants()
 
@@ -248,21 +267,25 @@ class GroupedMmaOp(ProductOp):
 
     @property
     def ragged(self) -> str:
-        """The letter of the ragged axis (m, n or k), which the groups divide."""
+        """The letter of the ragged axis, which the groups divide: m (rows), n (columns) or k
+        (summed).
+        """
         return self.FORMS[self.mat1.ndim, self.mat2.ndim][0]
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns the letters of the axes of each matrix, by field name: mat1, mat2, offsets and
-        out.
+        """Returns one letter per axis of mat1, mat2, offsets and out, by field name.
+
+        The letters are g (groups), m (rows), n (columns) and k (the summed axis).
         """
         _, *letters, out = cls.FORMS[mat1.ndim, mat2.ndim]
         return {"mat1": letters[0], "mat2": letters[1], "offsets": "g", "out": out}
 
     def is_whole(self, letter: str) -> bool:
-        """Returns whether the axis with this letter cannot be sharded: g, k and the ragged axis.
+        """Returns whether the axis with this letter must not be split over devices.
 
-        The ragged axis cannot be sharded because offsets are positions along the whole axis.
+        These are g (the groups), k (the summed axis) and the ragged axis, which the groups divide.
+        The ragged axis must not be split, because `offsets` are positions along the whole axis.
         """
         return letter in ("g", "k", self.ragged)
 
@@ -310,13 +333,12 @@ class ScaledMmaOp(ProductOp):
 
     @classmethod
     def matrices(cls, mat1: TensorView, mat2: TensorView) -> Mapping[str, str]:
-        """Returns the letters of the axes of each matrix, by field name: mat1, mat2 and out."""
+        """Returns one letter per axis of mat1, mat2 and out: m (rows), n (columns), k (summed)."""
         return {"mat1": "mk", "mat2": "kn", "out": "mn"}
 
     def is_whole(self, letter: str) -> bool:
-        """Returns whether the axis with this letter cannot be sharded.
-
-        This is only k, the summed axis.
+        """Returns whether the axis with this letter must not be split over devices: only the summed
+        axis k.
         """
         return letter == "k"
 
@@ -333,14 +355,14 @@ LANES = 32
 
 
 def whole_tiles(extent: Scalar, size: int) -> Scalar:
-    """Returns the number of tiles of `size` elements that cover `extent` elements, rounded up."""
+    """Returns the number of tiles of `size` elements that cover `extent` elements (rounded up)."""
     return sc.truncdiv(sc.add(extent, size - 1), size)
 
 
 def padding(dtype: DataType) -> float:
-    """Returns the value for scales that no row uses: 0, or 2**-127 in Float8_e8m0fnu.
+    """Returns the value that fills unused positions of a tile of scales: 0, or 2**-127.
 
-    All bits of both values are 0.
+    2**-127 is used in Float8_e8m0fnu, which has no 0. All bits of both values are 0.
     """
     return 2.0**-127 if dtype is DataType.Float8_e8m0fnu else 0
 
@@ -348,17 +370,18 @@ def padding(dtype: DataType) -> float:
 def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
     """Returns an upper bound of the number of row tiles that `rows` rows in `groups` groups need.
 
-    Every group starts a new tile of 128 rows, so that up to 127 rows of its last tile are unused.
+    A row tile has 128 rows. Every group starts a new tile, so that up to 127 rows of its last tile
+    are unused.
     """
     return sc.truncdiv(sc.add(rows, sc.mul(groups, TILE_ROWS - 1)), TILE_ROWS)
 
 
 class GroupedScalesOp(LibraryOp):
-    """Copies the scales of Float8 blocks into the tiles that matrix units of GPUs read, group by
-    group.
+    """Copies the scales of Float8 matrices into the order in which matrix units of GPUs read them.
 
-    Group i has the rows of inp from input_offsets[i] up to the first row of group i + 1. In out,
-    these rows are stored from row output_offsets[i] on. Rows of out that belong to no group are 0.
+    The scales are those of a product of matrices in groups. Group i has the rows of inp from
+    input_offsets[i] up to the first row of group i + 1. In out, these rows are stored from row
+    output_offsets[i] on. Rows of out that belong to no group are 0.
     """
 
     out: TensorView = result()
@@ -379,15 +402,24 @@ class GroupedScalesOp(LibraryOp):
         return "preprocess_grouped_matmul_input_sf"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns (None, None), because rows and columns of tiles correspond to no operand axis."""
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
+
+        Both entries are None, because the op moves scales to other rows and columns.
+        """
         return (None, None)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0, 1), because neither axis of the result can be sharded."""
+        """Returns the axes of `out` that must not be split over devices.
+
+        These are both axes, because the op moves scales to other rows and columns.
+        """
         return (0, 1)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns all axes of the operand, because no axis can be sharded."""
+        """Returns the axes of operand `operand_index` that must not be split over devices: all
+        axes.
+        """
         return tuple(range(self.inputs[operand_index].ndim))
 
     def verify(self) -> None:

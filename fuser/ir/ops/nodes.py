@@ -1,8 +1,11 @@
-"""The tensor ops of the fusion IR: declarations, text forms and axis maps.
+"""The tensor ops of the fusion IR: their fields, their text forms, and which axes correspond.
 
-An axis map belongs to one tensor operand and has one entry per root axis of the output. The entry
-is the position of the corresponding operand axis, not counting reduction axes. If the operand
-has no such axis, the entry is None. Index computations, sharding and inlining read these maps.
+An *axis map* tells which axes of an operand and of the result correspond. It is a tuple with one
+entry per axis of the result: the position of the corresponding operand axis, or None if the operand
+has no such axis. The axes of the result are here its *root axes*, the axes that the op itself
+computes. They include reduction axes and precede the splits and merges of a reshape. Positions in
+the operand do not count reduction axes. Index computations, sharding and loop fusion read these
+maps.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ _EXACT_RULES = ("limits", "fitting")
 
 
 def _exact_operands(kind: str, operands: Sequence[TensorView | Scalar]) -> tuple[Scalar, ...]:
-    """Returns the numbers among the operands that the dtype of the result must represent exactly.
+    """Returns the scalar operands that the dtype of the result must represent exactly.
 
     An example is the divisor of an integer division: if it wrapped around, the result would be
-    wrong. `kind` is a row of `fuser.ir.pointwise_table`.
+    wrong. `kind` is the name of the elementwise op, a row of `fuser.ir.pointwise_table`.
     """
     row = POINTWISE[kind]
     found = (v for i, v in enumerate(operands) if i in row.exact and isinstance(v, Scalar))
@@ -38,7 +41,7 @@ def _exact_operands(kind: str, operands: Sequence[TensorView | Scalar]) -> tuple
 class UnaryOp(TensorOp):
     """An elementwise op with one operand: out = kind(inp).
 
-    `kind` names a row of `fuser.ir.pointwise_table`, such as "exp".
+    `kind` is the name of the operation, such as "exp". `fuser.ir.pointwise_table` lists all names.
     """
 
     out: TensorView = result()
@@ -46,12 +49,16 @@ class UnaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return unary_template(self.kind, is_float=self.out.dtype() is DataType.Float)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for kind in kinds_of(1):
             for is_float in (False, True):
                 yield {"kind": kind}, unary_template(kind, is_float=is_float)
@@ -69,12 +76,16 @@ class CastOp(TensorOp):
         return "cast"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return "{out}\n   = " + cast_spelling(self.inp.dtype(), self.out.dtype()) + "({inp});"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         spellings = {cast_spelling(s, d): None for s in INFO for d in INFO}
         for spelling in spellings:
             yield {}, "{out}\n   = " + spelling + "({inp});"
@@ -83,7 +94,7 @@ class CastOp(TensorOp):
 class BinaryOp(TensorOp):
     """An elementwise op with two operands: out = lhs kind rhs. At most one operand may be a scalar.
 
-    `kind` names a row of `fuser.ir.pointwise_table`, such as "add".
+    `kind` is the name of the operation, such as "add". `fuser.ir.pointwise_table` lists all names.
     """
 
     out: TensorView = result()
@@ -92,18 +103,24 @@ class BinaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return binary_template(self.kind, is_float=category(self.out.dtype()) == "float")
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns numbers among the operands that must not wrap around, such as the divisor of
-        integers.
+        """Returns the scalar operands that the dtype of the result must represent exactly.
+
+        An example is the divisor of an integer division: if it wrapped around, the result would be
+        wrong.
         """
         return _exact_operands(self.kind, (self.lhs, self.rhs))
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for kind in kinds_of(2):
             for is_float in (False, True):
                 yield {"kind": kind}, binary_template(kind, is_float=is_float)
@@ -112,7 +129,8 @@ class BinaryOp(TensorOp):
 class TernaryOp(TensorOp):
     """An elementwise op with three operands: out = kind(a, b, c). Operands may be scalars.
 
-    `kind` names a row of `fuser.ir.pointwise_table`, such as "where".
+    `kind` is the name of the operation, such as "where". `fuser.ir.pointwise_table` lists all
+    names.
     """
 
     out: TensorView = result()
@@ -122,24 +140,29 @@ class TernaryOp(TensorOp):
     kind: str = attr()
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return ternary_template(self.kind)
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns numbers among the operands that must not wrap around, such as the bounds of a
-        clamp.
+        """Returns the scalar operands that the dtype of the result must represent exactly.
+
+        An example is a bound of a clamp: if it wrapped around, the result would be wrong.
         """
         return _exact_operands(self.kind, (self.a, self.b, self.c))
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for kind in kinds_of(3):
             yield {"kind": kind}, ternary_template(kind)
 
 
 class FullOp(TensorOp):
-    """A tensor in which every element is `value`. `shape` has the extents of its logical axes."""
+    """A tensor in which every element is `value`. `shape` has the sizes of its axes."""
 
     out: TensorView = result()
     shape: tuple[Scalar, ...] = operands()
@@ -152,13 +175,18 @@ class FullOp(TensorOp):
         return "full"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the value if it is an integer, because it must not wrap around in the dtype of
-        out.
+        """Returns the scalar operands that the dtype of the result must represent exactly.
+
+        For a full, this is the fill value if it is an integer, which must not wrap around.
         """
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns None for every axis, because the op has no tensor operand."""
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
+
+        All entries are None, because the op has no tensor operand.
+        """
         return (None,) * len(self.out.domain.maybe_root)
 
 
@@ -177,24 +205,31 @@ class IotaOp(TensorOp):
         return "iota"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns None for the only axis, because the op has no tensor operand."""
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
+
+        The only entry is None, because the op has no tensor operand.
+        """
         return (None,)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (0,), because the op has no operand from which the sharding of axis 0 could
-        follow.
+        """Returns the axes of `out` that must not be split over devices.
+
+        This is axis 0, because the op has no operand from which this axis could take its split.
         """
         return (0,)
 
 
 class RandomOp(TensorOp):
-    """Random numbers. Element i depends only on `seed`, `offset` and the position of i in `shape`.
+    """Random numbers. An element depends only on `seed`, `offset` and its index in a tensor of
+    `shape`.
 
     - kind "uniform": numbers in [a, b), by default [0, 1).
-    - kind "normal": mean a and standard deviation b, by default 0 and 1.
-    - Without a seed, each call draws new numbers from torch's generator.
-    - If out is a part of a larger tensor, such as a shard, `shape` is the larger tensor's shape.
-      `begin` is then the index of out's first element in that tensor. Otherwise `begin` is ().
+    - kind "normal": numbers with mean a and standard deviation b, by default 0 and 1.
+    - Without a seed, each call takes a new seed and offset from torch's generator.
+    - If out is a part of a larger tensor, such as the part that one device stores, `shape` is the
+      shape of the larger tensor. `begin` is then the index of out's first element in that tensor.
+      Otherwise `begin` is ().
     """
 
     out: TensorView = result()
@@ -212,14 +247,18 @@ class RandomOp(TensorOp):
     }
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return self._template(
             self.KINDS[self.kind][self.a is not None], self.seed is not None, bool(self.begin)
         )
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for kind, spellings in cls.KINDS.items():
             for spelled in spellings:
                 general = {} if spelled is spellings[1] else {"a": None, "b": None}
@@ -237,14 +276,18 @@ class RandomOp(TensorOp):
         return "{out}\n   = " + spelled + "({shape}" + ends + ", {out.dtype}" + seed + begin + ");"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns None for every axis, because the op has no tensor operand."""
+        """Returns, per axis of the result, the corresponding operand axis, or None if there is
+        none.
+
+        All entries are None, because the op has no tensor operand.
+        """
         return (None,) * len(self.out.domain.maybe_root)
 
     def verify(self) -> None:
-        """Checks that `shape` and `begin` have one entry per axis, and that paired operands are
-        complete.
+        """Checks that `shape` and `begin` have one entry per axis, and that operands are passed in
+        pairs.
 
-        The pairs are a and b, and seed and offset.
+        The pairs are (a, b) and (seed, offset): both operands are present, or both are None.
 
         Raises:
             VerifyError: a check fails.
@@ -262,7 +305,7 @@ class RandomOp(TensorOp):
 class LoadStoreOp(TensorOp):
     """A copy, which may permute axes: out = inp.
 
-    If out has root axes, its logical axes are a permutation of these root axes.
+    If the copy permutes axes, out also stores the axes in the order of inp, as its root axes.
     """
 
     out: TensorView = result()
@@ -272,18 +315,24 @@ class LoadStoreOp(TensorOp):
 
     @property
     def name(self) -> str:
-        """The name of the op in messages: `permute` if the axes are reordered, else `set`."""
+        """The name of the op in messages: `permute` if it changes the order of the axes, else
+        `set`.
+        """
         return "permute" if self.out.domain.root else "set"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         permute = ".Permute" if self.out.domain.root else ""
         hint = "" if self.cache_op is CacheOp.unspecified else f", cache_op={self.cache_op.value}"
         return "{out}\n   = " + self.kind.value + permute + "( {inp}" + hint + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for kind in LoadStoreOpType:
             for cache_op in CacheOp:
                 hint = "" if cache_op is CacheOp.unspecified else f", cache_op={cache_op.value}"
@@ -293,20 +342,24 @@ class LoadStoreOp(TensorOp):
 
 
 class Reshard(TensorOp):
-    """A change of placement: out = inp with another sharding, or inp reduced over a device axis.
+    """A copy that distributes a tensor over devices in another way, or adds partial results of
+    devices.
 
-    One op is one change along the mesh axes `ptypes` of inp.mesh and out.mesh:
+    One op makes one change, along the mesh dimensions `ptypes`:
 
-    - `source`: the logical axis of inp that is sharded along `ptypes`, but is not in out, or None.
-    - `target`: the logical axis of out that is sharded along `ptypes`, but is not in inp, or None.
-    - `reduction`: a kind of `ReductionOp`, or None. `source` is then the device axis of a partial
-      sum.
+    - `source`: the axis of inp that is split over these mesh dimensions, and that each device has
+      completely in out; None if there is none.
+    - `target`: the axis of out that is split over these mesh dimensions, and that each device has
+      completely in inp; None if there is none.
+    - `reduction`: how the partial results of devices are combined (a kind of `ReductionOp`), or
+      None. `source` is then the axis of inp along which each device stores its own partial result.
 
-    Positions do not count reduction axes.
+    Axes are positions, which do not count reduction axes.
 
-    If `ptypes` contains a stream type, out is computed in the iterations of a stream loop. `target`
-    is then the stream axis of out, and `source` the axis whose blocks the devices hold. If each
-    iteration slices data that the device already has, `source` is None.
+    If `ptypes` contains a stream type, out is computed part by part in a loop whose iterations run
+    on several CUDA streams. `target` is then the axis that this loop divides, and `source` the axis
+    that is split over devices. If each iteration only slices data that the device already has,
+    `source` is None.
     """
 
     out: TensorView = result()
@@ -322,12 +375,16 @@ class Reshard(TensorOp):
         return "reshard"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return _reshard_template(self.source is not None, self.target is not None, self.reduction)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for source in (False, True):
             for target in (False, True):
                 for reduction in (None, *ReductionOp.KINDS):
@@ -347,7 +404,7 @@ def _reshard_template(has_source: bool, has_target: bool, reduction: str | None)
 
 
 class BroadcastOp(TensorOp):
-    """The insertion of broadcast axes.
+    """The insertion of broadcast axes: axes of size 1, which later ops may repeat.
 
     `flags` has one entry per output axis: True for a new axis.
     """
@@ -363,14 +420,15 @@ class BroadcastOp(TensorOp):
         return "broadcast"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the operand axis at its position, or None for a new
-        axis.
+        """Returns, per axis of the result, the corresponding operand axis, or None for a new axis.
+
+        The other axes of the result are those of the operand in the same order.
         """
         source = iter(range(len(self.flags)))
         return tuple(None if new else next(source) for new in self.flags)
 
     def verify(self) -> None:
-        """Checks that `flags` keep exactly as many axes as the operand has.
+        """Checks that `flags` has one False for each axis of the operand.
 
         Raises:
             VerifyError: the numbers differ.
@@ -381,7 +439,7 @@ class BroadcastOp(TensorOp):
 
 
 class SqueezeOp(TensorOp):
-    """The removal of broadcast axes.
+    """The removal of broadcast axes, which have size 1.
 
     `flags` has one entry per input axis: True for a removed axis.
     """
@@ -397,14 +455,14 @@ class SqueezeOp(TensorOp):
         return "squeeze"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, its position in the operand."""
+        """Returns, per axis of the result, the position of the corresponding operand axis."""
         return tuple(i for i, gone in enumerate(self.flags) if not gone)
 
 
 class ExpandOp(TensorOp):
-    """The expansion of broadcast axes to the sizes in `shape`, as `torch.Tensor.expand` does.
+    """The repetition of broadcast axes up to the sizes in `shape`, as `torch.Tensor.expand` does.
 
-    For an axis that is not a broadcast axis, `shape` has the extent of this axis.
+    `shape` has one size per axis. For an axis that is not repeated, it has the current size.
     """
 
     out: TensorView = result()
@@ -419,9 +477,9 @@ class ExpandOp(TensorOp):
 
 
 class ReshapeOp(TensorOp):
-    """A reshape: splits and merges derive the logical axes of out from its root axes.
+    """A reshape: splits and merges turn the axes of inp into the axes that users see in out.
 
-    The root axes are the axes of inp.
+    The domain of out stores both: the axes of inp as root axes, and the new ones as logical axes.
     """
 
     out: TensorView = result()
@@ -436,9 +494,10 @@ class ReshapeOp(TensorOp):
 
 # ------------------------------------------------------------------ reductions
 class ReductionOp(TensorOp):
-    """A reduction of inp over the reduction axes of out. `kind` is add, mul, max or min.
+    """A reduction of inp over those axes that are marked as reduction axes in out.
 
-    `init` is the value with which the reduction starts, and so the result for an empty axis.
+    `kind` is add, mul, max or min. `init` is the value with which the reduction starts, so it is
+    the result for an empty axis.
     """
 
     out: TensorView = result()
@@ -453,7 +512,7 @@ class ReductionOp(TensorOp):
         return {"add": "sum", "mul": "prod"}.get(self.kind, self.kind)
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return (
             "{out}\n   = reduction( {inp}, op = "
             + self.kind
@@ -462,7 +521,11 @@ class ReductionOp(TensorOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for kind in cls.KINDS:
             yield (
                 {"kind": kind},
@@ -473,9 +536,10 @@ class ReductionOp(TensorOp):
 
 
 class WelfordOp(TensorOp):
-    """Mean, sum of squared deviations and count over the reduction axes, in one pass.
+    """Computes mean, sum of squared deviations and number of elements in one pass over the data.
 
-    The results are `avg`, `var` (the sum of squared deviations) and `n`, which has the dtype Index.
+    The results are `avg`, `var` (the sum of squared deviations) and `n`. The axes that are reduced
+    are marked as reduction axes in the results.
 
     Source: Welford 1962, "Note on a Method for Calculating Corrected Sums of Squares and Products".
     """
@@ -497,7 +561,7 @@ class WelfordOp(TensorOp):
 
 # ------------------------------------------------------------------ library ops
 class LibraryOp(TensorOp):
-    """Base class of the ops that torch executes. No op is fused into a kernel with such an op."""
+    """Base class of the ops that torch executes. Such an op is never part of a generated kernel."""
 
     # Whether the steps of a stream loop may compute blocks of the results.
     RUNS_IN_STEPS: ClassVar[bool] = True
@@ -520,7 +584,9 @@ class LibraryOp(TensorOp):
         return False
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose memory order `out` has, or None for a row-major result."""
+        """Returns the operand whose order of axes in memory `out` takes over, or None for
+        row-major.
+        """
         del out
         return None
 
@@ -528,7 +594,8 @@ class LibraryOp(TensorOp):
 class Contraction(LibraryOp):
     """Base class of matmul and linear, which sum products over one axis.
 
-    The summed axis is the last root axis of out, a reduction axis. If its size is 1, out lacks the
+    The result has this summed axis, too: it is the last of the axes that the op itself computes,
+    and is marked as a reduction axis. If its size is 1, nothing is summed, and the result lacks the
     axis.
     """
 
@@ -539,8 +606,8 @@ class Contraction(LibraryOp):
 class MatmulOp(Contraction):
     """A matrix product: out[..., m, n] = sum_k a[..., m, k] b[..., k, n], as torch.matmul.
 
-    An operand may have one axis. The logical axes of out are [batch..., M, N, rK]. rK is absent if
-    K has size 1 in both operands.
+    An operand may have only one axis, k. The axes of out are [batch..., m, n, k], where k is marked
+    as a reduction axis. k is absent if it has size 1 in both operands.
     """
 
     out: TensorView = result()
@@ -555,10 +622,11 @@ class MatmulOp(Contraction):
         return "matmul"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis [batch.., m, n, k] of the result, the position in the operand, or
+        """Returns, per axis [batch.., m, n, k] of the result, the corresponding operand axis, or
         None.
 
-        Batch axes are aligned at the last one. Operand a has m and k, and operand b has k and n.
+        k is the axis that is summed over. `operand_index` 0 is a [batch.., m, k], and 1 is b
+        [batch.., k, n]. Batch axes correspond from the last one on, as in broadcasting.
         """
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
@@ -578,9 +646,9 @@ class MatmulOp(Contraction):
 class LinearOp(Contraction):
     """A linear layer: out = x @ weight.T + bias. The bias is optional.
 
-    The axes are x [*i, K], weight [*w, N, K], bias [*w, N] -> out.logical [*w, *i, N, rK]. In a
-    host program, weight and bias may be one column of these tensors, [K] and []; out is then [*i,
-    rK].
+    The axes are x [*i, n_in], weight [*w, n_out, n_in] and bias [*w, n_out]. The result is [*w, *i,
+    n_out, n_in], where n_in is marked as a reduction axis. If a host program computes one output
+    feature per device or step, weight is [n_in], bias is [], and out is [*i, n_in].
     """
 
     out: TensorView = result()
@@ -595,18 +663,22 @@ class LinearOp(Contraction):
         return "linear"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         tail = ",\n            {bias}" if self.bias is not None else ""
         return "{out}\n   = linear({x},\n            {weight}" + tail + ")"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         yield {}, "{out}\n   = linear({x},\n            {weight},\n            {bias})"
         yield {"bias": None}, "{out}\n   = linear({x},\n            {weight})"
 
     def verify(self) -> None:
-        """Checks the number of axes of x, weight, bias and out.
+        """Checks that the numbers of axes of x, weight, bias and out fit together.
 
         Raises:
             VerifyError: the numbers do not match.
@@ -625,10 +697,10 @@ class LinearOp(Contraction):
             )
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per root axis [*w, *i, n, k] of the result, the position in the operand, or
-        None.
+        """Returns, per axis [*w, *i, n, k] of the result, the corresponding operand axis, or None.
 
-        x has [*i, k], weight has [*w, n, k], and the bias has [*w, n].
+        k is the axis that is summed over. Operand 0 is x [*i, k], 1 is weight [*w, n, k], and 2 is
+        the bias [*w, n].
         """
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
@@ -640,8 +712,8 @@ class LinearOp(Contraction):
 
     @property
     def bias_lacks(self) -> tuple[bool, ...]:
-        """One flag per axis of the result, which is True if the bias has no such axis (the rows
-        `*i`).
+        """One flag per axis of the result: True if the bias has no such axis, so that it is
+        broadcast.
         """
         return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])
 
@@ -653,7 +725,8 @@ class LinearOp(Contraction):
 class SliceOp(TensorOp):
     """A slice: out = inp[start:stop] along each axis, with step 1.
 
-    Per axis, a `Resize` derives the logical axis of out from its root axis.
+    For each axis, the domain of out has a `Resize`, which derives the shorter axis from that of
+    inp.
     """
 
     out: TensorView = result()
@@ -669,17 +742,17 @@ class SliceOp(TensorOp):
 
     @property
     def starts(self) -> tuple[Scalar, ...]:
-        """The first index of each axis."""
+        """The start of the slice along each axis: the index in inp of the first element of out."""
         return self.ranges[::3]
 
     @property
     def stops(self) -> tuple[Scalar, ...]:
-        """The index after the last index of each axis."""
+        """The end of the slice along each axis: the index in inp after the last element of out."""
         return self.ranges[1::3]
 
     @staticmethod
     def ranges_of(starts: Iterable[Scalar], stops: Iterable[Scalar]) -> tuple[Scalar, ...]:
-        """Returns the field `ranges` of a slice with these starts and stops, and with step 1."""
+        """Returns (start, stop, 1) of all axes as one flat tuple: the value of `ranges`."""
         return tuple(x for a, b in zip(starts, stops, strict=True) for x in (a, b, sc.ONE))
 
     def verify(self) -> None:
@@ -714,8 +787,10 @@ class PadOp(TensorOp):
         return "pad"
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the added value if it is an integer, because it must not wrap around in out's
-        dtype.
+        """Returns the scalar operands that the dtype of the result must represent exactly.
+
+        For a pad, this is the value of the added elements if it is an integer, which must not wrap
+        around.
         """
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
@@ -746,21 +821,27 @@ class PadOp(TensorOp):
             )
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         filler = "" if self.filler is None else ", {filler}"
         return "{out}\n   = pad( {inp}, {widths}" + filler + " )"
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         yield {"filler": None}, "{out}\n   = pad( {inp}, {widths} )"
         yield {}, "{out}\n   = pad( {inp}, {widths}, {filler} )"
 
 
 class CatOp(TensorOp):
-    """The concatenation of pieces along `dim`. Each piece is already padded to the extent of out.
+    """The concatenation of tensors along axis `dim`.
 
-    `ends[k]` is the index along `dim` after the last element of piece k.
+    Each operand in `pieces` is already padded to the size of out, so that all of them have the same
+    loops as out. For index i along `dim`, the op reads the operand k with ends[k - 1] <= i <
+    ends[k].
     """
 
     out: TensorView = result()
@@ -775,7 +856,11 @@ class CatOp(TensorOp):
         return "cat"
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (dim,), because a shard of the result may need elements of several pieces."""
+        """Returns the axes of `out` that must not be split over devices.
+
+        This is `dim`, because the part of the result on one device may need elements of several
+        operands.
+        """
         return (self.dim,)
 
 
@@ -784,9 +869,10 @@ class CatOp(TensorOp):
 
 
 def unary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text template of a unary elementwise op of kind `kind`.
+    """Returns the text form of a unary elementwise op, with placeholders `{out}` and `{inp}`.
 
-    `is_float` says whether the result has dtype Float, because the function then has another name.
+    `kind` is the name of the op in `fuser.ir.pointwise_table`. `is_float` says whether the result
+    has dtype Float, because the function in the text then has another name (`expf`, not `exp`).
     """
     row = POINTWISE[kind]
     if row.is_operator:
@@ -795,9 +881,11 @@ def unary_template(kind: str, *, is_float: bool) -> str:
 
 
 def binary_template(kind: str, *, is_float: bool) -> str:
-    """Returns the text template of a binary elementwise op of kind `kind`.
+    """Returns the text form of a binary elementwise op, with placeholders for result and operands.
 
-    `is_float` says whether the result is floating, because the function then has another name.
+    `kind` is the name of the op in `fuser.ir.pointwise_table`. `is_float` says whether the result
+    has a floating dtype, because the function in the text then has another name (`fmax`, not
+    `max`).
     """
     row = POINTWISE[kind]
     if row.is_operator:
@@ -806,7 +894,10 @@ def binary_template(kind: str, *, is_float: bool) -> str:
 
 
 def ternary_template(kind: str) -> str:
-    """Returns the text template of an elementwise op of kind `kind` with three operands."""
+    """Returns the text form of an elementwise op with three operands, with placeholders for them.
+
+    `kind` is the name of the op in `fuser.ir.pointwise_table`.
+    """
     return "{out}\n   = " + POINTWISE[kind].text + "({a}\n  , {b}\n  , {c});"
 
 
@@ -826,7 +917,7 @@ _CAST_TO = {
 
 
 def cast_spelling(src: DataType, dst: DataType) -> str:
-    """Returns nvFuser's name of a cast from `src` to `dst`: `__to_float`, `__half2float`, ..."""
+    """Returns the name of a cast from `src` to `dst` in IR text, as in nvFuser: `__half2float`,"""
     s, d = INFO[src].text, INFO[dst].text
     if is_complex(src) and category(dst) in ("int", "float"):
         return _CAST_TO.get(d, f"__to_{_CAST_NAMES.get(d)}").replace("__", "__real_then_", 1)
@@ -845,7 +936,5 @@ _EXPENSIVE_INSTRUCTIONS = 20
 
 
 def instructions(op: TensorOp) -> int:
-    """Returns the approximate number of instructions that a GPU thread needs per element of an
-    op.
-    """
+    """Returns roughly how many instructions a GPU thread needs per element of `op`."""
     return _EXPENSIVE_INSTRUCTIONS if op.name in EXPENSIVE else 1

@@ -1,6 +1,6 @@
 """Scans and sorts: ops along one axis whose results may need all elements of the axis.
 
-This axis is never sharded. The other axes may be sharded.
+This axis is never split over devices. The other axes may be split.
 """
 
 from __future__ import annotations
@@ -35,16 +35,25 @@ class AlongAxisOp(LibraryOp):
     KEEPS_EXPANDED: ClassVar[bool] = False
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns the axis map of the axes that may be sharded: all except `dim`."""
+        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
+        None.
+
+        Axes correspond by position. The entry of `dim` is None, because results need all elements
+        along it.
+        """
         return tuple(None if k == self.dim else k for k in range(out.ndim))
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns (dim,), the result axis that cannot be sharded."""
+        """Returns the axes of `out` that must not be split over devices.
+
+        This is `dim`, because an element of a result may need all elements along this axis.
+        """
         return (self.dim,)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns (dim,), because every element of a result needs the whole operand along this
-        axis.
+        """Returns the axes of the operand that must not be split over devices.
+
+        This is `dim`, because an element of a result may need all elements along this axis.
         """
         return (self.dim,)
 
@@ -68,7 +77,7 @@ class AlongAxisOp(LibraryOp):
                 )
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtype of each result. Every subclass overrides this method."""
+        """Returns the dtype that each result must have. Every subclass overrides this method."""
         raise NotImplementedError
 
 
@@ -97,16 +106,23 @@ class ScanOp(AlongAxisOp):
         return self.NAMES[self.kind]
 
     def exact_numbers(self) -> tuple[Scalar, ...]:
-        """Returns the initial value, which the dtype of the result must represent exactly."""
+        """Returns the scalar operands that the dtype of the result must represent exactly.
+
+        For a scan, this is the initial value.
+        """
         return (self.init,)
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return self._template(self.kind)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for kind in ReductionOp.KINDS:
             yield {"kind": kind}, cls._template(kind)
 
@@ -116,7 +132,7 @@ class ScanOp(AlongAxisOp):
         return "{out}\n   = scan(" + ",\n          ".join(arguments) + ")"
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtype of the operand, which is also the dtype of the result."""
+        """Returns the dtype that each result must have: the dtype of the operand."""
         return (self.inp.dtype(),)
 
 
@@ -139,12 +155,16 @@ class ArgsortOp(AlongAxisOp):
         return "argsort"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return self._template(self.descending, self.stable)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for down, stable in itertools.product((False, True), repeat=2):
             yield {"descending": down, "stable": stable}, cls._template(down, stable)
 
@@ -154,7 +174,7 @@ class ArgsortOp(AlongAxisOp):
         return "{out} = argsort( {inp}, dim = {dim}, " + flags + " )"
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns Int, the dtype of positions."""
+        """Returns the dtype that each result must have: Int, because results are positions."""
         return (DataType.Int,)
 
 
@@ -178,12 +198,16 @@ class TopKOp(AlongAxisOp):
         return "topk"
 
     def template(self) -> str:
-        """Returns the op's IR text with a placeholder, such as `{out}`, for each printed field."""
+        """Returns the text form of this op, with placeholders such as `{out}` for its fields."""
         return self._template(self.largest, self.sorted)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields (attribute values, text template) of each printed form, for the parser."""
+        """Yields (attribute values, template) for each text form that ops of this class can have.
+
+        The form depends on the attributes of an op. The parser tries the templates on a text, and
+        takes the attribute values of the one that matches.
+        """
         for largest, in_order in itertools.product((False, True), repeat=2):
             yield {"largest": largest, "sorted": in_order}, cls._template(largest, in_order)
 
@@ -193,17 +217,23 @@ class TopKOp(AlongAxisOp):
         return "( {found}, {places} ) = topk( {inp}, {k}, dim = {dim}, " + flags + " )"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns the axis map without `dim`, along which the result has k elements."""
+        """Returns, per axis of the results, the corresponding axis of the operand, or None.
+
+        Axes correspond by position. The entry of `dim` is None, because results have only k
+        elements along it.
+        """
         return self.cut_map(operand_index, self.found)
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtype of the operand for the elements, and Int for their positions."""
+        """Returns the dtype that each result must have: the operand's dtype, and Int for the
+        positions.
+        """
         return (self.inp.dtype(), DataType.Int)
 
     def misfit(self, k: int, extent: int | None) -> str:
-        """Returns the text of an error if `k` is negative or larger than the axis, else "".
+        """Returns an error message if `k` is negative or larger than the axis, else "".
 
-        `extent` is the extent of the axis, or None if it is unknown.
+        `extent` is the number of elements along the axis, or None if it is unknown.
         """
         if k >= 0 and (extent is None or k <= extent):
             return ""

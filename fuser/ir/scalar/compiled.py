@@ -1,4 +1,4 @@
-"""Compiles scalars to a Python function, for expressions that are computed for many sizes.
+"""Compiles symbolic scalars to a Python function, for those that are computed for many sizes.
 
 For example, the scalars i0*i1 + 3 and ceilDiv(i0, 4) become this function:
 
@@ -33,7 +33,7 @@ _CASTS = {"int": "int", "bool": "bool", "float": "float", "complex": "complex"}
 
 
 class Computed:
-    """A tuple of scalars that a call computes from the values of their symbols.
+    """Several symbolic scalars. A call computes their values from the values of their symbols.
 
     The results are those of `evaluate`, but are computed faster. The Python function is compiled at
     the first call, because many programs see only one size.
@@ -51,7 +51,7 @@ class Computed:
         return tuple(evaluate(x, values) for x in self.scalars) if found is None else found
 
     def hold(self, values: Mapping[Symbol, Number]) -> bool:
-        """Returns whether all scalars are true for these values of symbols.
+        """Returns whether all scalars, which are conditions, are true for these values of symbols.
 
         Errors in scalars after the first false scalar are ignored.
         """
@@ -59,7 +59,8 @@ class Computed:
         return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
 
     def at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
-        """Returns all values by the compiled function, or None if that function raises an error.
+        """Returns the values of all scalars by the compiled function, or None if it raises an
+        error.
 
         In this case, `evaluate` may still succeed, because it computes only the selected branch of
         a `where`.
@@ -74,7 +75,7 @@ class Computed:
 
 
 def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], Any]:
-    """Compiles a function that takes the values of symbols and returns the values of all scalars.
+    """Compiles a function that takes the values of symbols and returns the values of all `scalars`.
 
     Common subexpressions are computed once. Unlike `evaluate`, the function computes both branches
     of a `where`, and its errors do not name the scalar.
@@ -85,7 +86,7 @@ def compiled(scalars: Sequence[Scalar]) -> Callable[[Mapping[Symbol, Number]], A
 
 
 class PythonText:
-    """The text of a Python function that computes scalars, while it is being written.
+    """The source text of a Python function that computes scalars, while it is being built.
 
     `names` maps each computed scalar to its Python variable, and `lines` has the statements. Common
     subexpressions are computed once.
@@ -97,9 +98,10 @@ class PythonText:
         self._known: dict[str, object] = {}
 
     def name(self, x: Scalar) -> str:
-        """Returns the Python variable of a scalar, and adds the statements that compute the scalar.
+        """Returns the Python variable of a scalar, after adding the statements that compute the
+        scalar.
 
-        A symbol without a variable is looked up in the parameter `values` of the Python function.
+        A symbol without a variable is looked up in the parameter `values` of the function.
         """
         for y in postorder(x, self.names.__contains__):
             self.assign(y, _text(y, self.names, self.constant))
@@ -117,9 +119,10 @@ class PythonText:
         return name
 
     def function(self, parameter: str, result: str) -> Callable[..., Any]:
-        """Compiles the statements to a function of one parameter. The function returns `result`.
+        """Compiles the collected statements to a function of one parameter.
 
-        `parameter` is the parameter's name, and `result` is a Python expression.
+        `parameter` is the parameter's name, and `result` is the Python expression that the function
+        returns.
         """
         body = "\n    ".join([*self.lines, f"return {result}"])
         made: dict[str, Any] = {}
@@ -128,7 +131,7 @@ class PythonText:
 
 
 def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:
-    """Returns the Python expression of a scalar, in terms of the variables of its operands.
+    """Returns the Python expression that computes a scalar from the variables of its operands.
 
     `names` has these variables. `named` returns a name for any other object in the expression.
     """
@@ -184,7 +187,5 @@ def _sum(x: Poly, names: Mapping[Scalar, str]) -> str:
 
 
 def _is_count(x: Scalar) -> bool:
-    """Returns whether the value of `x` is certainly a Python int, so that no conversion is
-    needed.
-    """
+    """Returns whether the value of `x` is certainly a Python int and needs no `int(..)`."""
     return isinstance(x, Symbol) and is_int(x)

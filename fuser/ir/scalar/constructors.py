@@ -1,18 +1,18 @@
 """Symbolic scalars that are simplified when they are built.
 
 A scalar is a constant, a symbol, or an op applied to scalars. Integer sums and products are stored
-as polynomials over atoms: symbols and other ops, such as `/`. Equal index expressions therefore
-usually become the same object.
+as polynomials whose factors are symbols and other ops, such as `/`. Equal index expressions
+therefore usually become the same object.
 
 A symbol has a range, from which simplifications are proved (`fuser.ir.scalar.simplify`):
 
-- an extent is at least 0, or at least 1 in a fusion that is specialised for inputs without empty
-  axes;
+- an extent (the size of an axis) is at least 0, or at least 1 in a fusion that is compiled only for
+  inputs without empty axes;
 - an index is in [0, extent - 1];
 - an integer that the user passes has no bounds.
 
-The constructors (`add`, `mul`, `floordiv`, ...) are the only way to build an expression. No later
-step simplifies an expression.
+The functions of this module (`add`, `mul`, `floordiv`, ...) are the only way to build an
+expression. No later step simplifies an expression.
 """
 
 from __future__ import annotations
@@ -124,36 +124,37 @@ __all__ = [
 
 
 def index(name: str, extent: ScalarLike) -> Symbol:
-    """Returns a symbol for the index of a loop, a thread or a mesh axis, with 0 <= index <
-    extent.
-    """
+    """Returns a symbol for the index of a loop, thread or mesh dimension: 0 <= index < extent."""
     return Symbol(name, DataType.Index, lo=0, hi=sub(extent, 1))
 
 
 def name_for(name: str, x: Scalar, dtype: DataType = DataType.Index) -> Symbol:
-    """Returns a symbol with the name `name` for the value of `x`, with the lower bound of `x`."""
+    """Returns a symbol with the name `name` that stands for the value of `x`.
+
+    Its lower bound is that of `x`, so that simplifications can still use it.
+    """
     low = interval(x)[0]
     return Symbol(name, dtype, lo=low if isinstance(low, int) else None)
 
 
 # ---------------------------------------------------------------- arithmetic
 def add(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a + b."""
+    """Returns a + b as a simplified expression."""
     return apply("+", a, b)
 
 
 def mul(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a * b."""
+    """Returns a * b as a simplified expression."""
     return apply("*", a, b)
 
 
 def sub(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a - b."""
+    """Returns a - b as a simplified expression."""
     return apply("-", a, b)
 
 
 def product(factors: Iterable[ScalarLike]) -> Scalar:
-    """Returns the product of the factors, or 1 if there are none."""
+    """Returns the product of the factors as a simplified expression, or 1 if there are none."""
     out: Scalar = ONE
     for f in factors:
         out = mul(out, f)
@@ -161,17 +162,17 @@ def product(factors: Iterable[ScalarLike]) -> Scalar:
 
 
 def floordiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a / b rounded down, which is the division of index arithmetic."""
+    """Returns a / b rounded down, as index arithmetic needs, as a simplified expression."""
     return divide(as_scalar(a), as_scalar(b), "floorDiv")
 
 
 def mod(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the remainder of `floordiv`, which is in [0, b) for a positive b."""
+    """Returns the remainder of `floordiv`, simplified. It is in [0, b) for a positive b."""
     return remainder(as_scalar(a), as_scalar(b), "floorMod")
 
 
 def truncdiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a / b rounded towards zero, as C's `/`.
+    """Returns a / b rounded towards zero, as C's `/`, as a simplified expression.
 
     The division of user programs rounds in this way.
     """
@@ -179,39 +180,41 @@ def truncdiv(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def truncmod(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the remainder of `truncdiv`, which has the sign of `a`, as C's `%`."""
+    """Returns the remainder of `truncdiv`, simplified. It has the sign of `a`, as C's `%`."""
     return remainder(as_scalar(a), as_scalar(b), "%")
 
 
 def ceildiv(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a / b rounded up."""
+    """Returns a / b rounded up, as a simplified expression."""
     return ceil_divide(as_scalar(a), as_scalar(b))
 
 
 def minimum(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the smaller of two scalars."""
+    """Returns the smaller of two scalars as a simplified expression."""
     return apply("min", a, b)
 
 
 def maximum(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the larger of two scalars."""
+    """Returns the larger of two scalars as a simplified expression."""
     return apply("max", a, b)
 
 
 # ---------------------------------------------------------------- comparisons, logic, choice
 def ne(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition a != b."""
+    """Returns the condition a != b as an expression, or false if both are equal expressions."""
     a, b = as_scalar(a), as_scalar(b)
     return const(False) if a == b and is_int(a) else apply("!=", a, b)
 
 
 def logical_not(a: ScalarLike) -> Scalar:
-    """Returns the condition that `a` is false."""
+    """Returns the condition that `a` is false, as an expression."""
     return apply("!", a)
 
 
 def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition a < b, or a constant if the ranges of a and b decide the condition."""
+    """Returns the condition a < b as an expression, or a constant if the ranges of symbols decide
+    it.
+    """
     a, b = as_scalar(a), as_scalar(b)
     if is_int(a) and is_int(b):
         if is_less(a, b):
@@ -222,19 +225,19 @@ def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def le(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition a <= b, which is written as a < b + 1 for integers."""
+    """Returns the condition a <= b as an expression. For integers, it is written as a < b + 1."""
     a, b = as_scalar(a), as_scalar(b)
     return lt(a, add(b, 1)) if is_int(a) and is_int(b) else apply("<=", a, b)
 
 
 def eq(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition a == b."""
+    """Returns the condition a == b as an expression, or true if both are equal expressions."""
     a, b = as_scalar(a), as_scalar(b)
     return const(True) if a == b and is_int(a) else apply("==", a, b)
 
 
 def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition that `a` and `b` are both true."""
+    """Returns the condition that `a` and `b` are both true, as a simplified expression."""
     a, b = as_scalar(a), as_scalar(b)
     for x, y in ((a, b), (b, a)):
         if isinstance(x, Const):
@@ -243,9 +246,9 @@ def logical_and(a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
-    """Returns the condition that all conditions are true.
+    """Returns the condition that all `conditions` are true, as a simplified expression.
 
-    Without conditions, the result is true.
+    Without conditions, the result is the constant true.
     """
     out: Scalar = const(True)
     for c in conditions:
@@ -254,7 +257,7 @@ def all_of(conditions: Iterable[ScalarLike]) -> Scalar:
 
 
 def where(cond: ScalarLike, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns a scalar that is `a` if the condition is true, else `b`.
+    """Returns the expression that has the value `a` if the condition is true, else `b`.
 
     The dtype of the result is the common dtype of `a` and `b`.
     """
@@ -266,7 +269,7 @@ def where(cond: ScalarLike, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def cast(x: ScalarLike, dtype: DataType) -> Scalar:
-    """Returns `x` converted to a dtype."""
+    """Returns `x` converted to a dtype, as an expression. A constant is converted at once."""
     x = as_scalar(x)
     if x.dtype is dtype:
         return x
@@ -285,9 +288,9 @@ def _result_dtype(args: Sequence[Scalar], op: str) -> DataType:
 
 
 def apply(op: str, *args: ScalarLike) -> Scalar:
-    """Returns the scalar op with name `op`, applied to `args` and simplified.
+    """Returns the scalar op with name `op`, such as "+" or "exp", applied to `args` and simplified.
 
-    An op on constants becomes its value. Integer `/` and `%` truncate, as in C.
+    An op on constants becomes its value. Integer `/` and `%` round towards zero, as in C.
 
     Raises:
         DtypeError: an operand is complex, and the op is not defined for complex numbers.
@@ -342,7 +345,7 @@ _INT_FORMS: dict[str, Callable[..., Scalar]] = {
 
 # ---------------------------------------------------------------- traversal
 def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
-    """Returns `x` with the keys of `mapping` replaced by their values, and simplifies the result.
+    """Returns `x` with the keys of `mapping` replaced by their values, and simplified again.
 
     Keys are symbols, or ops other than sums and products.
     """
@@ -353,7 +356,7 @@ def substitute(x: Scalar, mapping: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
-    """Returns `x` with each operand replaced by the entry for the operand in `done`."""
+    """Returns `x` with each operand replaced by its entry in `done`, and simplified again."""
     if all(done[c] is c for c in children(x)):
         return x
     if isinstance(x, Poly):
@@ -366,7 +369,9 @@ def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
-    """Returns the op of `x` applied to other operands `args`, and simplifies the result."""
+    """Returns the op of `x` applied to the operands `args` instead of its own, and simplified
+    again.
+    """
     if x.op.startswith("cast:"):
         return cast(args[0], x.dtype)
     special = {"<": lt, "<=": le, "==": eq, "&&": logical_and}
@@ -382,7 +387,7 @@ _SHALLOW = 8
 
 
 def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
-    """Returns the value of `x` if its symbols have the values in `values`.
+    """Returns the value of `x` as a Python number, for the values of symbols in `values`.
 
     Raises:
         KeyError: `values` lacks a symbol.
@@ -402,10 +407,10 @@ def evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _relevant(x: Scalar, done: Mapping[Scalar, Number | InputError]) -> tuple[Scalar, ...]:
-    """Returns the operands on which the value of `x` depends.
+    """Returns the operands on which the value of `x` depends, for given values of its operands.
 
-    For a `where`, these are the condition and the selected branch. `done` has the values of the
-    operands.
+    For a `where`, these are the condition and the selected branch; other ops depend on all
+    operands. `done` has the values.
     """
     if isinstance(x, Apply) and x.op == "where":
         cond, a, b = x.args
@@ -430,7 +435,7 @@ def _evaluate(x: Scalar, values: Mapping[Symbol, Number]) -> Number:
 
 
 def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -> Number:
-    """Returns the value of `x`, given the values `args` of its operands."""
+    """Returns the value of `x` as a number. `args` are the values of its direct operands."""
     if isinstance(x, Const):
         return x.value
     if isinstance(x, Symbol):

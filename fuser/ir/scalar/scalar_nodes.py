@@ -1,4 +1,4 @@
-"""The classes of symbolic scalars, and the representation of integer scalars as polynomials.
+"""The classes of symbolic scalars. Sums and products of integers are stored as polynomials.
 
 To build scalars, use the functions of `fuser.ir.scalar.constructors`, which simplify them.
 """
@@ -35,7 +35,7 @@ _S = TypeVar("_S", bound="Scalar")
 
 @Val.register
 class Scalar:
-    """Base class of all scalars: constants, symbols and expressions. Scalars are immutable.
+    """Base class of all symbolic scalars: constants, symbols and expressions. They are immutable.
 
     Equal scalars are one object. In the compiler, `==` and hashing are therefore those of `object`,
     and their time does not depend on the size of the expression. In a user's definition, `==`
@@ -103,7 +103,7 @@ class Scalar:
         return _arithmetic("<=", other, self)
 
     def __eq__(self, other: object) -> Any:
-        """Returns a condition in a user's definition.
+        """Returns a condition, as an expression, in a user's definition.
 
         Elsewhere, returns whether both are the same object.
         """
@@ -131,8 +131,8 @@ class Scalar:
         def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
 
     def __bool__(self) -> bool:
-        """Raises `ArgumentError` in a user's definition, because the value is unknown until the
-        program runs.
+        """Raises `ArgumentError` in a user's definition: the value is unknown until the program
+        runs.
 
         In the compiler, a scalar whose dtype is not Bool is true, as any Python object is.
         """
@@ -189,7 +189,7 @@ CONSTRUCTORS: dict[str, Callable[..., Scalar]] = {}
 
 
 def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the scalar `a op b`, for Python's operators.
+    """Returns the scalar `a op b`. Python's operators on scalars, such as `+`, call this function.
 
     Returns NotImplemented if an operand is a tensor or a list, because its own operator then runs.
 
@@ -212,9 +212,10 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Returns both operands as scalars. If only one of them is floating, the other is converted.
+    """Returns both operands as scalars. If only one has a floating dtype, the other is converted to
+    it.
 
-    An integer or Bool operand is converted to the dtype of the floating operand.
+    Only integer and Bool operands are converted.
     """
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
@@ -254,8 +255,8 @@ _known_lock = threading.Lock()
 def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tuple[_S, bool]:
     """Returns the scalar with this key, and whether it is new.
 
-    Equal scalars are one object, so a scalar that exists is returned again. The caller sets the
-    fields of a new scalar.
+    Equal scalars are one object, so a scalar that exists already is returned. The caller sets the
+    fields of a new one and passes it to `_published`.
     """
     found = _known.get(key)
     if found is not None:
@@ -267,9 +268,10 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 
 
 def _published(made: _S, key: object) -> _S:
-    """Stores a finished scalar in the table of all scalars, and returns the stored scalar.
+    """Stores a new scalar in the table of all scalars, after the caller has set its fields.
 
-    If another thread has stored an equal scalar before, that scalar is returned.
+    Returns the stored scalar. If another thread has stored an equal one in the meantime, this is
+    that one.
     """
     with _known_lock:
         return cast(_S, _known.setdefault(key, made))
@@ -321,7 +323,7 @@ class Const(Scalar):
 
 
 class Symbol(Scalar):
-    """A named unknown number in the range [lo, hi]. A bound of None means that there is no bound.
+    """A named unknown number, in the range from `lo` to `hi`, both included. None means no bound.
 
     The range is part of the identity: symbols with the same name and different ranges are different
     values. To narrow a range, `substitute` another symbol.
@@ -349,7 +351,7 @@ class Symbol(Scalar):
 
     @property
     def is_index(self) -> bool:
-        """Whether this is the index of a loop, thread or mesh axis.
+        """Whether this is the index of a loop, a thread or a mesh dimension.
 
         Only indices have upper bounds.
         """
@@ -393,11 +395,10 @@ _PLAIN_INTS = (DataType.Index, DataType.Int)
 
 
 def alike_literals(args: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-    """Returns the arguments of an op with their integer literals in the dtype of the other
-    arguments.
+    """Returns the arguments of an op with integer literals in the integer dtype of the others.
 
-    Afterwards, scalars with equal texts are equal objects, because the text does not show the
-    dtype.
+    The text of a literal does not show its dtype. Afterwards, scalars with equal texts are equal
+    objects.
     """
     literals = [a for a in args if isinstance(a, Const) and a.dtype in _PLAIN_INTS]
     if not literals:
@@ -416,10 +417,10 @@ Terms = tuple[tuple[Monomial, int], ...]
 
 
 class Poly(Scalar):
-    """An integer polynomial (a sum of products), as a sorted tuple of terms (monomial,
+    """An integer sum of products (a polynomial), as a sorted tuple of terms (monomial,
     coefficient).
 
-    A monomial is the tuple of its factors. The monomial of the constant term is ().
+    A monomial is the tuple of the factors of a product. The monomial of the constant term is ().
     """
 
     __slots__ = ("terms",)
@@ -450,9 +451,9 @@ def children(x: Scalar) -> tuple[Scalar, ...]:
 def postorder(x: Scalar, is_known: Callable[[Scalar], bool]) -> Iterator[Scalar]:
     """Yields each subexpression of `x` once, operands before the expressions that contain them.
 
-    Subexpressions for which `is_known` returns True are skipped. The caller must make `is_known`
-    return True for each scalar that was yielded. The function is not recursive, because expressions
-    may be nested thousands of levels deep.
+    Subexpressions for which `is_known` returns True are skipped. After each yield, the caller must
+    make `is_known` return True for the yielded scalar. The function is not recursive, because
+    expressions may be nested thousands of levels deep.
     """
     stack = [x]
     while stack:
@@ -481,10 +482,7 @@ def symbols(x: Scalar) -> tuple[Symbol, ...]:
 # ---------------------------------------------------------------- the order of a sum's terms
 @lru_cache(maxsize=10_000)
 def _natural(name: str) -> tuple[object, ...]:
-    """Splits a name into texts and numbers, as a sort key.
-
-    The name i2 is then sorted before i10.
-    """
+    """Returns a name as a sort key of texts and numbers, so that i2 is sorted before i10."""
     parts = re.split(r"([0-9]+)", name)
     # Numbers are compared as text, because Python converts only some thousand digits.
     numbers = (p.lstrip("0") for p in parts[1::2])
@@ -499,7 +497,7 @@ _ORDER_LENGTH = 400
 
 
 def _order_text(x: Scalar) -> str:
-    """Returns a text of at most 400 characters that describes the structure of `x`, for sorting.
+    """Returns a text of at most 400 characters that describes the structure of `x`, as a sort key.
 
     The text is computed from the texts of the operands, which must be cached already.
     """
@@ -524,8 +522,9 @@ def _order_text(x: Scalar) -> str:
 
 
 def sort_key(x: Scalar) -> tuple[object, ...]:
-    """Returns the key by which the terms of a sum are sorted: symbols by name, then ops by
-    structure.
+    """Returns the key by which factors and terms of a sum are sorted.
+
+    Symbols are sorted by name and precede other ops, which are sorted by their structure.
     """
     if x.order is None:
         for y in postorder(x, lambda s: s.order is not None):
@@ -536,7 +535,7 @@ def sort_key(x: Scalar) -> tuple[object, ...]:
 
 
 def const(value: AnyNumber, dtype: DataType | None = None) -> Const:
-    """Returns a constant. By default, its dtype is that of the Python type; an int is Index."""
+    """Returns a constant. By default, an int has dtype Index, others have nvFuser's dtype."""
     if dtype is None:
         dtype = DataType.Index if type(value) is int else dtype_of_python(value)
     return Const(value, dtype)
@@ -566,19 +565,25 @@ def is_int(x: Scalar) -> bool:
 
 # ---------------------------------------------------------------- polynomial form
 def terms_of(x: Scalar) -> dict[Monomial, int]:
-    """Returns the terms of an integer scalar, as a sum: monomial -> coefficient."""
+    """Returns an integer scalar as a sum of products: {tuple of factors: coefficient}.
+
+    The constant term has the key ().
+    """
     if isinstance(x, Const):
         return {(): int(x.value)} if x.value else {}
     return dict(x.terms) if isinstance(x, Poly) else {(x,): 1}
 
 
 def join_monomials(a: Monomial, b: Monomial) -> Monomial:
-    """Returns the product of two monomials, with sorted factors."""
+    """Returns the product of two products, which are tuples of factors, with sorted factors."""
     return tuple(sorted((*a, *b), key=sort_key)) if a and b else a or b
 
 
 def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
-    """Returns mono / part, or None if part does not divide mono."""
+    """Returns the factors of the product `mono` without those of `part`, that is, mono / part.
+
+    Returns None if `part` does not divide `mono`.
+    """
     rest = list(mono)
     for atom in part:
         if atom not in rest:
@@ -588,7 +593,10 @@ def without_factors(mono: Monomial, part: Monomial) -> Monomial | None:
 
 
 def from_terms(terms: Mapping[Monomial, int], dtype: DataType) -> Scalar:
-    """Returns the sum of these terms as a scalar: a constant, a single atom or a polynomial."""
+    """Returns the sum of products {tuple of factors: coefficient} as a scalar.
+
+    The result is a constant, a single factor or a polynomial.
+    """
     terms = {m: c for m, c in terms.items() if c}
     if not terms:
         return Const(0, dtype)
@@ -619,7 +627,7 @@ def int_dtype(a: Scalar, b: Scalar) -> DataType:
 
 
 def single_term(x: Scalar) -> tuple[Monomial, int] | None:
-    """Returns (monomial, coefficient) of an integer scalar with one term, or None for a sum."""
+    """Returns (factors, coefficient) of an integer scalar with one term, or None for a sum."""
     terms = terms_of(x)
     return next(iter(terms.items())) if len(terms) == 1 else None
 
@@ -652,7 +660,7 @@ def _digits(value: float) -> str:
 
 @lru_cache(maxsize=10_000)
 def scalar_text(x: Scalar) -> str:
-    """Returns nvFuser's text of a scalar: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
+    """Returns the text of a scalar, as in nvFuser: `i0`, `( i0 * i2 )`, `( ceilDiv(i0, 3) )`."""
     out: list[str] = []
     stack: list[Scalar | str] = [x]
     while stack:
@@ -665,9 +673,9 @@ def scalar_text(x: Scalar) -> str:
 
 
 def _pieces(x: Scalar) -> list[Scalar | str]:
-    """Returns the text of `x` as a list of texts and operands.
+    """Returns the text of `x` as a list in which operands stand for their own texts.
 
-    The caller replaces each operand by the text of the operand.
+    The caller replaces them, because recursion could be too deep.
     """
     match x:
         case Const():

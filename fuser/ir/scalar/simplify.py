@@ -1,9 +1,9 @@
-"""Simplifies sums, products, divisions and extrema of integer scalars as they are built.
+"""Simplifies sums, products, divisions and extrema of integer scalars when they are built.
 
 Proofs use the ranges of symbols: if `k` is in [0, i0 - 1], `(k + i0 * j) // i0` becomes `j`. There
 are two divisions:
 
-- `/` and `%` truncate towards zero, as in C and in user programs;
+- `/` and `%` round towards zero, as in C and in user programs;
 - `floorDiv` and `floorMod` round down, as index arithmetic needs.
 
 If neither operand can be negative, both divisions agree and are written as `/` and `%`. A division
@@ -50,7 +50,10 @@ _PROOF_DEPTH = 24
 # ---------------------------------------------------------------- sums and products
 @lru_cache(maxsize=100_000)
 def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
-    """Returns a + factor * b. A quotient and the remainder of the same division are joined."""
+    """Returns the symbolic sum a + factor * b in simplified form: equal terms are added up.
+
+    A quotient and the remainder of the same division are also joined: x / b * b + x % b becomes x.
+    """
     terms = terms_of(a)
     for mono, coef in terms_of(b).items():
         terms[mono] = terms.get(mono, 0) + factor * coef
@@ -59,7 +62,7 @@ def add_terms(a: Scalar, b: Scalar, factor: int = 1) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def multiply(a: Scalar, b: Scalar) -> Scalar:
-    """Returns a * b."""
+    """Returns the symbolic product a * b of integers in simplified form: as a sum of products."""
     terms: dict[Monomial, int] = {}
     for ma, ca in terms_of(a).items():
         for mb, cb in terms_of(b).items():
@@ -69,12 +72,12 @@ def multiply(a: Scalar, b: Scalar) -> Scalar:
 
 
 def subtract(a: Scalar, b: Scalar) -> Scalar:
-    """Returns a - b."""
+    """Returns the symbolic difference a - b of integers in simplified form: equal terms cancel."""
     return add_terms(a, b, -1)
 
 
 def negate(x: Scalar) -> Scalar:
-    """Returns -x."""
+    """Returns -x for a symbolic integer, in simplified form."""
     return multiply(x, Const(-1, x.dtype))
 
 
@@ -85,8 +88,9 @@ _REMAINDER_OF = {division: op for op, division in _DIVISION_OF.items()}
 def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
     """Simplifies a sum that contains a quotient and a remainder of the same division.
 
-    The sum c*(x / b)*b + c*(x % b) equals c*x. If two of these three terms occur in the sum, they
-    are replaced by the third term. This applies to both kinds of division.
+    `terms` maps products of factors to coefficients. The sum c*(x / b)*b + c*(x % b) equals c*x. If
+    two of these three terms occur in the sum, they are replaced by the third term. This applies to
+    both kinds of division.
     """
     while True:
         terms = {m: c for m, c in terms.items() if c}
@@ -97,9 +101,10 @@ def _recombine(terms: dict[Monomial, int]) -> dict[Monomial, int]:
 
 
 def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Replaces c*(x / b)*b + c*(x % b) by c*x, for one pair of such terms.
+    """Replaces c*(x / b)*b + c*(x % b) by c*x in a sum, for one pair of such terms.
 
-    Returns the new terms of the sum, or None if there is no such pair.
+    `terms` maps products of factors to coefficients. Returns the new terms, or None if there is no
+    such pair.
     """
     for mono, coef in terms.items():
         for atom in mono:
@@ -123,9 +128,10 @@ def _whole(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 
 def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
-    """Replaces c*(x / b)*b - c*x by -c*(x % b), or c*x - c*(x % b) by c*(x / b)*b.
+    """Replaces c*(x / b)*b - c*x by -c*(x % b), or c*x - c*(x % b) by c*(x / b)*b, in a sum.
 
-    Returns the new terms of the sum, or None if there are no such terms.
+    `terms` maps products of factors to coefficients. Returns the new terms, or None if there are no
+    such terms to replace.
     """
     for mono, coef in terms.items():
         for atom in mono:
@@ -154,19 +160,20 @@ def _part(terms: dict[Monomial, int]) -> dict[Monomial, int] | None:
 
 # ---------------------------------------------------------------- proofs
 def has_index(x: Scalar) -> bool:
-    """Returns whether `x` contains an index of a loop, thread or mesh axis.
+    """Returns whether `x` contains the index of a loop, a thread or a mesh dimension.
 
-    Such a symbol has an upper bound.
+    Such a symbol has an upper bound; extents and numbers of the user have none.
     """
     return any(s.is_index for s in symbols(x))
 
 
 def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
-    """Returns the largest (or, with `largest=False`, the smallest) value of `x` over all indices in
-    `x`.
+    """Returns the largest (or, with `largest=False`, the smallest) value of `x` over all its
+    indices.
 
-    Each index is replaced by the end of its range that gives this value. The result contains no
-    index. Returns None if the end is unknown.
+    Indices are symbols with an upper bound. Each is replaced by the end of its range that gives
+    this value, so that the result contains no index, but maybe extents. Returns None if the value
+    is unknown.
     """
     total: Scalar = Const(0, x.dtype)
     for mono, coef in terms_of(x).items():
@@ -185,9 +192,11 @@ def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
 
 
 def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
-    """Returns the largest (or, with `largest=False`, the smallest) value of an atom with an index.
+    """Returns the largest (or, with `largest=False`, the smallest) value of `atom` over its
+    indices.
 
-    The atom is a symbol or an op other than a sum or product. Returns None if the value is unknown.
+    `atom` is a symbol or an op other than a sum or product, and contains an index of a loop, a
+    thread or a mesh dimension. Returns None if the value is unknown.
     """
     if isinstance(atom, Symbol):
         return atom.hi if largest else None if atom.lo is None else Const(atom.lo, atom.dtype)
@@ -204,10 +213,11 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
-    """Returns the largest (or, with `largest=False`, the smallest) value of a quotient or
+    """Returns the largest (or, with `largest=False`, the smallest) value of a quotient or a
     remainder.
 
-    The divisor must be positive. Returns None if the value is unknown.
+    `atom` contains an index of a loop, a thread or a mesh dimension, and the value is that over all
+    positions of the index. The divisor must be positive. Returns None if the value is unknown.
     """
     x, b = atom.args
     if atom.op in ("/", "%") and not is_nonnegative(x):
@@ -223,7 +233,7 @@ def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
 
 
 def is_nonnegative(x: ScalarLike) -> bool:
-    """Returns whether x >= 0 can be proved from the ranges of symbols."""
+    """Returns whether x >= 0 certainly holds, as follows from the ranges of symbols."""
     x = as_scalar(x)
     if interval(x)[0] >= 0:
         return True
@@ -234,20 +244,22 @@ def is_nonnegative(x: ScalarLike) -> bool:
 
 
 def is_less(a: ScalarLike, b: ScalarLike) -> bool:
-    """Returns whether a < b can be proved from the ranges of symbols."""
+    """Returns whether a < b certainly holds, as follows from the ranges of symbols."""
     return is_nonnegative(subtract(subtract(as_scalar(b), as_scalar(a)), ONE))
 
 
 def _is_smaller(a: Scalar, b: Scalar) -> bool:
-    """Returns whether -b < a < b can be proved, so that a / b is 0."""
+    """Returns whether -b < a < b certainly holds, so that a / b is 0."""
     return is_less(a, b) and is_less(negate(a), b)
 
 
 # ---------------------------------------------------------------- division
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
-    """Returns (q, r) with a = q*b + r, where q*b has all terms of `a` that are multiples of b.
+    """Returns (q, r) with a = q*b + r, where q*b has all terms of the sum `a` that are multiples of
+    b.
 
-    If b is a sum, the result is (1, 0) if a equals b, else None.
+    The quotient of `a` and b is then q plus that of r and b. If b is a sum, the result is (1, 0) if
+    a equals b, else None.
     """
     divisor = single_term(b)
     if divisor is None:
@@ -266,7 +278,7 @@ def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
 def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None:
     """Returns (g, high, low) with a = g*high + low, where g > 1 divides b and 0 <= low < g.
 
-    The division a / b can then be simplified to high / (b / g). The factor g is a constant, an
+    The division a / b is then high / (b / g), which is simpler. The factor g is a constant, an
     extent, or a product of them: for (x*n + y) / (m*n), g is n if y < n. Returns None if no such g
     is found.
     """
@@ -289,9 +301,10 @@ def _common_factor(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar, Scalar] | None
 
 
 def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Monomial, int]]:
-    """Returns the factors that the divisor shares with one term of `a`, the largest factor first.
+    """Returns the factors that the divisor has in common with some term of `a`, the largest first.
 
-    The divisor and each factor are pairs (monomial, coefficient).
+    The divisor and each factor are pairs (product of symbols and ops, coefficient).
+    `_common_factor` tries these factors to simplify a / divisor.
     """
     found: dict[tuple[Monomial, int], None] = {}
     for mono, coef in terms_of(a).items():
@@ -307,15 +320,18 @@ def _factors_shared(a: Scalar, divisor: tuple[Monomial, int]) -> list[tuple[Mono
 
 
 def _rounds_down(x: Apply) -> bool:
-    """Returns whether the quotient `x` is provably rounded down and has a positive divisor."""
+    """Returns whether the quotient `x` is certainly rounded down and has a positive divisor."""
     return is_nonnegative(x.args[1]) and (x.op == "floorDiv" or is_nonnegative(x.args[0]))
 
 
 @lru_cache(maxsize=100_000)
 def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns the simplified quotient a / b.
+    """Returns the quotient a / b of symbolic integers in simplified form.
 
     `op` is "/" (rounding towards zero) or "floorDiv" (rounding down).
+
+    Raises:
+        DefinitionError: b is the constant 0.
     """
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
@@ -351,9 +367,12 @@ def divide(a: Scalar, b: Scalar, op: str) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def remainder(a: Scalar, b: Scalar, op: str) -> Scalar:
-    """Returns the simplified remainder of a / b.
+    """Returns the remainder of a / b for symbolic integers, in simplified form.
 
     `op` is "%" (the result has the sign of `a`) or "floorMod" (the result has the sign of `b`).
+
+    Raises:
+        DefinitionError: b is the constant 0.
     """
     dtype = int_dtype(a, b)
     av, bv = int_value(a), int_value(b)
@@ -396,7 +415,11 @@ def _whole_multiple(a: Scalar, b: Scalar, op: str) -> Scalar:
 
 @lru_cache(maxsize=100_000)
 def ceil_divide(a: Scalar, b: Scalar) -> Scalar:
-    """Returns a / b rounded up."""
+    """Returns a / b rounded up, for symbolic integers and in simplified form.
+
+    Raises:
+        DefinitionError: b is the constant 0.
+    """
     av, bv = int_value(a), int_value(b)
     if bv == 0:
         raise DefinitionError(f"a scalar divides {a} by zero")
@@ -417,12 +440,18 @@ _OTHER_PART: Mapping[str, Callable[[Scalar, Scalar], Scalar]] = {
 
 # ---------------------------------------------------------------- extrema
 def smaller(a: Scalar, b: Scalar) -> Scalar:
-    """Returns the smaller of two integers."""
+    """Returns the smaller of two symbolic integers: one of them if the ranges of symbols decide.
+
+    Otherwise the result is the op `min`.
+    """
     return _extremum("min", a, b)
 
 
 def larger(a: Scalar, b: Scalar) -> Scalar:
-    """Returns the larger of two integers."""
+    """Returns the larger of two symbolic integers: one of them if the ranges of symbols decide.
+
+    Otherwise the result is the op `max`.
+    """
     return _extremum("max", a, b)
 
 
@@ -437,7 +466,7 @@ def _extremum(op: str, a: Scalar, b: Scalar) -> Scalar:
 
 
 def absolute(x: Scalar) -> Scalar:
-    """Returns the absolute value of an integer."""
+    """Returns the absolute value of a symbolic integer: `x` or -x if its range decides this."""
     if is_nonnegative(x):
         return x
     minus = negate(x)
@@ -455,7 +484,7 @@ _INT32: Interval = (-(2**31), 2**31 - 1)
 
 
 def interval(x: Scalar) -> Interval:
-    """Returns bounds (low, high) of `x` for all values of its symbols.
+    """Returns constant bounds (low, high) of `x`, both included, for all values of its symbols.
 
     Unknown bounds are infinite.
     """
@@ -496,7 +525,7 @@ def _times(a: End, b: End) -> End:
 
 
 def _plus(a: End, b: End) -> End:
-    """Returns the sum of two lower bounds or of two upper bounds.
+    """Returns the sum of two lower bounds, or of two upper bounds, of integers.
 
     If one bound is infinite, the result is this bound.
     """
@@ -524,9 +553,10 @@ Rule = Callable[[DataType, Sequence[Interval]], Interval]
 
 
 def _quotient(divide: Callable[[int, int], int], beyond: Callable[[int], int]) -> Rule:
-    """Returns the function that computes the bounds of a quotient from the bounds of its operands.
+    """Returns the rule that computes the bounds of a quotient from the bounds of its operands.
 
-    `divide` computes a quotient of integers, and `beyond` the quotient for an infinite divisor.
+    `divide` computes a quotient of integers, and `beyond` the quotient for an infinite divisor. The
+    kinds of division differ in how they round.
     """
 
     def corner(a: End, b: End) -> End:
@@ -551,7 +581,7 @@ def _truncated(a: int, b: int) -> int:
 
 
 def _remainder(_: DataType, args: Sequence[Interval]) -> Interval:
-    """Returns the bounds of C's remainder (`%`) from the bounds of both operands.
+    """Returns the bounds of C's remainder (`%`) from the bounds (low, high) of both operands.
 
     The remainder has the sign of the dividend. Its absolute value is at most that of the dividend,
     and smaller than that of the divisor.

@@ -1,4 +1,4 @@
-"""Parses the text that `fuser.ir.text.printer` prints: ops, sections and fusions.
+"""Parses the text of fusions that `fuser.ir.text.printer` generates: ops, sections and axes.
 
 The grammar of an op is the op's own text template (`variants()`), so a new op needs no parsing
 rule.
@@ -50,13 +50,17 @@ MAX_DEPTH = 64
 class ValueParser:
     """Parses the text of scalars and tensors, and creates them in one fusion.
 
-    `bounds` maps the names of integer symbols to their lower bounds. Other symbols are unbounded.
+    `bounds` maps the names of integer symbols to their lower bounds, which the text does not
+    contain. Symbols that are not listed are unbounded.
     """
 
     def __init__(
         self, cursor: Cursor, fusion: Fusion, bounds: Mapping[str, int | None] | None = None
     ) -> None:
-        """Begins at the position of `cursor`. The class docstring describes `bounds`."""
+        """Starts to read at the position of `cursor`. The values are created in `fusion`.
+
+        `bounds` maps the names of integer symbols to their lower bounds.
+        """
         self.cursor = cursor
         self.fusion = fusion
         self.tensors: dict[int, TensorView] = {}
@@ -67,7 +71,7 @@ class ValueParser:
 
     # ------------------------------------------------------------ scalars
     def scalar(self) -> Scalar:
-        """Reads a scalar at the cursor, and simplifies the scalar."""
+        """Reads a scalar at the cursor, such as `( i0 * 4 )`, and returns it in simplified form."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -132,7 +136,11 @@ class ValueParser:
 
     # ------------------------------------------------------------ axes and tensors
     def axis(self) -> IterDomain:
-        """Reads an axis at the cursor: `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`."""
+        """Reads an axis at the cursor, such as `ideviceIdx.x4{( ceilDiv(i0, 2) ) ex i1}rf`.
+
+        The parts are: kind `i`, parallel type `deviceIdx.x`, number 4, extent, expanded size after
+        `ex`, and the mark `rf` of an axis that the op derived.
+        """
         c = self.cursor
         head = c.expect(AXIS, "an axis such as iS0{i0}")
         extent = self.scalar()
@@ -150,9 +158,9 @@ class ValueParser:
         )
 
     def tensor(self) -> TensorView:
-        """Reads a tensor at the cursor: its full text, or only the name of a declared tensor.
+        """Reads a tensor at the cursor: its full text, or only its name, such as `T3`.
 
-        The full text declares the tensor if no earlier text does.
+        The full text declares the tensor if no earlier text does. A name must be declared before.
         """
         c = self.cursor
         c.skip()
@@ -181,10 +189,11 @@ class ValueParser:
         return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
-        """Creates a tensor, after reading the text that follows the tensor's axes: position and
-        mesh.
+        """Creates a tensor, after reading the text that follows its axes: `ca_pos( 2 )
+        (DeviceMesh{0 1})`.
 
-        `head` is the matched name, memory and dtype. The caller declares the tensor.
+        `ca_pos` is the number of loops that it shares with its readers. `head` is the matched name,
+        memory and dtype. The caller declares the tensor.
         """
         c = self.cursor
         compute_at, mesh = 0, None
@@ -216,9 +225,9 @@ class ValueParser:
         return tv
 
     def domain_section(self) -> TensorView:
-        """Reads the domain of one tensor at the cursor, in the form of `domain_text`.
+        """Reads all axes of one tensor at the cursor, and declares the tensor.
 
-        Declares the tensor.
+        The text has the form of `domain_text`: several lines with axes, contiguity and transforms.
         """
         c = self.cursor
         c.skip()
@@ -265,7 +274,8 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Reads an axis of a tensor, and checks that its text is the same as before.
+        """Reads one of a tensor's axes at the cursor, and checks that its text is the same
+        everywhere.
 
         An axis occurs in several places of a tensor's text. `axes` has the axes read so far, by
         number.
@@ -324,7 +334,7 @@ class ValueParser:
         return Swizzle1D(inp, out, ptype)
 
     def ptype(self) -> ParallelType:
-        """Reads a parallel type at the cursor, such as `deviceIdx.x`."""
+        """Reads a parallel type (who executes an axis) at the cursor, such as `deviceIdx.x`."""
         c = self.cursor
         c.skip()
         start = c.pos
@@ -341,7 +351,7 @@ class ValueParser:
         return self.tensor() if is_tensor else self.scalar()
 
     def values(self, close: str) -> tuple[TensorView | Scalar, ...]:
-        """Reads comma-separated tensors and scalars up to and including `close`."""
+        """Reads tensors and scalars, separated by commas, up to and including the text `close`."""
         return tuple(self.cursor.items(close, self.value))
 
 
@@ -349,7 +359,7 @@ def _number(text: str) -> float | complex:
     """Returns the number that a text denotes, such as `0.5`, or `1,-2.5` for a complex number.
 
     Raises:
-        ValueError: the text is no number.
+        ValueError: the text is not a number.
     """
     real, comma, imag = text.partition(",")
     return complex(float(real), float(imag)) if comma else float(real)
@@ -384,8 +394,9 @@ Attribute = Callable[["Parser"], object]
 class Parser(ValueParser):
     """Parses the text of values and ops, and creates them in one fusion.
 
-    `ops` are the op classes that may appear, by default all tensor ops. `attributes` maps
-    additional types of attributes to the functions that read them.
+    `ops` are the op classes that may occur, by default all tensor ops. `attributes` maps the
+    declared types of further attributes to functions that read them. `bounds` maps the names of
+    integer symbols to their lower bounds.
     """
 
     def __init__(
@@ -397,7 +408,9 @@ class Parser(ValueParser):
         attributes: Mapping[str, Attribute] | None = None,
         bounds: Mapping[str, int | None] | None = None,
     ) -> None:
-        """Begins at the position of `cursor`. The docstring of `ValueParser` describes `bounds`."""
+        """Starts to read at the position of `cursor`. The class docstring describes the other
+        parameters.
+        """
         super().__init__(cursor, fusion, bounds)
         self.templates = templates_of(ops or tensor_op_classes())
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
@@ -415,8 +428,8 @@ class Parser(ValueParser):
         """Reads one op at the cursor, by the first text template that matches.
 
         Raises:
-            ParseError: no template matches. The error is that of the template that matched
-                furthest.
+            ParseError: no template matches. The error is that of the template of which the longest
+                part matched.
         """
         c = self.cursor
         c.skip()
@@ -459,9 +472,9 @@ class Parser(ValueParser):
                     self.symbols[name] = outer
 
     def define_index(self, index: Symbol) -> Symbol:
-        """Makes the name of `index` denote this symbol until the end of the op that is being read.
+        """Makes the name of `index` mean this symbol until the end of the op that is being read.
 
-        A loop does so with its index, which hides a symbol of the same name.
+        A loop calls it for its index, which hides a symbol of the same name.
         """
         self._indices.append((index.name, self.symbols.get(index.name)))
         self.symbols[index.name] = index
@@ -469,9 +482,11 @@ class Parser(ValueParser):
         return index
 
     def region(self, start: int, head: str) -> tuple[Op, ...]:
-        """Reads the nested ops of the op at position `start`: the lines with deeper indentation.
+        """Reads the nested ops of an op, such as the body of a loop: the lines with deeper
+        indentation.
 
-        `head` is the line before the ops. Returns () if the text does not have this line.
+        `start` is the position of the op. `head` is the line before the nested ops. Returns () if
+        the text does not have this line.
         """
         c = self.cursor
         c.skip()
@@ -542,7 +557,7 @@ class Parser(ValueParser):
         return read(self)
 
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
-        """Reads values in groups of `length`, `{a, b} {c, d} }`, and returns all values in one
+        """Reads values in groups of `length`, such as `{a, b} {c, d} }`, and returns them as one
         tuple.
         """
         c = self.cursor
@@ -558,10 +573,10 @@ class Parser(ValueParser):
 
     # ------------------------------------------------------------ sections and fusions
     def declarations(self) -> None:
-        """Reads the sections with symbols, equal extents, domains and user lines.
+        """Reads the sections of a text that are needed to read its ops, but follow them.
 
-        These sections follow the ops in the text, but are needed to read the ops. Afterwards, the
-        cursor is at its old position.
+        These have symbols, equal extents, the axes of tensors, and the users' lines. Afterwards,
+        the cursor is at its old position.
         """
         c = self.cursor
         home = c.pos
@@ -576,10 +591,10 @@ class Parser(ValueParser):
         c.pos = home
 
     def relations(self) -> None:
-        """Reads the sections with aliases and origins, which refer to tensors that were read
-        before.
+        """Reads the sections of a text that name tensors: updates of inputs, and reasons of
+        shardings.
 
-        Afterwards, the cursor is at its old position.
+        The tensors must have been read before. Afterwards, the cursor is at its old position.
         """
         home = self.cursor.pos
         self._section("Aliases", self._alias, home)
@@ -597,10 +612,10 @@ class Parser(ValueParser):
                 read()
 
     def _at_section(self) -> bool:
-        """Returns whether a section of the text starts at the cursor, or the text ends there.
+        """Returns whether a section of the text, such as `Aliases :`, or its end is at the cursor.
 
         Raises:
-            ParseError: a section with an unknown title starts at the cursor.
+            ParseError: a section with an unknown title is at the cursor.
         """
         c = self.cursor
         if c.done() or _SECTION.match(c.text, c.pos, c.end):
@@ -610,17 +625,20 @@ class Parser(ValueParser):
         return False
 
     def end(self) -> None:
-        """Raises `ParseError` if the cursor is neither at a section nor at the end of the text."""
+        """Raises `ParseError` if neither a section, such as `Aliases :`, nor the end is at the
+        cursor.
+        """
         if not self._at_section():
             raise self.cursor.fail(
                 f"expected a section ({', '.join(_TITLES)}) or the end of the text"
             )
 
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
-        """Raises `ParseError` if the text has no domain section for one of the tensors.
+        """Raises `ParseError` if the text does not describe all axes of one of `tensors` in a
+        section.
 
-        Without its domain, the memory layout of a tensor would be lost. `section` is the position
-        that the error names.
+        Without it, the memory layout of the tensor would be lost. `section` is the position that
+        the error names.
         """
         for tv in tensors:
             if tv.number not in self.declared:
@@ -688,8 +706,10 @@ class Parser(ValueParser):
                 )
 
     def reserve_symbols(self) -> None:
-        """Marks the numbers of all symbols that were read as used, so that new symbols get other
-        numbers.
+        """Marks the numbers of all symbols that were read, such as 3 of `i3`, as used in the
+        fusion.
+
+        New symbols then get other numbers.
         """
         for name in self.symbols:
             self._reserve_symbol(name)
@@ -701,10 +721,10 @@ class Parser(ValueParser):
 
 
 def parse_scalar(text: str) -> Scalar:
-    """Returns the scalar whose text is `text`.
+    """Returns the scalar that a text denotes, such as `( i0 * 4 )`.
 
     Raises:
-        ParseError: the text is no scalar.
+        ParseError: the text is not that of a scalar.
     """
     parser = Parser(Cursor(text), Fusion())
     value = parser.scalar()
@@ -714,12 +734,12 @@ def parse_scalar(text: str) -> Scalar:
 
 
 def parse_fusion(text: str) -> Fusion:
-    """Returns the fusion whose text `fusion_text` printed.
+    """Returns the fusion with the text `text`, which `fusion_text` generated.
 
-    The text of `print_math` is also accepted if all tensors have only their logical axes.
+    The text of `print_math` is also accepted if all tensors have only the axes that users see.
 
     Raises:
-        ParseError: the text is no fusion. The error has the line and column.
+        ParseError: the text is not that of a fusion. The error has the line and column.
     """
     return parse_fusion_at(Cursor(text), definition_bounds(text))
 
@@ -727,11 +747,11 @@ def parse_fusion(text: str) -> Fusion:
 def parse_fusion_at(
     cursor: Cursor, bounds: Mapping[str, int | None], *, in_full: int | None = None
 ) -> Fusion:
-    """Reads the fusion from the cursor's position up to the cursor's end.
+    """Reads the text of a fusion from the cursor's position up to the cursor's end.
 
     `bounds` maps the names of integer symbols to their lower bounds. If `in_full` is not None, the
-    text must have the domains of all tensors. `in_full` is then the position that an error about
-    this names.
+    text must describe all axes of all tensors in a section. `in_full` is then the position that an
+    error about this names.
     """
     fusion = Fusion()
     parser = Parser(cursor, fusion, bounds=bounds)
@@ -781,12 +801,13 @@ DECLARING = (attention_ops, lookup, nodes)
 
 @record
 class Template:
-    """One way in which an op is printed: words to match and fields to read, in order.
+    """One text form of an op, as grammar: words to match and fields to read, in order.
 
+    - `op` is the class of the op, and `text` the form with placeholders such as `{out}`.
     - `words` has pairs: whether the entry is a field, and the word or the name of the field.
-    - `attributes` has the attributes that this printed form implies.
+    - `attributes` has the values of attributes that follow from this form.
     - `kinds` and `types` have the kind and the declared type of each field.
-    - `is_older` marks a form that is read but no longer printed.
+    - `is_older` marks a form that is still read, but no longer generated.
     """
 
     op: type[Op]
@@ -806,7 +827,7 @@ _STATEMENT = re.compile(r"\s*(?!T\d)([A-Za-z_]\w*)")
 
 
 def key_of(text: str, start: int) -> str:
-    """Returns the name by which the templates of an op are found in the text at `start`.
+    """Returns the name by which the text forms of an op are looked up for the text at `start`.
 
     The name is the first word, or the name of the function after `=`. Returns "" if there is
     neither.
@@ -821,9 +842,10 @@ def key_of(text: str, start: int) -> str:
 
 @lru_cache(maxsize=16)
 def templates_of(ops: tuple[type[Op], ...]) -> Mapping[str, list[Template]]:
-    """Returns the text templates of op classes, by the name of the op in its text.
+    """Returns the text forms of op classes, by the name of the op in its text.
 
-    The names are those of `key_of`. Ops that are printed as operators have the name "".
+    The names are those of `key_of`. Ops that are written as operators, such as `+`, have the name
+    "".
     """
     buckets: dict[str, list[Template]] = {"": []}
     for op in ops:
@@ -873,7 +895,7 @@ def _compiled(
 
 
 def template_of(op: Op) -> str:
-    """Returns the text template of an op."""
+    """Returns the text form of an op, with placeholders such as `{out}` for its fields."""
     template = getattr(op, "template", None)
     return template() if template is not None else op.TEXT
 
@@ -923,7 +945,7 @@ _INPUTS = re.compile(r"Inputs:(.*?)Outputs:|%HostIrContainer\s*\{\s*\((.*?)\)\s*
 def definition_bounds(text: str) -> dict[str, int | None]:
     """Returns the lower bounds of the symbols in the text of a user's definition, by name.
 
-    An extent is at least 0. Scalar inputs are unbounded (None).
+    The text does not contain them. An extent is at least 0. Scalar inputs are unbounded (None).
     """
     return _bounds(text, _scalar_inputs(text), extent=0)
 
@@ -931,8 +953,8 @@ def definition_bounds(text: str) -> dict[str, int | None]:
 def concretized_bounds(text: str) -> dict[str, int | None]:
     """Returns the lower bounds of the symbols in the text of a program for one class of inputs.
 
-    Every extent is at least 1, even if it is a scalar input. Other scalar inputs are unbounded
-    (None).
+    The text does not contain them. Every extent is at least 1, even if it is a scalar input,
+    because the class decides which axes are empty. Other scalar inputs are unbounded (None).
     """
     extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
     unbounded = [name for name in _scalar_inputs(text) if name not in extents]

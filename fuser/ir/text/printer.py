@@ -1,7 +1,6 @@
-"""Prints programs in full: the domains of tensors, the sections after the ops, and the users'
-lines.
+"""Generates the full text of programs: ops, and after them sections about tensors and users' lines.
 
-`fuser.ir.op` prints single ops, and `fuser.ir.fusion` prints the ops of a fusion.
+`fuser.ir.op` generates the text of single ops, and `fuser.ir.fusion` that of a fusion's ops.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from fuser.ir.scalar.constructors import Scalar
 
 
 def domain_text(tv: TensorView, indent: str = "") -> str:
-    """Returns the text of one tensor's domain, one line per kind of fact.
+    """Returns the text that describes all axes of one tensor, one line per kind of fact.
 
-    The text has root, logical and allocation axes, contiguity, transforms and loop axes.
+    The text has the axes that the op computes (root), that users see (logical), in memory order
+    (allocation) and of the loops, and contiguity and transforms.
     """
     domain: TensorDomain = tv.domain
     lines = [f"{indent}{tensor_text(tv)}"]
@@ -53,9 +53,9 @@ def scheduled_text(
     ops: Iterable[Op],
     transformed: Iterable[TensorView] = (),
 ) -> str:
-    """Returns the text of a scheduled fusion in nvFuser's format.
+    """Returns the text of a scheduled fusion in nvFuser's format: inputs, outputs and ops.
 
-    After the ops, the text has the domains of the tensors in `transformed`.
+    After the ops, the text describes all axes of the tensors in `transformed`.
     """
     lines = ["Inputs:", *(f"  {value_text(v)}" for v in inputs)]
     lines += ["Outputs:", *(f"  {value_text(v)}" for v in outputs)]
@@ -66,19 +66,19 @@ def scheduled_text(
 
 
 def fusion_text(fusion: Fusion) -> str:
-    """Returns the full text of a fusion, which `parse_fusion` can read.
+    """Returns the full text of a fusion, from which `parse_fusion` creates an equal fusion.
 
-    The text of `print_math` comes first, then the sections of `sections_text`.
+    The ops come first, as in `print_math`, then the sections of `sections_text`.
     """
     math = fusion_math(fusion, used_only=False).rstrip("\n")
     return f"{math}\n{sections_text(fusion, fusion.tensors(), fusion.exprs)}"
 
 
 def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[Op]) -> str:
-    """Returns the sections of a program's text with the facts that the text of its ops lacks.
+    """Returns the sections after the ops of a program's text, with all that the ops do not show.
 
-    These are aliases, equal extents, dtypes of symbols whose names do not imply the dtype, the
-    domain of every tensor, and the origins of shardings.
+    The sections have updates of inputs, equal extents, dtypes of symbols whose names do not imply
+    the dtype, all axes of every tensor, and the reasons of shardings.
     """
     parts = {
         "Aliases": [
@@ -100,7 +100,7 @@ def sections_text(fusion: Fusion, tensors: Sequence[TensorView], ops: Iterable[O
 
 
 def line_key(op: Op) -> str:
-    """Returns the key of an op in the section of user lines, such as `T3 add`.
+    """Returns the key by which a text assigns a user's source line to an op, such as `T3 add`.
 
     The key is the name of the op's first result, and the name of the op.
     """
@@ -109,10 +109,10 @@ def line_key(op: Op) -> str:
 
 
 def lines_text(ops: Iterable[Op]) -> str:
-    """Returns the section of a program's text with the user's line of each op, or "" without lines.
+    """Returns the section of a program's text with the user's source line of each op, or "".
 
-    Ops of regions are included. If several ops have the same key (`line_key`), an op is listed only
-    if its line differs from that of the first of them.
+    Nested ops, such as the body of a loop, are included. If several ops have the same key
+    (`line_key`), an op is listed only if its line differs from that of the first of them.
     """
     rows: dict[str, str] = {}
 
@@ -128,9 +128,10 @@ def lines_text(ops: Iterable[Op]) -> str:
 
 
 def with_lines(ops: Iterable[Op], rows: Mapping[str, str]) -> tuple[Op, ...]:
-    """Returns the ops with the user's lines in `rows`, which maps keys of ops to lines.
+    """Returns the ops with the user's source lines that `rows` has for them.
 
-    Keys are those of `line_key`. Ops of regions also get their lines.
+    `rows` maps keys (`line_key`) to lines. Nested ops, such as the body of a loop, also get their
+    lines.
     """
 
     def place(op: Op, key: str, number: int) -> Op:
@@ -145,10 +146,10 @@ def _nth(key: str, number: int) -> str:
 
 
 def _by_key(ops: Iterable[Op], change: Callable[[Op, str, int], Op]) -> tuple[Op, ...]:
-    """Returns the ops after applying `change` to each op, ops of regions included.
+    """Returns the ops after applying `change` to each of them, and to nested ops.
 
-    `change` takes the op, its key (`line_key`), and how many ops had this key so far. An op is
-    counted before the ops of its regions.
+    `change` takes the op, its key (`line_key`), and how many ops had this key so far, the op
+    included. An op comes before the ops that are nested in it.
     """
     counts: Counter[str] = Counter()
 
@@ -172,10 +173,10 @@ _PREFIX_DTYPE = {
 
 
 def default_dtype(name: str) -> DataType:
-    """Returns the dtype that a symbol's name implies.
+    """Returns the dtype that the name of a symbol implies in a text.
 
-    The dtype is Index for `i3`, Double for `d2`, Float for `f4`, Bool for `b5`, and Index for any
-    other name.
+    It is Index for `i3`, Double for `d2`, Float for `f4`, Bool for `b5`, and Index for any other
+    name.
     """
     return _PREFIX_DTYPE.get(name[0], DataType.Index) if name[1:].isdigit() else DataType.Index
 
@@ -183,7 +184,7 @@ def default_dtype(name: str) -> DataType:
 def program_symbols(
     fusion: Fusion, tensors: Iterable[TensorView], ops: Iterable[Op]
 ) -> tuple[sc.Symbol, ...]:
-    """Returns all symbols that occur in a program, in order of appearance.
+    """Returns each symbol of a program once, in order of appearance.
 
     They occur in inputs, axes and splits of `tensors`, operands of `ops`, and equal extents.
     """
