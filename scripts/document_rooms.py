@@ -33,11 +33,12 @@ ROOMS = (
 def room_text(room: str) -> str:
     """Returns the lines of a room: its first sentence, its question, its files."""
     text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
-    first, *lines = [line for line in text.split("\n") if line]
-    question = next(line.removeprefix("Question: ") for line in lines if "Question: " in line)
-    at = next(i for i, line in enumerate(lines) if line.startswith("- "))
-    head = textwrap.wrap(f"{first} *{question[0].upper()}{question[1:]}*", COLUMNS)
-    return "\n".join([f"### {room}", "", *head, "", *lines[at:]])
+    first = text.partition("\n")[0]
+    # The question may go on in the next line; sentences after it are for readers of the code.
+    question = " ".join(text.partition("Question: ")[2].partition("?")[0].split())
+    files = text[text.index("\n- ") :].strip()
+    head = textwrap.wrap(f"{first} *{question[0].upper()}{question[1:]}?*", COLUMNS)
+    return "\n".join([f"### {room}", "", *head, "", files])
 
 
 def page() -> str:
