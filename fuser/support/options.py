@@ -72,7 +72,7 @@ EFFECTS: Mapping[str, Mapping[str, str]] = {
         "the heuristic's choice on these inputs; the best is kept on disk; programs on several "
         "ranks raise UnsupportedError",
         "late_stream": "late_stream(all), (entry) or (0) to (7): on the CPU the work of that "
-        "stream is delayed as far as the program's waits allow, so that a missing wait gives "
+        "stream is delayed as far as the program's waits allow, so that a missing wait can give "
         "wrong numbers",
     },
     "DISABLE": {
