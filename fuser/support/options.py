@@ -21,7 +21,7 @@ from pathlib import Path
 import platformdirs
 
 from fuser.support.arguments import Mismatch, list_items, show
-from fuser.support.errors import OptionError, warn
+from fuser.support.errors import OptionError, user_code, user_line, warn
 
 # ----------------------------------------------------------------------
 # The names in list-valued options, each with its effect, or the reason why it has none.
@@ -112,21 +112,33 @@ _ALWAYS = "the code generator has one form, which needs no such switch"
 _NO_DEBUG = "kernels carry no debug information: FUSER_DUMP=cuda_kernel shows their text"
 _NO_OUTPUT = "no such text exists here"
 _PROFILER = "FUSER_PROF=print shows the time of each kernel"
+_SHAPES = "fd.repro_script_for(inputs) has shapes, strides and dtypes of the inputs"
 
 # Names of nvFuser that existing programs use and that have no effect, each with the reason.
 NO_EFFECT: Mapping[str, Mapping[str, str]] = {
-    "DUMP": dict.fromkeys(
-        """
-        host_ir_jit pre_segmenter_logging fusion_ir_presched fusion_ir_math python_definition
-        fusion_args kernel_args launch_param compile_params cuda_full cuda_to_file ptx cubin sass
-        sass_to_file ptxas_verbose perf_debug_verbose scheduler_verbose segmenter_logging
-        fusion_ir_graph draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose
-        index_type sync_map parallel_dimensions predicate_elimination lower_verbose expr_simplify
-        expr_sort expr_sort_verbose bank_conflict buffer_reuse_verbose dynamic_shared_memory
-        global_zeroed_memory occupancy ftrace cutlass_compile
-        """.split(),
-        _NO_OUTPUT,
-    ),
+    "DUMP": {
+        **dict.fromkeys(
+            """
+            host_ir_jit ptx cubin sass sass_to_file ptxas_verbose segmenter_logging fusion_ir_graph
+            draw_segmented_fusion transform_propagator inlining ca_map indexing_verbose index_type
+            sync_map parallel_dimensions predicate_elimination lower_verbose expr_simplify
+            expr_sort expr_sort_verbose bank_conflict buffer_reuse_verbose dynamic_shared_memory
+            global_zeroed_memory occupancy ftrace cutlass_compile
+            """.split(),
+            _NO_OUTPUT,
+        ),
+        "fusion_ir_math": "fd.fusion.print_math() returns this text",
+        "python_definition": "repr(fd) is this text",
+        **dict.fromkeys(("fusion_args", "kernel_args"), _SHAPES),
+        "launch_param": "FUSER_PROF=print shows grid and block of each kernel",
+        "compile_params": "FUSER_DUMP=scheduler_params shows the parameters of each kernel",
+        "scheduler_verbose": "FUSER_DUMP=scheduler_params shows the parameters of each kernel",
+        "perf_debug_verbose": _PROFILER,
+        "cuda_full": "fd.fec.get_cuda_kernel(inputs, intrinsic_code=True) returns this text",
+        "cuda_to_file": "FUSER_DUMP=cuda_kernel writes files if FUSER_DUMP_DIR names a folder",
+        "fusion_ir_presched": "FUSER_DUMP=segmented_fusion shows the ops of each segment",
+        "pre_segmenter_logging": "FUSER_DUMP=fusion_ir_preseg shows the fusion after these passes",
+    },
     "ENABLE": {
         "host_ir_lowering": _ONE_LOWERING,
         "host_ir_jit": _ONE_LOWERING,
@@ -175,7 +187,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "reuse_mismatched_type_registers": _ALWAYS,
         "var_name_remapping": _ALWAYS,
         "welford_vectorization": _ALWAYS,
-        "python_inline_definitions": "no definition is printed as Python",
+        "python_inline_definitions": "repr(fd) has one form",
     },
     "PROF": {},
 }
@@ -283,10 +295,13 @@ def check_environment() -> None:
         _options(kind)
     silent = sorted(set(_options("DUMP")) & NO_EFFECT["DUMP"].keys())
     if silent:
+        names: dict[str, list[str]] = {}
+        for name in silent:
+            names.setdefault(NO_EFFECT["DUMP"][name], []).append(name)
         warn(
-            f"FUSER_DUMP: nothing is printed for {', '.join(silent)} "
-            f"({NO_EFFECT['DUMP'][silent[0]]}); available dumps: "
-            f"{', '.join(sorted(EFFECTS['DUMP']))}",
+            "FUSER_DUMP: nothing is printed for "
+            + "; ".join(f"{', '.join(same)} ({why})" for why, same in names.items())
+            + f"; available dumps: {', '.join(sorted(EFFECTS['DUMP']))}"
         )
     timeout_s()
     master_port()
@@ -537,7 +552,10 @@ def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
     for option in chosen:
         name = str(option).partition("(")[0]
         if name not in known:
-            raise OptionError(f"Unrecognized {kind}_option: {option}{_nearest(name, known)}")
+            raise OptionError(
+                f"Unrecognized {kind}_option: {option}{_nearest(name, known)}. Available options: "
+                f"{', '.join(sorted(EFFECTS[kind.upper()]))}{user_code(user_line())}"
+            )
     return chosen
 
 

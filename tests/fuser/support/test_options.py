@@ -160,6 +160,26 @@ def test_a_name_that_prints_nothing_is_warned_about(monkeypatch: pytest.MonkeyPa
         options.check_environment()
 
 
+def test_a_dump_that_exists_elsewhere_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVFUSER_DUMP", "fusion_ir_math,python_definition,launch_param,ptx")
+    with pytest.warns(UserWarning, match="nothing is printed for") as seen:
+        options.check_environment()
+    text = str(seen[0].message)
+    for words in (
+        "fusion_ir_math (fd.fusion.print_math() returns this text)",
+        "python_definition (repr(fd) is this text)",
+        "launch_param (FUSER_PROF=print shows grid and block of each kernel)",
+        "ptx (no such text exists here)",
+    ):
+        assert words in text, text
+
+
+def test_an_unknown_option_of_a_call_lists_the_options_and_the_line() -> None:
+    words = r"Unrecognized enable_option: id_model\. Available options: checked, double_numbers, "
+    with pytest.raises(OptionError, match=rf"{words}.*tune \(user code at .*test_options\.py:\d"):
+        options.settings(["id_model"])
+
+
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FUSER_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
