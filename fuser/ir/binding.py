@@ -228,8 +228,9 @@ class Binder:
             )
         if axis.blocks > 1 and expected % axis.blocks:
             raise ShardingError(
-                f"axis {axis.position} of {tensor_words(axis.tv)} has extent {axis.extent} = "
-                f"{expected}, which is not divisible by {axis.blocks} ranks; got {axis.found(size)}"
+                f"axis {axis.position} of {tensor_words(axis.tv)} has extent {expected}, which "
+                f"{axis.blocks} ranks cannot share equally; this rank passed a shard of "
+                f"{size // axis.blocks}"
                 f"{user_code(next(iter(axis.tv.cut_lines.values()), axis.tv.user_line()))}"
                 f"{in_ir(axis.tv)}"
             )

@@ -25,7 +25,7 @@ from fuser.support.errors import (
     user_code,
     user_line,
 )
-from multidevice.sharding.placement import cut_line, is_allocated_per_step
+from multidevice.sharding.placement import cut_line, is_allocated_per_step, misfit_of_mesh
 
 if TYPE_CHECKING:
     import torch
@@ -80,14 +80,31 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
     from multidevice.job.communicator import Communicator
 
     made_by = tv.definition()
-    if made_by is not None and tv.mesh is not None and not tv.has_own_mesh:
-        # The mesh is that of an operand. The shard could be any part of the tensor.
+    is_sharded = any(v.mesh is not None for v in tv.fusion.tensors())
+    if made_by is not None and is_sharded and not tv.has_own_mesh:
+        # The tensor has no mesh or that of an operand. The shard could be any part of the tensor.
         raise ShardingError(
             f"shard_tensor(): {tensor_words(tv)} has no placement of its own. The compiler chooses "
-            "the placements of such results when it compiles the program. Give it one in the "
-            f"definition, by shard(tensor, mesh, [...]){user_code(made_by.where)}"
+            f"the placements of such results when it compiles the program. {_placement_of(tv)}Or "
+            "give it a placement in the definition, by shard(tensor, mesh, [...])"
+            f"{user_code(made_by.where)}"
         )
     return shard_for_rank(tensor, tv, Communicator.instance().rank(), copy=copy)
+
+
+def _placement_of(tv: TensorView) -> str:
+    """Returns the part of a message that says how to read the placement of an output.
+
+    Returns "" for a result that is not an output, because only outputs can be asked for.
+    """
+    shown = [out for out in tv.fusion.outputs if not tv.fusion.is_hidden(out)]
+    position = next((i for i, out in enumerate(shown) if out is tv), None)
+    if position is None:
+        return ""
+    return (
+        f"After a run, fd.fec.get_output_shardings()[{position}] has its mesh and its cut axes; on "
+        "a 1-D mesh, mesh.shard_tensor(tensor, axis) then cuts the whole tensor. "
+    )
 
 
 def shard_for_rank(
@@ -189,12 +206,10 @@ def _split_view(
         axes[dim : dim + 1] = [(n, types.get(n)) for n in t.outputs]
         steps.append((dim, 2))
     for dim, (number, ptype) in enumerate(axes):
-        if ptype is not None and view.size(dim) != tv.mesh.size_of(ptype):
+        is_there = ptype is None or tv.mesh.dim_of(ptype) is not None
+        if ptype is not None and (not is_there or view.size(dim) != tv.mesh.size_of(ptype)):
             axis = next(a for a in device if a.number == number)
-            raise ShardingError(
-                f"{axis_words(tv, axis)} has extent {view.size(dim)}, but {tv.mesh} has "
-                f"{tv.mesh.size_of(ptype)} devices along {ptype.name}"
-            )
+            raise ShardingError(misfit_of_mesh(tv, axis, view.size(dim)))
     assert all(p in DEVICE_TYPES for p in types.values())
     return view, axes, steps
 

@@ -503,6 +503,7 @@ def _check_summed(summed: Sequence[_Summed]) -> None:
             is_meant = any(_is_partial_sum(tv) for _, tv in tensor_operands(op))
             if sharded_axis(out, cut.ptype) is None and out.ndim and not is_meant:
                 warn(
+                    "harmless if you meant the summed axis: "
                     f"{cut.ptype.name} cuts axis {axis} of {out}, over which {op.name} sums. The "
                     "result is whole on each device, as without this cut. To cut the result: "
                     f"{_how_to_cut(out, cut)}{user_code(cut_line(out, cut.ptype))}"

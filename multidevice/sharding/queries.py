@@ -38,6 +38,7 @@ from multidevice.sharding.placement import (
     is_allocated_per_step,
     is_plain_broadcast,
     local_extent,
+    misfit_of_mesh,
     origin_root,
     placement,
     sharded_axis,
@@ -332,18 +333,10 @@ def check_annotations(fusion: Fusion) -> None:
                     f"{axis_words(tv, axis)} has a device type, but the tensor has no mesh: "
                     f"call set_device_mesh{where}{in_ir(axis, tv)}"
                 )
-            if tv.mesh.dim_of(axis.ptype) is None:
-                raise ShardingError(
-                    f"{tv.mesh} of {tensor_words(tv)} has no dimension {axis.ptype.name}, on which "
-                    f"{axis_words(tv, axis)} is: use a mesh with more dimensions{where}"
-                    f"{in_ir(axis, tv)}"
-                )
             extent, count = sc.int_value(fusion.canonical(axis.size)), tv.mesh.size_of(axis.ptype)
-            if extent is not None and extent != count:
-                raise ShardingError(
-                    f"{axis_words(tv, axis)} has extent {extent}, but {tv.mesh} has {count} "
-                    f"devices along {axis.ptype.name}{where}{in_ir(axis, tv)}"
-                )
+            if tv.mesh.dim_of(axis.ptype) is None or extent not in (None, count):
+                text = misfit_of_mesh(tv, axis, count if extent is None else extent)
+                raise ShardingError(f"{text}{where}{in_ir(axis, tv)}")
         axis_cuts(tv)
 
 

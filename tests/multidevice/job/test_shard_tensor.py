@@ -115,6 +115,54 @@ def test_a_result_that_has_no_placement_of_its_own_is_refused() -> None:
     assert torch.equal(shard_tensor(whole, z), whole)
 
 
+def test_the_sharding_of_a_result_is_read_from_the_compiled_program() -> None:
+    """The calls that the message names return the shard that execute returned."""
+    whole = torch.randn(8, 16), torch.randn(6, 16)
+
+    def run() -> None:
+        with FusionDefinition() as fd:
+            x, w = (fd.define_tensor([-1, -1], contiguity=True) for _ in range(2))
+            hidden = fd.ops.linear(x, w)
+            fd.add_output(fd.ops.neg(x))
+            fd.add_output(hidden)
+        pair = DeviceMesh([0, 1])
+        x.set_device_mesh(pair)
+        w.set_device_mesh(pair)
+        shard_axis(w, 0, 2)
+        expected = whole[0] @ whole[1].T
+        words = r"the result of linear .*fd\.fec\.get_output_shardings\(\)\[1\].*shard\(tensor"
+        with pytest.raises(ShardingError, match=words) as caught:
+            shard_tensor(expected, hidden)
+        assert "pass the whole tensor" not in str(caught.value)
+        _, found = fd.execute([whole[0], shard_tensor(whole[1], w)])
+        s = fd.fec.get_output_shardings()[1]
+        assert s.mesh == pair
+        shard_of_rank = pair.shard_tensor(expected, s.axis_sharded_on(X))
+        assert found.shape == (8, 3)
+        torch.testing.assert_close(found, shard_of_rank, atol=1e-5, rtol=1e-5)
+
+    with simulate(2) as world:
+        world.run(run)
+
+
+def test_a_device_axis_that_does_not_fit_the_mesh_says_how_to_cut() -> None:
+    unsplit, inner, no_dimension = tensor(2), tensor(2), tensor(2)
+    for tv in (unsplit, inner, no_dimension):
+        tv.set_device_mesh(mesh(2))
+    unsplit.axis(1).parallelize(X)
+    inner.outer_split(0, 2)
+    inner.axis(1).parallelize(X)
+    no_dimension.outer_split(0, 2)
+    no_dimension.axis(0).parallelize(Y)
+    for tv, words in (
+        (unsplit, r"extent 6, .*: first call outer_split\(1, 2\), then parallelize axis\(1\)"),
+        (inner, r"extent 4, .*inner part of a split; parallelize the outer one, axis\(0\)"),
+        (no_dimension, r"no dimension mesh_y.*the mesh is 1-D and has mesh_x alone"),
+    ):
+        with pytest.raises(ShardingError, match=words):
+            shard_for_rank(torch.ones(8, 6), tv, 0)
+
+
 def test_swapped_arguments_raise_an_error_that_says_to_swap_them() -> None:
     tv = tensor(1)
     tv.set_device_mesh(mesh(1))

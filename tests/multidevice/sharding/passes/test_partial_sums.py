@@ -118,6 +118,7 @@ def test_users_are_warned_of_a_result_that_stays_whole(axis: int, is_warned: boo
     texts = [str(w.message) for w in seen if "over which sum sums" in str(w.message)]
     assert len(texts) == is_warned
     assert all("The result is whole on each device" in text for text in texts)
+    assert all(text.startswith("harmless if you meant the summed axis: ") for text in texts)
 
 
 @pytest.mark.finding("G13")
