@@ -60,7 +60,7 @@ def prepare_dtensors(
     """
     defined = cache.fusion()
     given = flatten(in_dtensors, declared=defined.inputs)
-    check_count(len(given), defined.inputs)
+    check_count(len(given), defined.inputs, defined.scalar_lines)
     names = _check_inputs(defined, given)
     shards = _shards(cache, defined, given)
     run_signature, numbers, run = cache.prepare(shards)

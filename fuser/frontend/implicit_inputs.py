@@ -98,7 +98,7 @@ class Draws:
             InputError: the number of inputs is wrong.
         """
         given = flatten(inputs, declared=self._declared)
-        check_count(len(given), self._declared)
+        check_count(len(given), self._declared, self.fusion.scalar_lines)
         return [*given, *key]
 
     def take(self, inputs: Iterable[object], device: Device) -> list[Argument]:
@@ -252,11 +252,11 @@ class FloatSizes:
             InputError: the number of inputs is wrong, or a computed value is not a valid size.
         """
         given = flatten(inputs, declared=self._declared)
-        check_count(len(given), self._declared)
+        check_count(len(given), self._declared, self.fusion.scalar_lines)
         values: Values = {}
         for i, declared in self._scalars:
             number = given[i]
-            check_scalar(i, declared, number)
+            check_scalar(i, declared, number, self.fusion.scalar_lines)
             values[declared] = Const(number, declared.dtype).value  # pyright: ignore[reportArgumentType]
         count = self._of_scalars
         sizes = [self._size(x, values) for x in self._sizes[:count]]
@@ -459,7 +459,7 @@ class HostScalars:
                 definition declares.
         """
         given = flatten(inputs, declared=self._declared)
-        check_count(len(given), self._declared)
+        check_count(len(given), self._declared, self.fusion.scalar_lines)
         for i, spec in self._specs.items():
             value = given[i]
             if isinstance(value, torch.Tensor):  # the bytes of a lazy view are not its value

@@ -714,6 +714,8 @@ class Fusion:
         # of Float.
         self.double_numbers = False
         self.extents = ExtentClasses()
+        # The user's line that defines each scalar input, for messages.
+        self.scalar_lines: dict[Scalar, str] = {}
         # Equalities of extents that no op implies.
         self.declared: list[Declared] = []
         # Conditions that a schedule assumes in addition; the launch of a kernel checks them.
@@ -1169,6 +1171,7 @@ class Fusion:
         new.least, new.has_tails = dict(self.least), self.has_tails
         new.joined, new.resident_threads = self.joined, self.resident_threads
         new.cluster, new.double_numbers = self.cluster, self.double_numbers
+        new.scalar_lines = self.scalar_lines
         new.read_again, new.goes_backwards = self.read_again, self.goes_backwards
         mapping: dict[TensorView, TensorView] = {}
         # Equal meshes become one object, because identical objects compare faster.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -107,10 +108,12 @@ def torch_device(device: object) -> torch.device:
     return found
 
 
-def check_count(given: int, declared: Sequence[Any]) -> None:
+def check_count(
+    given: int, declared: Sequence[Any], lines: Mapping[Any, str] = MappingProxyType({})
+) -> None:
     """Checks that a call passes as many inputs as the definition declares.
 
-    The error names the first missing input.
+    The error names the first missing input. `lines` has the user's lines of scalar inputs.
 
     Raises:
         InputError: the numbers differ.
@@ -120,7 +123,7 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
         raise InputError(
             "KernelArgumentHolder contains less argument than kernel's input. "
             f"Expected {expected}, got {given}: {declared[given]} is missing"
-            f"{_line(declared[given:])}"
+            f"{_line(declared[given:], lines)}"
         )
     if given > expected:
         labels = ", ".join(getattr(value, "label", str(value)) for value in declared)
@@ -130,9 +133,14 @@ def check_count(given: int, declared: Sequence[Any]) -> None:
         )
 
 
-def _line(values: Sequence[Any]) -> str:
-    """Returns the user's source line of the first of these values, or "" if it is not a tensor."""
-    return user_code(values[0].user_line()) if hasattr((*values, None)[0], "user_line") else ""
+def _line(values: Sequence[Any], lines: Mapping[Any, str] = MappingProxyType({})) -> str:
+    """Returns the end of a message: the user's source line of the first of these inputs, or "".
+
+    `lines` has the lines of scalar inputs.
+    """
+    value: Any = next(iter(values), None)
+    is_tensor = hasattr(value, "user_line")
+    return user_code(value.user_line() if is_tensor else lines.get(value, ""))
 
 
 def device_of(inputs: Iterable[object], device: int | str | torch.device | None) -> torch.device:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class InputBinder:
         self._specs: list[_TensorSpec | Scalar] = [
             spec_of(i, v) if isinstance(v, TensorView) else v for i, v in enumerate(values.inputs)
         ]
-        self._declared = values.inputs
+        self._declared, self._lines = values.inputs, values.scalar_lines
         # Whether every symbol is an extent, because no input is a scalar.
         self.has_only_tensors = all(isinstance(v, TensorView) for v in values.inputs)
         self._updated = {a.into: a.out for a in values.aliases}
@@ -108,12 +109,12 @@ class InputBinder:
         declaration. If two inputs disagree about a symbol, the message names both. Raises
         `ShardingError` if an extent is not divisible by the size of the mesh.
         """
-        check_count(len(inputs), self._declared)
+        check_count(len(inputs), self._declared, self._lines)
         for i, (spec, value) in enumerate(zip(self._specs, inputs, strict=True)):
             if isinstance(spec, _TensorSpec):
                 check_tensor(spec, value, device)
             else:
-                check_scalar(i, spec, value)
+                check_scalar(i, spec, value, self._lines)
         values = self._binder.bind(inputs)
         for spec, value in zip(self._specs, inputs, strict=True):
             if isinstance(spec, _TensorSpec) and isinstance(value, torch.Tensor):
@@ -209,25 +210,33 @@ def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] |
     return None
 
 
-def check_scalar(index: int, spec: Scalar, value: Argument) -> None:
+def check_scalar(
+    index: int, spec: Scalar, value: Argument, lines: Mapping[Scalar, str] = MappingProxyType({})
+) -> None:
     """Raises `InputError` unless `value` is a number that fits the dtype of the input `spec`.
 
-    `index` is the position of the input, for the message.
+    `index` is the position of the input, and `lines` has the user's lines of scalar inputs, both
+    for the message.
     """
     if isinstance(value, torch.Tensor):
+        advice = "" if value.dim() else ". A scalar input takes a number: pass t.item()"
         raise InputError(
             f"Expected input {index}, {spec}, to be a scalar but got "
-            f"{torch_dtype_text(value.dtype)} tensor of rank {value.dim()}"
+            f"{torch_dtype_text(value.dtype)} tensor of rank {value.dim()}{advice}"
+            f"{user_code(lines.get(spec, ''))}"
         )
     if not isinstance(value, _ACCEPTS[category(spec.dtype)]):  # pyright: ignore[reportUnnecessaryIsInstance]
         shown = f"({value.real:g},{value.imag:g})" if isinstance(value, complex) else value
         raise InputError(
             f"Input {index}, {spec}: Scalar value {shown} is not compatible with the expected data "
-            f"type: {dtype_text(spec.dtype)}."
+            f"type: {dtype_text(spec.dtype)}.{user_code(lines.get(spec, ''))}"
         )
     problem = misfit(value, spec.dtype)
     if problem:
-        raise InputError(f"Expected input {index}, {spec}, to fit its dtype, but {problem}")
+        raise InputError(
+            f"Expected input {index}, {spec}, to fit its dtype, but "
+            f"{problem}{user_code(lines.get(spec, ''))}"
+        )
 
 
 def is_computed(tv: TensorView) -> bool:
