@@ -82,6 +82,8 @@ from multidevice.sharding.queries import has_streams, requested_devices
 MAX_SIGNATURES = 256
 MAX_TURNS = 16
 MAX_BOUND = 64
+# Communicator, options and input class of a program.
+ClassKey = tuple[Communicator, Settings, Hashable]
 
 
 class FusionExecutorCache(Watching, Inspection):
@@ -136,7 +138,7 @@ class FusionExecutorCache(Watching, Inspection):
         # Job sizes that are known to include all ranks of the meshes.
         self._worlds: set[int] = set()
         self._by_class: Recent[object, BoundProgram] = Recent(MAX_BOUND)
-        self._overlaps: Recent[object, Overlaps | NoOverlap] = Recent(MAX_BOUND)
+        self._overlaps: Recent[ClassKey, Overlaps | NoOverlap] = Recent(MAX_BOUND)
         self._recent: Recent[Communicator, BoundProgram] = Recent(MAX_BOUND)
         self.devices = queries.requested_devices(fusion)
         self._names = input_names(self._defined.inputs, self._defined.exprs)
@@ -670,18 +672,37 @@ class FusionExecutorCache(Watching, Inspection):
         if self._recent.get(Communicator.instance()) is not None:
             return self.host_program()
         inputs = self._completed(inputs)
-        where = device_of(inputs, None)
-        sizes = {s: v for s, v in self._binder.bind(inputs, where).items() if isinstance(v, int)}
+        where, sizes = device_of(inputs, None), self._sizes_of(inputs)
         found = self._classifier.classify(inputs, sizes, where)
         here = Communicator.instance()
         return self._program(found, here, where, self._settings)[0].container
 
+    def _sizes_of(self, given: Sequence[Argument]) -> dict[Symbol, int]:
+        """Returns the values of the integer symbols for the inputs `given` of the program."""
+        values = self._binder.bind(given, device_of(given, None))
+        return {s: v for s, v in values.items() if isinstance(v, int)}
+
+    def _bound_to(self, given: Sequence[Argument]) -> BoundProgram | None:
+        """Returns the program of the input class of `given`, or None if none is bound.
+
+        A program of calls without options is preferred.
+        """
+        sizes, here = self._sizes_of(given), Communicator.instance()
+        found = self._classifier.classify(given, sizes, device_of(given, None))
+        keys = [(here, self._settings, found.key)]
+        keys += [k for k in self._overlaps if (k[0], k[2]) == (here, found.key)]
+        for key in keys:
+            overlaps = self._overlaps.recall(key)
+            bound = overlaps and self._by_class.recall((key, overlaps.choose(sizes)))
+            if bound:
+                return bound
+        return None
+
     def overlap_report(self, inputs: Iterable[object]) -> str:
         """Returns the report on overlap that `FusionDefinition.overlap_report` describes."""
-        given = self._completed(inputs)
-        sizes = self._binder.bind(given, device_of(given, None))
+        sizes = self._sizes_of(self._completed(inputs))
         latest = self._last()
-        report = latest.overlaps.report({s: v for s, v in sizes.items() if isinstance(v, int)})
+        report = latest.overlaps.report(sizes)
         return _with_notes(report, latest.program.container)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -19,12 +19,13 @@ from fuser.frontend.profiler import Profiler, profile_of_program
 from fuser.frontend.program_cache import BoundProgram, CallCacheEntry, CallKey, Program
 from fuser.ir.binding import Argument, Signature, signature_of
 from fuser.ir.fusion import TensorView
+from fuser.ir.scalar.constructors import Symbol
 from fuser.ir.text.printer import scheduled_text
 from fuser.kernels.executor import FusedKernelExecutor, scheduled_fusion, variant_of
 from fuser.kernels.kernel_variant import Variant
 from fuser.runtime.kernel_text import RT_FILES, preamble
 from fuser.support import options
-from fuser.support.errors import NotCompiledError
+from fuser.support.errors import FuserError, NotCompiledError, advice_on_nvfuser
 from fuser.support.inputs import device_of
 from fuser.support.lru import Recent
 from fuser.support.options import Settings
@@ -126,6 +127,18 @@ def launches_of(program: Program) -> dict[str, int]:
     }
 
 
+def _inputs_text(signature: Signature) -> str:
+    """Returns the inputs of a call as text, such as `float32[4, 8] and a float`."""
+
+    def text(row: tuple[Any, ...]) -> str:
+        if len(row) == 2:
+            return f"a {row[0].__name__}" if row[1] is None else repr(row[1])
+        shape, strides, dtype, device = row[:4]
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} (strides {strides}, {device})"
+
+    return " and ".join(map(text, signature)) or "none"
+
+
 class Inspection:
     """Base class of an executor cache: methods that return facts about its programs, without
     running them.
@@ -138,14 +151,31 @@ class Inspection:
     _free: frozenset[int]
     _autograd: Autograd
 
+    if not TYPE_CHECKING:  # a type checker would accept every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            advice = advice_on_nvfuser("fd.fec", name)
+            raise AttributeError(f"{text}: {advice}" if advice else text, name=name, obj=self)
+
     if TYPE_CHECKING:
 
         def _completed(self, inputs: Iterable[object]) -> list[Argument]: ...
+        def _bound_to(self, given: Sequence[Argument]) -> BoundProgram | None: ...
+        def _sizes_of(self, given: Sequence[Argument]) -> dict[Symbol, int]: ...
 
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
-        """Returns whether a program for inputs like these exists. `device` has no effect."""
+        """Returns whether a run on inputs like these would compile nothing. `device` has no effect.
+
+        Inputs of other sizes may use the same program and kernels. False for inputs that do not fit
+        the definition.
+        """
         del device
-        return self._call_like(inputs) is not None
+        try:
+            self._compiled_for(inputs)
+        except FuserError:
+            return False
+        return True
 
     def get_cuda_kernel(
         self, inputs: Sequence[Argument], intrinsic_code: bool = False, device: int = 0
@@ -156,9 +186,9 @@ class Inspection:
         call.
 
         Raises:
-            NotCompiledError: no program for such inputs has run.
+            NotCompiledError: a run on such inputs would compile a kernel.
         """
-        bound, given = self._program_of(inputs)
+        bound, given = self._compiled_for(inputs)
         return cuda_text(bound, given, with_runtime=intrinsic_code)
 
     def get_scheduled_ir(
@@ -169,9 +199,9 @@ class Inspection:
         `tensor_transforms` adds the domains of the tensors.
 
         Raises:
-            NotCompiledError: no program for such inputs has run.
+            NotCompiledError: a run on such inputs would compile a kernel.
         """
-        bound, given = self._program_of(inputs)
+        bound, given = self._compiled_for(inputs)
         return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
 
     def get_most_recent_scheduled_ir(self, tensor_transforms: bool = False) -> str:
@@ -191,7 +221,7 @@ class Inspection:
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
     def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
-        """Returns the cache entry of an earlier call with inputs like these, or None.
+        """Returns the cache entry of an earlier call with inputs of the same signature, or None.
 
         A call without options is preferred.
         """
@@ -201,12 +231,42 @@ class Inspection:
         return call or next(like, None)
 
     def _program_of(self, inputs: Sequence[Argument]) -> tuple[BoundProgram, Sequence[Argument]]:
+        """Returns the program that a run on `inputs` would use, and the inputs of the program.
+
+        Raises:
+            NotCompiledError: such a run would build a program.
+        """
         call = self._call_like(inputs)
-        if call is None:
-            raise NotCompiledError(
-                "Fusion is not compiled! Execute it with inputs like these first"
-            )
-        return call.bound, self._autograd.resolved(self._completed(inputs))
+        given = self._autograd.resolved(self._completed(inputs))
+        bound = self._bound_to(given) if call is None else call.bound
+        if bound is None:
+            raise self._not_compiled(given)
+        return bound, given
+
+    def _compiled_for(self, inputs: Sequence[Argument]) -> tuple[BoundProgram, Sequence[Argument]]:
+        """Returns the same as `_program_of`, if the kernels for these sizes are compiled, too.
+
+        Raises:
+            NotCompiledError: a run on `inputs` would build a program or compile a kernel.
+        """
+        bound, given = self._program_of(inputs)
+        if self._call_like(inputs) is None:
+            bound.program.check_divisible(self._sizes_of(given))
+            if not all(variant.compiled for _, _, variant in kernels_of(bound, given)):
+                raise self._not_compiled(given)
+        return bound, given
+
+    def _not_compiled(self, given: Sequence[Argument]) -> NotCompiledError:
+        """Returns the error for inputs that nothing is compiled for.
+
+        The message has these inputs and those of the last run.
+        """
+        ran = next((key[-1] for key, c in self._by_signature.items() if c is self._ran), None)
+        last = "" if ran is None else f": the last run had {_inputs_text(ran)}"
+        asked = f", asked for {_inputs_text(signature_of(given, self._free))}" if last else ""
+        return NotCompiledError(
+            f"Fusion is not compiled! Execute it with inputs like these first{last}{asked}"
+        )
 
     def program_like(self, inputs: Sequence[Argument]) -> Program:
         """Returns the program that earlier calls compiled for inputs like these.

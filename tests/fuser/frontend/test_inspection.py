@@ -10,6 +10,7 @@ import torch
 import fuser
 import multidevice
 from fuser import FusionDefinition, FusionExecutorCache, ParallelType, UnsupportedError
+from fuser.frontend.program_cache import PROGRAMS
 from fuser.ir.binding import Argument
 from fuser.support.errors import ShardingError
 
@@ -103,7 +104,7 @@ def test_scalars_say_what_they_do_not_know() -> None:
 def test_kernels_and_scheduled_ir_of_a_call() -> None:
     fd, inputs = two_kernels(), given()
     fd.execute(inputs)
-    assert fd.fec.is_compiled(inputs) and not fd.fec.is_compiled(given(9))
+    assert fd.fec.is_compiled(inputs)
     kernels = fd.fec.get_cuda_kernel(inputs)
     assert kernels.count("__global__") == fd.fec.statistics()["kernels"] == 3
     assert kernels in fd.fec.get_cuda_kernel(inputs, intrinsic_code=True)
@@ -116,8 +117,50 @@ def test_kernels_and_scheduled_ir_of_a_call() -> None:
     full = fd.fec.get_scheduled_ir(inputs, tensor_transforms=True)
     assert full == fd.fec.get_most_recent_scheduled_ir(tensor_transforms=True)
     assert full.count("TransformPrinter") == 4
-    with pytest.raises(fuser.NotCompiledError, match="Fusion is not compiled!"):
-        fd.fec.get_cuda_kernel(given(9))
+    assert not fd.fec.is_compiled(given(0))
+    words = (
+        r"Fusion is not compiled!.*the last run had float32\[8, 16\].*asked for float32\[0, 16\]"
+    )
+    with pytest.raises(fuser.NotCompiledError, match=words):
+        fd.fec.get_cuda_kernel(given(0))
+
+
+@pytest.mark.parametrize("options", [(), ("schedules_for(h200)",)])
+def test_inputs_that_would_compile_nothing_are_compiled(options: tuple[str, ...]) -> None:
+    """Other sizes, a number of another type, and gradients use the same program and kernels."""
+    fd = two_kernels()
+    fd.execute(given(), _enable_options=options)
+    w = torch.randn(16, 32)
+    others: list[list[Argument]] = [
+        given(9),
+        [torch.randn(8, 16), w, 2],
+        [torch.randn(8, 16, requires_grad=True), w, 2.0],
+    ]
+    for inputs in others:
+        lowerings = PROGRAMS.lowerings
+        assert fd.fec.is_compiled(inputs)
+        text, ir = fd.fec.get_cuda_kernel(inputs), fd.fec.get_scheduled_ir(inputs)
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fuser.kernels.executor.compile_kernels", refuse_to_compile, raising=True)
+            fd.execute(inputs, _enable_options=options)
+        assert PROGRAMS.lowerings == lowerings
+        # The texts are those of the kernels that ran.
+        assert (text, ir) == (fd.fec.get_cuda_kernel(inputs), fd.fec.get_scheduled_ir(inputs))
+        assert fd.fec.get_most_recent_scheduled_ir() == ir
+
+
+def refuse_to_compile(*_: object, **__: object) -> None:
+    raise AssertionError("a kernel is compiled")
+
+
+def test_inputs_that_do_not_fit_are_not_compiled() -> None:
+    with FusionDefinition() as fd:
+        fd.add_output(fd.ops.exp(fd.define_tensor([-1, -1], contiguity=True)))
+    fd.execute([torch.ones(4, 8)])
+    for wrong in (torch.ones(4, 8, dtype=torch.float64), torch.ones(4)):
+        assert not fd.fec.is_compiled([wrong])
+        with pytest.raises(fuser.InputError, match="to be bound to a tensor of"):
+            fd.fec.get_cuda_kernel([wrong])
 
 
 def test_the_texts_are_those_of_the_call_that_ran_last() -> None:
