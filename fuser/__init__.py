@@ -180,17 +180,6 @@ __all__ = [
     "ProgramMismatchError",
 ]
 
-# Names of nvFuser that this project does not have, and why.
-_LIBRARY = "a matmul is a library call here, and the library chooses its own parameters"
-_REFUSED = {
-    **dict.fromkeys(("MatmulParams", "GemmTile", "MatMulTileOptions", "ClusterDims"), _LIBRARY),
-    **dict.fromkeys(("CircularBufferOptions", "SupportedVectorization"), _LIBRARY),
-    **dict.fromkeys(("MmaMacro", "MmaMacroEncode", "MmaMacroArch"), _LIBRARY),
-    **dict.fromkeys(("MatmulTilingStrategy", "MatmulBufferingLoopLevel"), _LIBRARY),
-    **dict.fromkeys(("MatmulCircularBufferingStrategy",), _LIBRARY),
-    **dict.fromkeys(("MatmulTileRasterizationOrder", "nvf_cutlass"), _LIBRARY),
-}
-
 _MODULES = frozenset(
     {
         *("ops", "schedule", "multidevice", "idm", "pytorch_utils", "benchmark_utils"),
@@ -255,10 +244,10 @@ _install_aliases()
 
 def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _DEFINED_IN:
-        if name in _REFUSED:
-            from fuser.support.errors import UnsupportedNameError
+        from fuser.support.errors import UnsupportedNameError, advice_on_nvfuser
 
-            raise UnsupportedNameError(f"fuser.{name} is not supported: {_REFUSED[name]}")
+        if advice := advice_on_nvfuser("fuser", name):
+            raise UnsupportedNameError(f"fuser.{name} is not supported: {advice}")
         text = f"module 'fuser' has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
     if name in _MODULES:

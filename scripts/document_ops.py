@@ -24,7 +24,6 @@ from typing import Any, get_overloads
 
 from page_tables import table, with_parts
 
-import fuser
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion
 from fuser.ir.fusion_guard import FusionGuard
@@ -33,7 +32,7 @@ from fuser.ops.define import define_tensor
 from fuser.ops.elementwise import DTYPE_RULES
 from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.support import options
-from fuser.support.errors import UnsupportedError
+from fuser.support.errors import INSTEAD_OF_NVFUSER, UnsupportedError
 from hostir.ir import effects
 from hostir.ir.ops import HOST_OPS, HostOp
 from multidevice.transports.base.collectives import COLLECTIVES, Collective, Side
@@ -286,8 +285,10 @@ def _has_tensors(dtype: DataType) -> bool:
 def differences() -> str:
     """Returns the page of differences from nvFuser, with the table of the names that raise."""
     names: dict[str, list[str]] = {}
-    for name, advice in fuser._REFUSED.items():
-        names.setdefault(advice, []).append(f"fuser.{name}")
+    for owner, found in INSTEAD_OF_NVFUSER.items():
+        for name, advice in found.items():
+            dotted = f"{owner}.{name}" if "." not in owner or owner == "fd.fec" else ""
+            names.setdefault(advice, []).append(dotted or f"{owner}({name}=)")
     for row, why in _refused():
         names.setdefault(f"a call raises: {why}", []).append(f"fd.ops.{row.name}")
     without = "no tensor has this dtype: `define_tensor` raises"

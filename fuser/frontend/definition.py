@@ -42,6 +42,7 @@ from fuser.support.errors import (
     InputError,
     NoReproInputsError,
     OtherEntranceError,
+    advice_on_nvfuser,
     user_code,
     user_line,
 )
@@ -72,8 +73,6 @@ _FIRST_CALL = make_reentrant_lock()
 _INSTEAD = {
     "fec": "the first execute creates it",
     "ke": "the first manual_execute creates it",
-    "define_constant": "it is called define_scalar, which takes the value",
-    "schedule": "it is called sched",
     "add_input": "define_tensor and define_scalar add the inputs, in their order",
     "inputs": "it is fd.fusion.inputs",
     "outputs": "it is fd.fusion.outputs",
@@ -102,23 +101,30 @@ def _defined_by(text: str | None) -> FusionDefinition:
     return fd
 
 
-def _no_list(given: int, named: Mapping[str, object]) -> ArgumentError:
-    """Returns the error for inputs of `execute` that are not passed as one list.
+def _refused_call(given: int, named: Mapping[str, object]) -> ArgumentError:
+    """Returns the error for a call of `execute` with several inputs, or with an unknown option.
 
     `given` is the number of positional inputs, and `named` has the unknown keyword arguments.
     """
     options = ("device", "save_repro_inputs", "_enable_options", "_disable_options")
-    name = next(iter(named), "")
+    name = next((n for n in named if advice_on_nvfuser("fd.execute", n)), next(iter(named), ""))
     text = (
         f"expected one list of inputs, got {given} arguments: write fd.execute([x, y]), or fd(x, y)"
     )
-    if near := get_close_matches(name, options, n=1):
+    if advice := advice_on_nvfuser("fd.execute", name):
+        text = f"there is no option {name!r}: {advice}"
+    elif near := get_close_matches(name, options, n=1):
         text = f"there is no option {name!r}; did you mean {near[0]}?"
+    elif any(isinstance(value, torch.Tensor) for value in named.values()):
+        listed = ", ".join(named)
+        text = (
+            f"{listed}: inputs have no names; pass them in the order of the definition: "
+            f"write fd.execute([{listed}]), or fd({listed}); options are {', '.join(options)}"
+        )
     elif named:
         text = (
-            f"{', '.join(named)}: inputs have no names; pass them in the order of the definition: "
-            f"write fd.execute([{', '.join(named)}]), or "
-            f"fd({', '.join(named)}); options are {', '.join(options)}"
+            f"there is no option {name!r}; options are {', '.join(options)}. Inputs have no names: "
+            "pass them in one list, in the order of the definition"
         )
     return ArgumentError(
         f"execute(): incompatible function arguments: {text}{user_code(user_line())}"
@@ -166,7 +172,8 @@ class FusionDefinition:
         def __getattr__(self, name: str) -> NoReturn:
             text = f"'FusionDefinition' object has no attribute {name!r}"
             is_op = name in self.ops.__all__ or name in SPELLED
-            hint = _INSTEAD.get(name) or (f"ops are functions, fd.ops.{name}" if is_op else "")
+            hint = advice_on_nvfuser("fd", name) or _INSTEAD.get(name)
+            hint = hint or (f"ops are functions, fd.ops.{name}" if is_op else "")
             raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)
 
     # ------------------------------------------------------------ the with block
@@ -253,6 +260,7 @@ class FusionDefinition:
         if scalar.is_symbolic():
             # A new scalar: the search among all inputs that add_input does is not needed.
             self.fusion.inputs.append(scalar)
+            self.fusion.scalar_lines[scalar] = user_line()
         return scalar
 
     @checked
@@ -356,7 +364,7 @@ class FusionDefinition:
         """
 
         if others or named:
-            raise _no_list(1 + len(others), named)
+            raise _refused_call(1 + len(others), named)
         cache = self.__dict__.get("fec")
         try:
             if cache is not None and (save_repro_inputs is False or save_repro_inputs is None):

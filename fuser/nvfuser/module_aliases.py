@@ -17,6 +17,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 # Alias -> real module. For type checkers, each has a stub file next to `fuser/__init__.py`.
 ALIASES: Mapping[str, str] = {
@@ -53,12 +54,27 @@ class _AliasLoader(Loader):
 
 
 class _AliasFinder(MetaPathFinder):
-    """Module finder for Python's import system: finds the modules that are aliases."""
+    """Module finder for Python's import system: finds the modules that are aliases.
+
+    `from fuser import FusionCache` discards the error of the package's `__getattr__`, and then
+    looks for a module `fuser.FusionCache`. For such names of nvFuser, the finder therefore raises
+    the error, which has the name to use.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        if package == "fuser" and (advice := _advice(name)):
+            raise ImportError(f"cannot import {name!r} from 'fuser': {advice}", name=fullname)
         return None if real_name(fullname) is None else ModuleSpec(fullname, _AliasLoader())
+
+
+def _advice(name: str) -> str:
+    """Returns the name to use instead of nvFuser's `fuser.NAME`, or ""."""
+    # While the errors are imported, there is no table yet. Only public names are in the table.
+    errors: Any = sys.modules.get("fuser.support.errors")
+    return errors.advice_on_nvfuser("fuser", name) if hasattr(errors, "advice_on_nvfuser") else ""
 
 
 def install() -> None:

@@ -432,7 +432,9 @@ SPELLED: Mapping[str, str] = {
     "amin": "it is called min",
     "arange": "it is called iota, which takes the length",
     "embedding": "it is called embedding_fwd",
-    **dict.fromkeys(("sdpa", "scaled_dot_product_attention"), _ATTENTION),
+    **dict.fromkeys(
+        ("sdpa", "scaled_dot_product_attention", "scaled_dot_product_flash_attention"), _ATTENTION
+    ),
     # ---- elementwise
     "square": "write mul(x, x)",
     "rsub": "write sub(y, x)",
@@ -463,4 +465,13 @@ SPELLED: Mapping[str, str] = {
     **dict.fromkeys(("tile", "repeat"), _BY_PARTS),
     **dict.fromkeys(("all_reduce", "allreduce", "all_gather", "allgather"), _BY_CUTS),
     **dict.fromkeys(("reduce_scatter", "all_to_all"), _BY_CUTS),
+    # ---- of nvFuser and its retired package
+    "random_dist": "it is called uniform or normal",
+    "scan": "it is called cumsum, cumprod, cummax or cummin",
+    "type_as": "it is called cast, as in cast(x, y.dtype())",
+    "sum_to_size": "write sum(x, dims, keepdim=True), with the axes of size 1",
+    "tensor_sizes": "it is called shape, or size for one axis",
+    "at": "write v[i]: a vector is a list of scalars",
+    "null": "pass None for an operand that is absent",
+    "print": "print(fd.fusion.print_math()) shows the ops, and an output shows values",
 }

@@ -27,6 +27,7 @@ from fuser.support.errors import (
     ArgumentError,
     FuserError,
     IntegerRangeError,
+    advice_on_nvfuser,
     user_code,
     user_line,
 )
@@ -429,7 +430,9 @@ class Entrance:
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            text = f"{error}; it takes {_plain(self._signature)}"
+            advice = (advice_on_nvfuser(f"fd.{self._name}", name) for name in kwargs)
+            instead = next((f": {words}" for words in advice if words), "")
+            text = f"{error}{instead}; it takes {_plain(self._signature)}"
             raise self._error(args, text, ArgumentError) from None
 
     def _error(self, args: tuple[Any, ...], text: str, kind: type[FuserError]) -> FuserError:

@@ -74,6 +74,65 @@ class UnknownOpError(UnsupportedNameError):
     """Raised if there is no op with the requested name. The message shows the name to use."""
 
 
+_LIBRARY = "a matmul is a library call here, and the library chooses its own parameters"
+_KERNELS = "use fd.fec.get_cuda_kernel(inputs)"
+_ON_DISK = "compiled kernels are always kept on disk (FUSER_CACHE_DIR)"
+_COPY = "copy.copy(fd) returns an equal definition that has not run"
+_BY_HAND = "a schedule by hand runs by fd.manual_execute; execute always schedules"
+# The only table of names of nvFuser and its retired package `nvfuser` that do not exist here.
+# Object -> name -> the name to use, or the reason. Ops are in `fuser.ops.rows.SPELLED`.
+INSTEAD_OF_NVFUSER: Mapping[str, Mapping[str, str]] = {
+    "fuser": {
+        **dict.fromkeys(("MatmulParams", "GemmTile", "MatMulTileOptions", "ClusterDims"), _LIBRARY),
+        **dict.fromkeys(("CircularBufferOptions", "SupportedVectorization"), _LIBRARY),
+        **dict.fromkeys(("MmaMacro", "MmaMacroEncode", "MmaMacroArch"), _LIBRARY),
+        **dict.fromkeys(("MatmulTilingStrategy", "MatmulBufferingLoopLevel"), _LIBRARY),
+        **dict.fromkeys(("MatmulCircularBufferingStrategy",), _LIBRARY),
+        **dict.fromkeys(("MatmulTileRasterizationOrder", "nvf_cutlass"), _LIBRARY),
+        "FusionCache": "each definition has its programs in fd.fec, and equal definitions share "
+        "them; fuser.LruFusionCache keeps definitions",
+        "clone": _COPY,
+        "compute_contiguity": "use fuser.compute_tensor_descriptor, which also returns the order "
+        "of the strides",
+        **dict.fromkeys(("serialize", "enable_automatic_serialization"), _ON_DISK),
+    },
+    "fd": {
+        **dict.fromkeys(("last_cuda_code", "cuda_code_for"), _KERNELS),
+        "last_scheduled_fusion_ir": "use fd.fec.get_most_recent_scheduled_ir()",
+        "scheduled_fusion_ir_for": "use fd.fec.get_scheduled_ir(inputs)",
+        "fusion_ir": "use fd.fusion.print_math()",
+        "profile": "use fuser.PythonProfiler, a context manager around execute",
+        "id": "definitions have no number; equal fusions compare equal, fd.fusion == other.fusion",
+        "clone": _COPY,
+        "debug_output": "dumps are written to files in FUSER_DUMP_DIR",
+        "define_constant": "it is called define_scalar, which takes the value",
+        "schedule": "it is called sched",
+    },
+    "fd.fec": {
+        **dict.fromkeys(("print_fusion", "print_math"), "use fd.fusion.print_math()"),
+        **dict.fromkeys(("last_cuda_code", "cuda_code_for"), _KERNELS),
+    },
+    "fd.execute": {
+        "profile": "use `with fuser.PythonProfiler() as prof:` around the call",
+        **dict.fromkeys(("auto_schedule", "override_user_schedule"), _BY_HAND),
+        "print_repro": "print fd.repro_script_for(inputs)",
+        "capture_debug_output": "FUSER_DUMP chooses dumps, and FUSER_DUMP_DIR the folder of their "
+        "files",
+    },
+    "fd.add_output": {
+        "stride_order": "write fd.add_output(fd.ops.stride_order(y, order))",
+    },
+}
+
+
+def advice_on_nvfuser(owner: str, name: str) -> str:
+    """Returns the name to use instead of nvFuser's `name` of the object `owner`, or "".
+
+    `owner` is `fuser`, `fd`, `fd.fec`, or a method such as `fd.execute`.
+    """
+    return INSTEAD_OF_NVFUSER.get(owner, {}).get(name, "")
+
+
 class IntegerRangeError(DefinitionError, TypeError):
     """Raised if an integer does not fit into 64 bits."""
 

@@ -17,6 +17,7 @@ import torch
 import fuser
 from fuser import DataType, FusionDefinition, ParallelType, TensorView, multidevice
 from fuser.support import options
+from fuser.support.errors import INSTEAD_OF_NVFUSER
 from scripts import document_ops
 from tests.fuser.nvfuser.test_module_aliases import REFUSED
 
@@ -38,7 +39,8 @@ def test_names_that_raise_are_those_of_the_code() -> None:
     told = document_ops.differences() == PAGE
     assert told, "python scripts/document_ops.py"
     names = {n for row in table("Names that raise") for n in re.findall(r"`fuser\.(\w+)`", row[0])}
-    assert names == {name for of, name in REFUSED if of == "fuser"}
+    refused = {name for of, name in REFUSED if of == "fuser"}
+    assert refused <= names == {*INSTEAD_OF_NVFUSER["fuser"]}
 
 
 def test_members_that_raise_are_those_of_the_code() -> None:
@@ -70,6 +72,13 @@ def ran() -> FusionDefinition:
     fd = written()
     fd.execute([torch.ones(2, 8)], _enable_options=["host_ir_lowering"])
     return fd
+
+
+def shares_kernels_of_other_sizes() -> bool:
+    cache = ran().fec
+    return cache.is_compiled([torch.ones(3, 8)]) and refuses(
+        (fuser.NotCompiledError,), lambda: cache.get_cuda_kernel([torch.ones(0, 8)])
+    )
 
 
 def sharded(*, first: bool) -> FusionDefinition:
@@ -280,6 +289,7 @@ DIFFERENCES: dict[str, Callable[[], object]] = {
     "when to annotate": lambda: cuts(sharded(first=True)) == cuts(sharded(first=False)) == [0],
     "`host_ir_lowering`": lambda: "LaunchKernel" in str(ran().fec.host_program()),
     "`fd.fec.host_program()`": lambda: ran().fec.host_program().full_text(),
+    "`fd.fec.is_compiled(inputs)`": shares_kernels_of_other_sizes,
     "placing a tensor": lambda: cuts(placed()) == [1],
     "a reshape that does not keep a cut (`[b, s/d, h]` to `[b*s, h]`)": lambda: (
         cuts(placed(reshaped=True)) == [-1]

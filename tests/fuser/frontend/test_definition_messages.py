@@ -243,3 +243,92 @@ def test_a_listing_shows_what_is_marked() -> None:
     assert len(rows) == 10 and rows[0] == "   ..."
     assert [row for row in rows if row.startswith("->")] == [rows[5]]
     assert Path(__file__).name not in rows[5] and "T31" in rows[5]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "profile": "fuser.PythonProfiler",
+        "auto_schedule": "fd.manual_execute",
+        "override_user_schedule": "fd.manual_execute",
+        "print_repro": "fd.repro_script_for(inputs)",
+        "capture_debug_output": "FUSER_DUMP_DIR",
+        "factor": "options are device, save_repro_inputs, _enable_options, _disable_options",
+    }.items(),
+)
+def test_an_option_that_execute_does_not_have_is_no_input(name: str, words: str) -> None:
+    with FusionDefinition() as fd:
+        fd.add_output(fd.ops.neg(fd.define_tensor([-1])))
+    for _ in range(2):  # before the first run, and after it
+        with pytest.raises(ArgumentError) as caught:
+            fd.execute([torch.ones(3)], **{name: True})  # pyright: ignore[reportArgumentType]
+        text = str(caught.value)
+        assert f"there is no option {name!r}" in text and words in text, text
+        assert "write fd.execute([" not in text and "test_definition_messages.py:" in text
+        fd.execute([torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "words"),
+    [
+        ("fd", "last_cuda_code", "fd.fec.get_cuda_kernel(inputs)"),
+        ("fd", "cuda_code_for", "fd.fec.get_cuda_kernel(inputs)"),
+        ("fd", "last_scheduled_fusion_ir", "fd.fec.get_most_recent_scheduled_ir()"),
+        ("fd", "scheduled_fusion_ir_for", "fd.fec.get_scheduled_ir(inputs)"),
+        ("fd", "fusion_ir", "fd.fusion.print_math()"),
+        ("fd", "profile", "fuser.PythonProfiler"),
+        ("fd", "id", "fd.fusion == other.fusion"),
+        ("fd", "clone", "copy.copy(fd)"),
+        ("fd.fec", "print_fusion", "fd.fusion.print_math()"),
+    ],
+)
+def test_names_of_older_interfaces_say_what_to_use(owner: str, name: str, words: str) -> None:
+    with FusionDefinition() as fd:
+        fd.add_output(fd.ops.neg(fd.define_tensor([-1])))
+    fd.execute([torch.ones(3)])
+    with pytest.raises(AttributeError) as caught:
+        getattr(fd if owner == "fd" else fd.fec, name)
+    assert f"no attribute {name!r}: " in str(caught.value) and words in str(caught.value)
+    assert not hasattr(fd.fec, "no_such_name")
+
+
+def test_an_order_of_strides_is_no_argument_of_add_output() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, -1])
+        with pytest.raises(ArgumentError, match=r"write fd\.add_output\(fd\.ops\.stride_order\("):
+            fd.add_output(x, stride_order=[1, 0])  # pyright: ignore[reportCallIssue]
+        fd.add_output(x)
+
+
+def test_a_scalar_input_is_named_by_its_line() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1])
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        s = fd.define_scalar()
+        n = fd.define_scalar(None, DataType.Int)
+        fd.add_output(fd.ops.mul(fd.ops.mul(x, s), n))
+    given = torch.ones(3)
+    s_line, n_line = (f"(user code at {__file__}:{line + k})" for k in range(2))
+    wrong: list[tuple[list[Any], str]] = [
+        ([given, torch.tensor(2.0), 1], f"pass t.item() {s_line}"),
+        ([given, torch.ones(1), 1], f"to be a scalar but got float tensor of rank 1 {s_line}"),
+        ([given, 2.0, 2.5], f"is not compatible with the expected data type: int64_t. {n_line}"),
+        ([given, 2.0, 2**70], n_line),
+        ([given, 2.0], f"is missing {n_line}"),
+    ]
+    for inputs, words in wrong:
+        with pytest.raises(InputError) as caught:
+            fd.execute(inputs)
+        assert words in str(caught.value), caught.value
+
+
+def test_an_extent_that_ranks_cannot_share_is_named_with_the_shard_that_was_passed() -> None:
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([7, 4], contiguity=True, mesh=[0, 1], placements=[Shard(0)])
+        fd.add_output(fd.ops.neg(x))
+    words = (
+        r"axis 0 of input 0 \(T0_g_float\) has extent 7, which 2 ranks cannot share equally; this "
+        r"rank passed a shard of 4 \(user code at "
+    )
+    with simulate(2) as world, pytest.raises(FuserError, match=words):
+        world.run(lambda: fd.execute([torch.ones(4, 4)]))

@@ -139,3 +139,22 @@ def test_refused_members_say_so(of: str, name: str) -> None:
 
 def test_refused_names_are_no_attributes() -> None:
     assert not hasattr(fuser, "MatmulParams") and "MatmulParams" not in dir(fuser)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "FusionCache": "fuser.LruFusionCache",
+        "clone": "copy.copy(fd)",
+        "compute_contiguity": "fuser.compute_tensor_descriptor",
+        "MatmulParams": "a matmul is a library call",
+    }.items(),
+)
+def test_an_import_of_a_missing_name_says_what_to_use(name: str, words: str) -> None:
+    with pytest.raises(ImportError) as imported:
+        exec(f"from fuser import {name}")
+    with pytest.raises(fuser.UnsupportedNameError) as asked:
+        getattr(fuser, name)
+    assert words in str(imported.value) and words in str(asked.value)
+    with pytest.raises(ImportError, match=r"cannot import name 'no_such_name'"):
+        exec("from fuser import no_such_name")

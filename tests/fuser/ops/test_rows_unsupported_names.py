@@ -97,3 +97,23 @@ def test_what_is_named_is_an_op() -> None:
     ops: Any = FusionDefinition().ops
     with pytest.raises(UnknownOpError, match="'bmm': it is called matmul"):
         ops.bmm(1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    {
+        "random_dist": "uniform or normal",
+        "scan": "cumsum",
+        "type_as": "cast",
+        "sum_to_size": "sum",
+        "tensor_sizes": "shape",
+        "scaled_dot_product_flash_attention": "sdpfa_fwd",
+        "at": "v[i]",
+        "null": "None",
+        "print": "print_math",
+    }.items(),
+)
+def test_ops_of_nvfuser_that_are_not_there_name_another(name: str, op: str) -> None:
+    with pytest.raises(UnknownOpError) as caught:
+        getattr(FusionDefinition().ops, name)
+    assert f"no op {name!r}: " in str(caught.value) and op in str(caught.value)
