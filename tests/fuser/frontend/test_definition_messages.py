@@ -324,8 +324,11 @@ def test_a_scalar_input_is_named_by_its_line() -> None:
 
 def test_an_extent_that_ranks_cannot_share_is_named_with_the_shard_that_was_passed() -> None:
     with FusionDefinition() as fd:
-        x = fd.define_tensor([7, 4], contiguity=True, mesh=[0, 1], placements=[Shard(0)])
+        x = fd.define_tensor([7, 4], contiguity=True)
         fd.add_output(fd.ops.neg(x))
+    x.set_device_mesh([0, 1])
+    x.outer_split(0, 2)
+    x.axis(0).parallelize(ParallelType.mesh_x)
     words = (
         r"axis 0 of input 0 \(T0_g_float\) has extent 7, which 2 ranks cannot share equally; this "
         r"rank passed a shard of 4 \(user code at "
