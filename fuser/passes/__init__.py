@@ -4,7 +4,7 @@ Question: into which kernels and library calls is a fusion divided?
 Imports: `fuser.support`, `fuser.ir` and `fuser.ops`.
 Files, in reading order:
 
-- `concretize`: a copy for one class of inputs, with symbolic reshapes and extents decided.
+- `concretize`: a copy for one input class, with symbolic reshapes and extents decided.
 - `resolve_symbolic`: the results of symbolic reshapes.
 - `fusion_passes`: the list of passes before segmentation, and the small passes.
 - `infer_layouts`: the memory order of results.
