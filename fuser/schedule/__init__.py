@@ -8,10 +8,10 @@ Files, in reading order:
 - `registry`: the table of schedulers, in the order in which they are tried.
 - `input_facts`: the sizes and alignments from which parameters are chosen.
 - `iteration_space`: the axes that a kernel iterates over, and the maximum width of its vectors.
-- `loop_propagation`: copies a schedule to all tensors.
+- `loop_propagation`: copies the loops of one tensor to all others.
 - `inlining`: computes a tensor inside the loops of its consumers.
 - `tiling`: steps that all automatic schedules share, such as splitting a tile.
-- `pointwise`: kernels of one iteration space.
+- `pointwise`: kernels without reductions, in which all outputs have the same axes.
 - `transpose`: kernels whose tensors have two memory orders.
 - `reduction`: reductions whose inputs are read once.
 - `inner_persistent`: reductions along rows whose inputs are read again, such as softmax. A row is
@@ -82,12 +82,20 @@ __all__ = [
 
 
 def split(tv: TensorView, dim: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
-    """Splits loop axis `dim` of a tensor by `factor`; see `TensorView.split`."""
+    """Splits the loop axis at position `dim` of a tensor into two, one of which has extent
+    `factor`.
+
+    With `inner_split`, the inner one has this extent. See `TensorView.split`.
+    """
     return tv.split(dim, factor, inner_split)
 
 
 def merge(tv: TensorView, axis_o: int, axis_i: int | None = None) -> TensorView:
-    """Merges two loop axes of a tensor into one; see `TensorView.merge`."""
+    """Merges two neighbouring loop axes of a tensor into one; see `TensorView.merge`.
+
+    `axis_o` and `axis_i` are the positions of the outer and the inner one; by default, `axis_i` is
+    the position after `axis_o`.
+    """
     return tv.merge(axis_o, axis_i)
 
 
@@ -97,7 +105,9 @@ def reorder(tv: TensorView, old2new: Mapping[int, int] | Sequence[tuple[int, int
 
 
 def parallelize(tv: TensorView, axis: int, parallel_type: ParallelType) -> None:
-    """Sets the parallel type of the loop axis at position `axis` of a tensor."""
+    """Sets which CUDA blocks, threads or loops execute the loop axis at position `axis` of a
+    tensor.
+    """
     tv.axis(axis).parallelize(parallel_type)
 
 
@@ -113,7 +123,11 @@ def warp_specialize(
     parallel_type: ParallelType,
     num_registers: tuple[int, int] | None = None,
 ) -> NoReturn:
-    """Always raises `UnsupportedError`, because all warps of a kernel execute the same code."""
+    """Always raises `UnsupportedError`, because all warps of a kernel execute the same code.
+
+    nvFuser has a function with this signature, which lets some warps load data while others
+    compute.
+    """
     raise UnsupportedError(
         f"warp_specialize of {tv} is not supported: all warps of a kernel execute the same code. "
         "fuser.schedule.schedule prefetches where it pays"

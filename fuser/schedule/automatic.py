@@ -34,7 +34,10 @@ Inputs = Sequence["torch.Tensor | Number"]
 
 
 class SchedulerType(IrEnum):
-    """The kinds of schedulers, with the names of nvFuser; some kinds have no implementation."""
+    """The kinds of schedulers, with the names of nvFuser; some kinds have no implementation.
+
+    A scheduler divides the work of a kernel among CUDA blocks, threads and loops.
+    """
 
     none = 0
     no_op = 1
@@ -54,7 +57,10 @@ setattr(SchedulerType, "__entries", {m.name: (m, None) for m in SchedulerType})
 
 
 def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> tuple[bool, str]:
-    """Returns whether a scheduler accepts the fusion, and if not, the reason."""
+    """Returns whether a scheduler accepts the fusion, and the reason if it does not.
+
+    The result is (True, "") or (False, reason). It does not depend on `inputs`.
+    """
     del inputs  # acceptance depends on the definition alone
     row = SCHEDULERS.get(scheduler_type.name)
     reason = f"there is no {scheduler_type.name} scheduler" if row is None else row.accepts(fusion)
@@ -72,7 +78,8 @@ def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[Scheduler
 def compute_heuristics(
     fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs
 ) -> HeuristicParams:
-    """Returns the parameters that a scheduler chooses for a fusion with these inputs.
+    """Returns the parameters, such as thread counts, that a scheduler chooses for a fusion and
+    inputs.
 
     Raises:
         UnsupportedError: the scheduler does not accept the fusion.
@@ -104,7 +111,7 @@ def schedule(
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: object
 ) -> HeuristicParams | None:
-    """Schedules the fusion in place.
+    """Schedules the fusion in place: divides its work among CUDA blocks, threads and loops.
 
     `heuristic_params` are either the parameters to use, or inputs from which the scheduler chooses
     parameters. In the second case, the chosen parameters are returned.
@@ -134,7 +141,10 @@ def schedule(
 
 
 def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
-    """Returns the sizes and alignments of the inputs, and the device of the first tensor input."""
+    """Returns the sizes and alignments of the inputs, and the device of the first tensor input.
+
+    A scheduler chooses its parameters from these. Without tensor inputs, the device is the CPU.
+    """
     import torch
 
     values = bind_inputs(fusion, inputs)
@@ -178,7 +188,11 @@ class HeuristicParams:
 
     @staticmethod
     def of(scheduler_type: SchedulerType, chosen: object) -> HeuristicParams:
-        """Returns the parameters of a scheduler in the class that users see."""
+        """Wraps the parameters that a scheduler chose in the class that users see, and returns the
+        object.
+
+        The class depends on the class of `chosen`, because the public attributes differ.
+        """
         cls = next((c for known, c in _CLASSES.items() if isinstance(chosen, known)), None)
         made = object.__new__(cls or HeuristicParams)
         given = {"scheduler_type": scheduler_type, "chosen": chosen}
@@ -237,7 +251,7 @@ class PointwiseHeuristicParams(HeuristicParams):
 
     - `vectorization_factor`: the number of elements of a vector.
     - `unroll_factor_inner`: the number of vectors per thread.
-    - `split_block`: whether a block has two thread dimensions.
+    - `split_block`: whether a CUDA block has two thread dimensions.
     """
 
     PUBLIC = "PointwiseParams"
@@ -252,12 +266,12 @@ class PointwiseHeuristicParams(HeuristicParams):
 class ReductionHeuristicParams(HeuristicParams):
     """The parameters of kernels with reductions.
 
-    - `fastest_dim`: whether the reduced axis is the innermost one.
+    - `fastest_dim`: whether the reduced axis is the innermost one in memory.
     - `persistent_kernel`: whether the kernel may hold its inputs in registers.
     - `vectorize_inner_reduction`, `vectorize_iter_dom`: whether vectors run along the reduced axis,
       or along another axis.
     - `cross_grid_inner_reduction`, `cross_grid_outer_reduction`: whether several CUDA blocks share
-      a reduction.
+      a reduction, along the innermost axis or along another axis.
     """
 
     PUBLIC = "ReductionParams"
@@ -294,7 +308,9 @@ _CLASSES: dict[type, type[HeuristicParams]] = {
 
 
 class Launched(Protocol):
-    """A launch, with its numbers of CUDA blocks and of threads per block, along x, y and z."""
+    """A launch of a kernel: its numbers of CUDA blocks and of threads per block, along x, y and
+    z.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -341,7 +357,8 @@ class LaunchParams:
 class CompileParams:
     """Compilation options of a user, with nvFuser's names and defaults.
 
-    `index_type` and `device` must agree with the inputs. Each other option must have its default.
+    `index_type` and `device` must agree with the inputs. Each other option must have its default,
+    because this project compiles all kernels in the same way.
     """
 
     index_type: DataType | None = None

@@ -1,7 +1,7 @@
 """The cluster persistent scheduler: the inner persistent one for rows too long for one CUDA block.
 
-A cluster of CUDA blocks processes a row. Its blocks run at the same time and read each other's
-shared memory.
+A row is the reduced axes of a kernel with dependent reductions, taken as one axis. A cluster of
+CUDA blocks processes a row. Its blocks run at the same time and read each other's shared memory.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx threads, S serial, UR unrolled
 and V vector loops. `r` marks reduced axes:
@@ -9,8 +9,8 @@ and V vector loops. `r` marks reduced axes:
     GPU kept    [BIDx rows | r S 1, r BIDy, r UR, r TIDx | r V]
     GPU looped  [BIDx rows | r S, r BIDy, r UR, r TIDx | r V]
 
-*Kept*: the cluster's threads hold the row in registers. *Looped*, for rows that do not fit: all
-levels but the first read the row from the L2 cache.
+*Kept*: the cluster's threads hold the row in registers. *Looped*, for rows that do not fit: after
+the first reduction, the row is read again, from the L2 cache.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Returns a number from 0 to 2: rows with the same number get the same choice of kernel
+    """Returns a number from 0 to 2; rows with the same number get the same choice of kernel
     (`suits`).
 
-    - 0: rows for which clusters never pay, because they are short or few.
+    - 0: rows for which clusters of CUDA blocks never pay, because they are short or few.
     - 1: rows of at most `LONG_ROW` elements.
     - 2: longer rows.
+
+    `rows` is the number of rows, and `columns` the number of elements of each.
     """
     if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
         return 0
@@ -56,19 +58,26 @@ def row_class(rows: int, columns: int) -> int:
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel of clusters is at least as fast as several kernels for these sizes.
+    """Returns whether one kernel with clusters of CUDA blocks is at least as fast as several
+    kernels.
 
-    Several kernels split a row over CUDA blocks. Kernels with random ops are excluded, because each
-    of the dependent reductions would compute the random numbers again. Layer norm with dropout
-    takes 483 us, in two kernels 242. If rows are longer than `LONG_ROW`, an output must have all
-    axes.
+    A cluster processes a row together; several kernels split it over blocks and read it several
+    times. The answer is False in these cases:
 
-    Measured on an H200, 128 x 1048576, bfloat16 and float32, one and several kernels, in us:
+    - A size is unknown, or the rows are short or few.
+    - The kernel draws random numbers, which would be drawn again after each reduction. Layer norm
+      with dropout takes 483 us, in two kernels 242.
+    - The blocks of a cluster wait for one another too often (`MOST_WAITS`), as in layer norm in
+      bfloat16.
+    - Rows are longer than `LONG_ROW`, and no output has all axes, as in cross entropy alone.
 
-    - softmax: 294, 288; 523, 530
-    - cross entropy with its gradient: 334, 359; 504, 653
-    - cross entropy alone: 198, 165; 251, 253
-    - layer norm: 313, 235; 570, 423
+    Measured on an H200, 128 rows of 1048576 elements, in us; each pair is (one kernel, several):
+
+        |                                 | bfloat16   | float32    |
+        | softmax                         | (294, 288) | (523, 530) |
+        | cross entropy with its gradient | (334, 359) | (504, 653) |
+        | cross entropy alone             | (198, 165) | (251, 253) |
+        | layer norm                      | (313, 235) | (570, 423) |
     """
     known = inner_persistent.rows_of(fusion, sizes)
     found = 0 if known is None else row_class(*known)
@@ -88,11 +97,11 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 
 def _waits(view: RowView) -> int:
-    """Returns how often a cluster waits while it processes one row.
+    """Returns how often the blocks of a cluster wait for memory or one another while they process a
+    row.
 
-    The level of a tensor is the number of dependent reductions that lead to it. Each level of
-    reductions counts once. If some level computes mean and variance, one more wait is counted. For
-    a tensor with only the row's axes, each level that reads the tensor counts once.
+    The waits are: one for each reduction that others depend on, one more if some reduction computes
+    mean and variance, and one for each time that a tensor with only the row's axes is read.
     """
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
@@ -104,10 +113,10 @@ def _waits(view: RowView) -> int:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns a function that chooses the kernel's parameters from sizes and alignments of the
-    inputs.
+    """Returns a function that chooses a kernel's parameters for given inputs.
 
-    The parameters include the number of CUDA blocks in a cluster, and whether registers hold the
+    The function gets the sizes and alignments of the inputs. It chooses, among others, the number
+    of CUDA blocks that process a row together (a cluster), and whether their registers hold the
     row.
     """
     return inner_persistent.chooser(fusion, device, in_clusters=True)

@@ -34,18 +34,19 @@ MAX_BYTES = 160 << 20
 
 @record
 class HorizontalParams:
-    """The pointwise parameters of each part of a horizontal fusion.
+    """The parameters of several pointwise kernels that share a launch: one entry for each kernel.
 
-    If the fusion has more parts than parameters, the remaining parts use the last parameters.
+    If the fusion has more parts (kernels) than parameters, the remaining parts use the last
+    parameters.
     """
 
     parts: tuple[PointwiseParams, ...]
 
     def is_near(self, other: object) -> bool:
-        """Whether kernels with these parameters and with `other` take about the same time on small
-        inputs.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
 
-        The pointwise parameters of each part are compared with those of the same part in `other`.
+        If so, no kernel is compiled for small inputs, because both take about the same time. The
+        pointwise parameters of each part are compared with those of the same part in `other`.
         """
         return (
             isinstance(other, HorizontalParams)
@@ -67,9 +68,11 @@ def generic(device: DeviceInfo) -> HorizontalParams:
 
 
 def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[HorizontalParams, ...]:
-    """Returns parameters to try in turn, from `chosen` to `least`, each with fewer requirements.
+    """Returns parameters to try one after another, from `chosen` to `least`, each with fewer
+    requirements.
 
-    In each step, the parameters of all parts change together.
+    The next ones are used if no kernel can be generated with the previous ones. In each step, the
+    parameters of all parts of the fusion change together.
     """
     columns = [rungs(part, least.parts[-1]) for part in chosen.parts]
     rows = zip_longest(*columns, fillvalue=least.parts[-1])
@@ -81,7 +84,7 @@ def accepts(fusion: Fusion) -> str | None:
     """Returns the reason why the horizontal scheduler rejects the fusion, or None.
 
     The scheduler accepts two or more independent pointwise fusions whose outputs have different
-    axes.
+    axes; they then share one launch.
     """
     if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
         return "the fusion is computed in iterations of a stream loop"
@@ -102,7 +105,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[TensorOp, ...]]]:
-    """Returns, for each part, its outputs and the ops that compute these outputs.
+    """Returns, for each part of the launch, its outputs and the ops that compute these outputs.
 
     Outputs with the same axes form one part. Outputs and ops are in the fusion's order.
     """
@@ -115,10 +118,10 @@ def _outputs_of_parts(fusion: Fusion) -> list[tuple[list[TensorView], tuple[Tens
 
 
 def parts_of(fusion: Fusion) -> Iterator[Fusion]:
-    """Yields each part of a fusion, as a fusion with the same tensor numbers and layouts.
+    """Yields each part of a launch, as a fusion with the same tensor numbers and layouts.
 
-    A caller may add tensors to a part before it requests the next part. The numbers of these
-    tensors are not used in later parts.
+    Outputs with the same axes form one part. A caller may add tensors to a part before it requests
+    the next part. The numbers of these tensors are not used in later parts.
     """
     given = [v for v in fusion.inputs if isinstance(v, TensorView)]
     last = 0
@@ -138,17 +141,20 @@ def parts_of(fusion: Fusion) -> Iterator[Fusion]:
 
 # ------------------------------------------------------------------ heuristics, application
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], HorizontalParams]:
-    """Returns a function that chooses each part's parameters from sizes and alignments of the
-    inputs.
+    """Returns a function that chooses the parameters of each kernel that shares the launch.
+
+    The function gets the sizes and alignments of the inputs.
     """
     choosers = [pointwise.chooser(part, device) for part in parts_of(fusion)]
     return lambda facts: HorizontalParams(tuple(choose(facts) for choose in choosers))
 
 
 def apply(fusion: Fusion, params: HorizontalParams) -> None:
-    """Schedules each part of a fusion, and stores the parts in `fusion.parts`.
+    """Schedules each part of a fusion as a pointwise kernel, and stores the parts in
+    `fusion.parts`.
 
-    Lowering then lowers the parts, not the fusion's own ops.
+    A part has the outputs with the same axes. Lowering then lowers the parts, not the fusion's own
+    ops.
     """
     made: dict[int, TensorView] = {}
     parts: list[Fusion] = []
@@ -177,9 +183,9 @@ INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
 
 
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
-    """Returns parameters to try in turn, from `chosen` to `generic`, without duplicates.
+    """Returns parameters to try one after another, from `chosen` to `generic`, without duplicates.
 
-    The next parameters are used if the kernel with the previous parameters cannot be lowered:
+    The next parameters are used if no kernel can be generated with the previous parameters:
 
         vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
     """

@@ -1,5 +1,6 @@
-"""Inlining: sets `compute_at`, the number of outer loops that a tensor shares with its
-consumers.
+"""Inlining: sets `compute_at`, the number of outer loops that a tensor shares with its consumers.
+
+A tensor that shares all loops needs no memory: each element is computed where it is read.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _CLOSED = frozenset({ParallelType.vectorize, ParallelType.group, ParallelType.tm
 
 
 class InlineLimits:
-    """Computes the largest legal `compute_at` of each tensor of a fusion.
+    """Computes how many outer loops each tensor of a fusion may at most share with its consumers.
 
-    A new object is created for each inlining call, because the limits depend on the schedule.
+    The tensor is then computed inside these loops (`compute_at`). A new object is created for each
+    inlining call, because the limits depend on the schedule.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -28,11 +30,12 @@ class InlineLimits:
         self._barriers = _reduction_barriers(fusion)
 
     def limit(self, tv: TensorView, *, best_effort: bool = False) -> int:
-        """Returns the largest legal `compute_at` position of a tensor.
+        """Returns how many of the outermost loops of a tensor its consumers may share
+        (`compute_at`).
 
-        The loop axes in front of the position satisfy four conditions:
+        The shared loops satisfy four conditions:
 
-        - They are not reduction axes.
+        - They do not iterate reduction axes.
         - They are not vectorised; with `best_effort`, they are not unrolled either.
         - The loop does not have to end before a consumer runs that needs a reduction's result.
         - Every consumer has these axes in the same order.
@@ -60,8 +63,7 @@ class InlineLimits:
 def inline_most(
     selected_tensors: Collection[TensorView] = (), *, fusion: Fusion | None = None
 ) -> None:
-    """Inlines tensors as deeply as is legal: each tensor is computed inside the loops of its
-    consumers.
+    """Inlines tensors as deeply as is legal: each is computed inside the loops of its consumers.
 
     Only the selected tensors are changed; without a selection, all tensors of the fusion.
     """
@@ -81,8 +83,9 @@ def inline_at(
     best_effort: bool = False,
     selected_tensors: Collection[TensorView] = (),
 ) -> None:
-    """Inlines tensors at the position that matches position `pos` among the reference's loop axes.
+    """Computes tensors inside the outermost `pos` loops of their consumers.
 
+    Positions count the loop axes of `reference_tv`; other tensors get the corresponding position.
     Without `selected_tensors`, all tensors are inlined. With `best_effort`, a tensor for which the
     position is not legal is inlined at its largest legal position.
 
@@ -123,9 +126,11 @@ def _inlinable(fusion: Fusion) -> list[TensorView]:
 
 
 def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int) -> int:
-    """Returns how many of the first `upto` loop axes of `tv` a consumer iterates in the same order.
+    """Returns how many of the first `upto` loops of `tv` the tensor `consumer` has in the same
+    order.
 
-    `op` reads `tv`, and `consumer` is a result of `op`.
+    `tv` can be computed inside that many loops of its consumer. `op` reads `tv`, and `consumer` is
+    a result of `op`.
     """
     matches = {
         target.number: source
@@ -146,14 +151,16 @@ def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int
 
 
 def _logical_sources(tv: TensorView, number: int) -> set[int]:
-    """Returns the numbers (ids) of the logical axes from which a loop axis is derived. `number` is
-    the id of the loop axis.
+    """Returns the numbers (ids) of the axes from which splits and merges made a loop axis.
+
+    `number` is the id of the loop axis. The result includes all axes on the way, up to the logical
+    axes (those that the user sees).
     """
     return tv.domain.above({number})
 
 
 def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
-    """Returns, for each tensor, the logical axes whose loops its consumers must not share.
+    """Returns, for each tensor, the logical axes whose loops its consumers must not share with it.
 
     One consumer of a tensor may lead to a reduction, and another to an op that needs the
     reduction's result. The loop over the reduced axes must end between the two consumers. The
@@ -186,10 +193,12 @@ def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
 
 
 def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
-    """Returns the tensors from which a reduction is computed, directly or indirectly.
+    """Returns the tensors from which a reduction is computed, and the ops that may have to wait for
+    it.
 
-    Also returns a dict with value True for these ops: the ops that need the reduction's result, and
-    the ops from which a path leads to such an op without the reduction.
+    The first result has direct and indirect operands. The second is a dict with value True for two
+    kinds of ops: those that need the reduction's result, and those from which a path leads to such
+    an op without the reduction.
     """
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):
@@ -214,7 +223,7 @@ def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[Te
 def _axes_upstream(
     fusion: Fusion, reduction: TensorOp, reduced: set[int]
 ) -> dict[TensorView, frozenset[int]]:
-    """Returns, for each tensor that leads to a reduction, the logical axes which the reduction
+    """Returns, for each tensor that leads to a reduction, its logical axes that the reduction
     reduces.
 
     `reduced` are the numbers (ids) of the reduced axes of the reduction's operand.

@@ -1,7 +1,8 @@
 """The inner-outer persistent scheduler: ops along rows, and sums over the rows, in one kernel.
 
 The kernel reads the rows once. Such kernels compute the backward of layer and RMS norm: ops along
-rows, as in `inner_persistent`, and sums of their results over the rows.
+rows (the reduced axes, taken as one), as in `inner_persistent`, and sums of their results over the
+rows.
 
 The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A CUDA
 block adds several rows, one after another, to its own partial sum of each output. Another kernel
@@ -52,8 +53,9 @@ RESIDENT = 1024
 def accepts(fusion: Fusion) -> str | None:
     """Returns the reason why the inner-outer persistent scheduler rejects the fusion, or None.
 
-    The scheduler accepts fusions that `inner_persistent` accepts and that also sum over the rows,
-    in partial sums.
+    The scheduler accepts fusions with reductions along rows, as `inner_persistent` does, that also
+    sum results over all rows. Each CUDA block must compute a partial sum over some rows, which
+    another kernel adds.
     """
     found = {op.out_tensor: parts for op in fusion.exprs if (parts := row_parts(op)) is not None}
     if not found:
@@ -110,8 +112,8 @@ def _definition(tv: TensorView) -> TensorOp:
 
 
 def pays(rows: int, columns: int) -> bool:
-    """Whether one kernel for ops along rows and sums over the rows is at least as fast as two
-    kernels.
+    """Returns whether one kernel for ops along rows and sums over the rows is at least as fast as
+    two.
 
     `rows` is the number of rows, and `columns` the number of elements of each row.
     """
@@ -119,7 +121,11 @@ def pays(rows: int, columns: int) -> bool:
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel is at least as fast as two for these sizes; False if a size is unknown."""
+    """Returns whether one kernel is at least as fast as two for these sizes; False if a size is
+    unknown.
+
+    Two kernels would compute ops along rows and sums over the rows separately.
+    """
     known = inner_persistent.rows_of(fusion, sizes)
     return known is not None and pays(*known)
 
@@ -136,8 +142,10 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns a function that chooses vector width and thread counts from the inputs' sizes and
-    alignments.
+    """Returns a function that chooses a kernel's parameters for given inputs.
+
+    The function gets the sizes and alignments of the inputs. It chooses vector width and thread
+    counts.
     """
     parts = [op.out_tensor for op in fusion.exprs if row_parts(op) is not None]
     accumulators = sum(nbytes_of(tv.dtype()) for tv in parts)

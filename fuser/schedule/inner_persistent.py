@@ -2,8 +2,9 @@
 
 Later reductions and outputs depend on earlier reductions, as in softmax and layer norm.
 
-All reductions reduce the same, innermost, axes; the first reduction is the reference. The reduced
-axes are merged into one axis, the *row*. A CUDA block, or some of its threads, process a row.
+All reductions reduce the same, innermost, axes; the loops of the first reduction, the reference
+tensor, are copied to all other tensors. The reduced axes are merged into one axis, the *row*. A
+CUDA block, or some of its threads, process a row.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, UR
 unrolled and V vector loops. `r` marks reduced axes:
@@ -13,9 +14,10 @@ unrolled and V vector loops. `r` marks reduced axes:
     CPU         [S rows | r S]
 
 - *Kept*: each thread loads its elements of the row into registers once, in the dtype of memory, and
-  computes everything from these. A result also stays in registers if several levels need it and it
-  costs more to compute again (`row_levels.py`).
-- *Looped*, for rows that do not fit in registers: every level reads the row again.
+  computes everything from these. A result also stays in registers if it is used before and after
+  some reduction is complete, and costs more to compute again (`row_levels.py`).
+- *Looped*, for rows that do not fit in registers: the row is read again after each reduction that
+  later ones depend on.
 - *Shifted*, for rows whose length is no multiple of a vector: the iterations of each row start at
   the aligned address before the row (`ir.domain.Shift`). The first and last vector also load
   elements of neighbouring rows, which are ignored. Tensors that have only the row's axes are read
@@ -97,12 +99,10 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def waiting_rejection(fusion: Fusion) -> str | None:
-    """Returns the reason why the fusion has no reductions whose results are used along the reduced
-    axes.
+    """Returns the reason why the fusion has not the form of a softmax, or None if it has.
 
-    Such a fusion, like a softmax, has reductions over the same axes. Other ops along these axes
-    depend on a reduction's result, and must wait for the reduction. Returns None if the fusion has
-    this form.
+    In this form, all reductions reduce the same axes, and other ops along these axes need a
+    reduction's result, so they must wait for the reduction.
     """
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
@@ -126,10 +126,12 @@ def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
 
 
 def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -> str | None:
-    """Returns the reason why some tensor's axes do not suit the reductions, or None if all axes do.
+    """Returns the reason why some tensor cannot have the loops of the reductions, or None if all
+    can.
 
     `reference` is the result of the first reduction. A tensor that depends on a reduction may have
-    only axes of `reference`. An output has either the non-reduced axes or all axes.
+    only axes of `reference`. An output has either the non-reduced axes or all axes. At least one op
+    along the reduced axes must use the result of a reduction.
     """
     if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
         return f"the result of {reference} has an expanded axis, which its operands may iterate"
@@ -176,26 +178,28 @@ def row_extents(reduction: TensorView) -> tuple[Scalar, Scalar]:
 
 
 def pays(rows: int, columns: int) -> bool:
-    """Whether one kernel is at least as fast as several kernels, which split a long row over CUDA
-    blocks.
+    """Returns whether one kernel is at least as fast as several kernels for rows of this length.
 
-    `rows` is the number of rows, and `columns` the number of elements of each row.
+    `rows` is the number of rows, and `columns` the number of elements of each row. Several kernels
+    can split a long row over CUDA blocks, but read it several times.
     """
     return any(columns <= longest and rows >= fewest for longest, fewest in ROWS_THAT_PAY)
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one kernel is at least as fast as several kernels for these sizes.
+    """Returns whether one kernel is at least as fast as several kernels for these sizes.
 
-    If a size is unknown, the rows are taken to be many and short, so the result is True.
+    Several kernels can split a long row (the reduced axes) over CUDA blocks. If a size is unknown,
+    the rows are taken to be many and short, so the result is True.
     """
     known = rows_of(fusion, sizes)
     return known is None or pays(*known)
 
 
 def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] | None:
-    """Returns the number of rows and the number of elements in a row, or None if a size is
-    unknown.
+    """Returns the number of rows and the number of elements in a row, or None if a size is unknown.
+
+    One result of the fusion's first reduction is computed from the elements of one row.
     """
     try:
         rows, columns = (int(sc.evaluate(x, sizes)) for x in row_extents(reference_of(fusion)))
@@ -208,8 +212,9 @@ def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] |
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Ops are rewritten, and copies into registers are added. Then loops, parallel types and
-    compute-at positions are set.
+    Ops are rewritten, and copies into registers are added. Then the loops of each tensor are set,
+    the CUDA blocks and threads that execute them, and the number of loops that it shares with its
+    consumers.
     """
     fusion.resident_threads = params.resident
     fusion.cluster = params.cluster
@@ -229,10 +234,11 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
 
 
 def _groups(view: RowView) -> list[list[int]]:
-    """Returns the positions of the non-reduced axes, and the positions of the reduced axes.
+    """Returns the positions of the non-reduced axes, and the positions of the reduced axes; each is
+    a loop.
 
-    The axes are those of the first reduction (the reference tensor), whose broadcast axes are in
-    the first group. Empty groups are left out.
+    The axes are those of the first reduction, whose loops all other tensors copy. Its broadcast
+    axes are in the first group. Empty groups are left out.
     """
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
@@ -254,11 +260,12 @@ def _apply_threads(
     kept: list[TensorView],
     needed: Mapping[TensorView, int],
 ) -> None:
-    """Schedules a fusion for the GPU. Each level of reductions has its own copies of the ops it
-    needs.
+    """Schedules a fusion for the GPU: adds copies into registers, and sets the loops of all
+    tensors.
 
-    `kept` are the tensors that registers hold over a whole row. `needed` maps each tensor to its
-    level: how many reductions must be complete before the ops that use the tensor.
+    - `kept`: the tensors that registers hold over a whole row (the reduced axes).
+    - `needed`: maps each tensor to the number of reductions, one after another, that must be
+      complete before the ops that use the tensor. For each number, inputs are loaded separately.
     """
     fusion, full, levels = view.fusion, view.full, levels_of(view.fusion)
     accesses = {a.tv: a for a in view.space.accesses}
@@ -296,10 +303,10 @@ def _apply_threads(
 
 
 def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bool:
-    """Whether a tensor is accessed in vectors.
+    """Returns whether a tensor is accessed in vectors.
 
-    If rows are shifted to aligned addresses, a tensor without all axes is read element by element,
-    because its vectors would not be aligned.
+    If each row is read from the aligned address before it, a tensor without all axes is read
+    element by element, because its vectors would not be aligned.
     """
     is_candidate = params.vector > 1 and access.is_vector_candidate(view.innermost)
     return is_candidate and (not params.shifted or access.tv in view.full)
@@ -309,6 +316,7 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
     """Returns the tensors that have one value per row and are read for all elements of the row.
 
     Each thread holds these values in registers, instead of computing them for each element.
+    `levels` maps each tensor to the number of reductions, one after another, that it depends on.
     """
     fusion, found = view.fusion, list[TensorView]()
     for access in view.space.accesses:
@@ -336,9 +344,9 @@ def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorVi
 
 
 def _is_read_along(view: RowView, tv: TensorView) -> bool:
-    """Whether the elements of a row are computed from `tv`, directly or through views.
+    """Returns whether the elements of a row are computed from `tv`, directly or through views.
 
-    `tv` has one value per row.
+    `tv` has one value per row. Registers should hold this value if all elements of the row read it.
     """
     return any(
         not view.is_per_row(out) or (isinstance(op, VIEWS) and _is_read_along(view, out))
@@ -355,7 +363,7 @@ def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> lis
 
 
 def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
-    """Builds the loops of the reference tensor, which the other tensors copy.
+    """Builds the loops of the first reduction (the reference tensor), which the other tensors copy.
 
     Returns the number of loops over rows, and the number of loops of the tile that divides a row.
     """
@@ -406,13 +414,16 @@ def _follow_rows(tv: TensorView, view: RowView, loops: Loops) -> None:
 
 
 def _is_row(view: RowView, tv: TensorView) -> bool:
-    """Whether a tensor has exactly the reduced axes, like the weight of a layer norm."""
+    """Returns whether a tensor has exactly the reduced axes, like the weight of a layer norm."""
     return view.axes(tv) == view.row_axes
 
 
 def _assume_exact(view: RowView, groups: list[list[int]], params: InnerPersistentParams) -> None:
-    """Adds guards that fix the row length, and make the number of rows a multiple of a CUDA block's
-    rows.
+    """Lets the kernel assume that threads and elements fit exactly, so that it needs no bounds
+    checks.
+
+    Adds guards, which each launch checks: the row length is fixed, and the number of rows is a
+    multiple of the rows that a CUDA block processes.
     """
     logical = view.reference.domain.logical
     *rows, row = groups
@@ -433,12 +444,12 @@ def _finish(
     ahead: Mapping[TensorView, Access] = NOTHING,
     inside: int = 0,
 ) -> None:
-    """Gives all tensors their loops and compute-at positions.
+    """Gives all tensors their loops, and sets how many outer loops each shares with its consumers.
 
-    - `shared`: the number of the reference tensor's loops over rows.
+    - `shared`: the number of loops over rows of the first reduction, whose loops the others copy.
     - `kept`: the tensors that registers hold over a whole row.
     - `ahead`: the copies of inputs that are loaded in front of their uses. `inside` is the number
-      of their innermost loops that are inside of the compute-at position.
+      of their innermost loops that they do not share.
     """
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
@@ -514,8 +525,8 @@ class InnerPersistentParams:
     - `threads_x`: threads along a row; 0 for the serial loops of a CPU.
     - `threads_y`: rows that a CUDA block processes at a time.
     - `vector`: the number of elements of a vector.
-    - `kept`: the number of elements of a row that one thread holds in registers. With 0, each of
-      the dependent reductions reads the row again.
+    - `kept`: the number of elements of a row that one thread holds in registers. With 0, the row is
+      read again after each reduction that others depend on.
     - `keeps_costly`: whether results of costly ops stay in registers, too.
     - `unroll`: with `kept` 0, the number of vectors of each input that a thread loads per
       iteration.
@@ -539,17 +550,18 @@ class InnerPersistentParams:
     cluster: int = 1
 
     def is_near(self, other: InnerPersistentParams) -> bool:
-        """Whether kernels with these parameters and with `other` take about the same time on small
-        inputs.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
 
+        If so, no kernel is compiled for small inputs, because both take about the same time.
         `exact` may differ, because guards decide whether a kernel with `exact` can be used.
         """
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: InnerPersistentParams) -> bool:
-        """Whether a kernel with `other` is usable in place of this one, though perhaps slower.
+        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
+        slower.
 
-        A kernel is not usable if most of its threads would be idle.
+        It cannot if most of its threads would be idle.
         """
         forms = [(p.vector, bool(p.kept), p.shifted, p.cluster) for p in (self, other)]
         if forms[0] != forms[1]:
@@ -584,11 +596,11 @@ def generic(device: DeviceInfo) -> InnerPersistentParams:
 def chooser(
     fusion: Fusion, device: DeviceInfo, *, extra_bytes: int = 0, in_clusters: bool = False
 ) -> Callable[[Facts], InnerPersistentParams]:
-    """Returns a function that chooses a kernel's parameters from sizes and alignments of the
-    inputs.
+    """Returns a function that chooses a kernel's parameters for given inputs.
 
-    A thread holds `extra_bytes` more in registers for each of its elements. With `in_clusters`, the
-    function also chooses the number of CUDA blocks per row.
+    The function gets the sizes and alignments of the inputs. A thread holds `extra_bytes` more in
+    registers for each of its elements. With `in_clusters`, the function also chooses how many CUDA
+    blocks process a row together (a cluster).
     """
     if device.kind == "cpu":
         loops = InnerPersistentParams()
@@ -646,6 +658,7 @@ def chooser(
 class _RowsAccess(NamedTuple):
     """The number of rows and of elements per row, and how a kernel accesses them.
 
+    - `rows`, `columns`: the number of rows, and of elements in each.
     - `vector`: the number of elements of a vector.
     - `widest`: the bytes of the widest element.
     - `begin`: the largest possible number of elements between an aligned address and a row's start.
@@ -666,7 +679,7 @@ class _RowsAccess(NamedTuple):
 
 
 def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
-    """Returns the number of vectors that a thread holds in registers if a block has enough threads.
+    """Returns the number of vectors of a row that a thread can hold in registers.
 
     `nbytes` is the size of an element. An element counts at least 4 bytes, because the compiler
     holds converted values.
@@ -675,7 +688,10 @@ def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
 
 
 def _is_long(shape: _RowsAccess, nbytes: int) -> bool:
-    """Whether the threads of one CUDA block cannot hold all vectors of a row in registers."""
+    """Returns whether the threads of one CUDA block cannot hold all vectors of a row in registers.
+
+    `nbytes` is the size of an element.
+    """
     return shape.chunks > ROW_THREADS[-1] * _most_chunks(shape, nbytes)
 
 
@@ -713,7 +729,8 @@ def _kept_params(
 
 
 def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams:
-    """Returns the parameters for long rows if the kernel also sums over rows.
+    """Returns the parameters for long rows if the kernel also sums over rows, as gradients of norms
+    do.
 
     A CUDA block processes one row at a time, and the compiler decides about registers.
     """
@@ -725,9 +742,11 @@ def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams
 
 
 def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> InnerPersistentParams:
-    """Returns the parameters of a kernel in which each dependent reduction reads the row again.
+    """Returns the parameters of a kernel for rows that registers cannot hold.
 
-    - `has_columns`: whether some input has only the row's axes.
+    The row is read again after each reduction that later ones depend on.
+
+    - `has_columns`: whether some input has only the row's axes, like a weight.
     - `writes`: whether results are written along the row, and no such input is read.
     """
     row_bytes = shape.inputs * shape.columns * shape.widest
@@ -741,10 +760,11 @@ def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> In
 
 
 def _cluster_params(shape: _RowsAccess, nbytes: int, device: DeviceInfo) -> InnerPersistentParams:
-    """Returns the parameters with the smallest cluster whose threads can hold a row in registers.
+    """Returns the parameters of a kernel in which a cluster of CUDA blocks processes a row.
 
-    If no cluster can, each dependent reduction reads the row again. The cluster is then so large
-    that the rows of all running clusters fit in the L2 cache.
+    The smallest cluster whose threads can hold the row in registers is chosen. If no cluster can,
+    the row is read again after each reduction. The cluster is then so large that the rows of all
+    running clusters fit in the L2 cache. `nbytes` is the size of an element.
     """
     most = min(device.max_cluster, device.max_grid[1])
     sizes = [1 << k for k in range(1, most.bit_length())]

@@ -1,4 +1,4 @@
-"""The sizes and alignments of one class of inputs, from which heuristics choose parameters."""
+"""The sizes and alignments of one class of inputs, from which schedulers choose parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Facts(NamedTuple):
     alignments: Mapping[int, int] = MappingProxyType({})
 
     def value(self, fusion: Fusion, x: Scalar) -> int:
-        """Returns the value of an extent as a number.
+        """Returns the extent `x`, an expression of symbols, as a number for these sizes.
 
         Raises:
             InputError: the extent contains a symbol without a size.
@@ -55,8 +55,10 @@ class Facts(NamedTuple):
 
 
 class RunExtents:
-    """Computes the numbers of elements of groups of axes (`runs`) of one fusion, quickly for many
+    """Computes the numbers of elements of several groups of axes of one fusion, quickly for many
     inputs.
+
+    Each group in `runs` becomes one loop of a kernel.
     """
 
     def __init__(self, fusion: Fusion, runs: Sequence[Sequence[IterDomain]]) -> None:

@@ -1,6 +1,7 @@
 """The iteration space of a kernel: the memory layouts of its inputs and outputs.
 
-Layouts are expressed in the axes of one reference tensor. Schedulers ask three questions:
+Layouts are expressed in the axes of one tensor, the reference tensor, whose loops all other tensors
+of the kernel copy. Schedulers ask three questions:
 
 - Which loop order follows memory?
 - Which runs of adjacent axes are contiguous in every tensor? Each run becomes one loop.
@@ -31,13 +32,15 @@ RESIZING: tuple[type[TensorOp], ...] = (SliceOp, PadOp, CatOp)
 class Access:
     """The memory layout of one input or output, in logical axes of the reference tensor.
 
+    The reference tensor is the one whose loops all other tensors of the kernel copy.
+
     - `order`: the positions of reference axes, outermost in memory first. The order is None for a
       tensor that is read through a resize, or that has other axes than the reference tensor.
     - `contiguous[k]`: whether axis `order[k]` is contiguous with the next axis in `order`. Its
       stride then equals the size times the stride of that axis. For the last axis: whether the
       stride is 1.
-    - `table_order`: replaces `order` for the table of a lookup, and leaves out the axis along which
-      elements are looked up.
+    - `table_order`: replaces `order` for the table of a lookup (gather), and leaves out the axis
+      along which elements are looked up.
     """
 
     tv: TensorView
@@ -55,16 +58,19 @@ class Access:
     def is_viewed(self) -> bool:
         """Whether the tensor is an input that is read through a view.
 
-        The axes of such an input are not those of the reference tensor.
+        The axes of such an input are not those of the reference tensor, whose loops all others
+        copy.
         """
         return not self.is_output and self.order is None and self.table_order is None
 
     def joins(self, outer: int, inner: int) -> bool:
-        """Whether one loop can iterate the adjacent reference axes `outer` and `inner` of this
+        """Returns whether one loop can iterate the adjacent axes `outer` and `inner` of this
         tensor.
 
-        The two axes must be contiguous in memory, or the tensor must have neither. A tensor that is
-        read through a view joins all axes, because its index is computed from all of them anyway.
+        `outer` and `inner` are axis positions in the reference tensor, whose loops this tensor
+        copies. The two axes must be contiguous in memory, or the tensor must have neither. A tensor
+        that is read through a view joins all axes, because its index is computed from all of them
+        anyway.
         """
         order = self.order if self.table_order is None else self.table_order
         if order is None:
@@ -75,8 +81,10 @@ class Access:
         return at + 1 < len(order) and order[at + 1] == inner and self.contiguous[at]
 
     def is_vector_candidate(self, inner: int) -> bool:
-        """Whether consecutive iterations of the reference axis `inner` access consecutive
-        elements.
+        """Returns whether the elements along axis `inner` are neighbours in memory, as vectors
+        need.
+
+        `inner` is an axis position in the reference tensor, whose loops this tensor copies.
         """
         return bool(self.order) and self.order[-1] == inner and self.contiguous[-1]  # pyright: ignore[reportOptionalSubscript]
 
@@ -85,8 +93,9 @@ class Access:
 class Space:
     """An iteration space: the layouts of a kernel's inputs and outputs relative to one tensor.
 
-    `reference` is this tensor, and `concrete` the positions of its logical axes that are no
-    broadcasts.
+    - `reference`: this tensor, whose loops all other tensors of the kernel copy.
+    - `concrete`: the positions of its logical axes that are no broadcasts.
+    - `accesses`: the layouts, in the axes of `reference`.
     """
 
     reference: TensorView
@@ -94,18 +103,25 @@ class Space:
     accesses: tuple[Access, ...]
 
     def is_reduced(self, position: int) -> bool:
-        """Whether the reference tensor reduces its logical axis at `position`."""
+        """Returns whether the reference tensor, whose loops all others copy, reduces its axis at
+        `position`.
+        """
         return self.reference.domain.logical[position].is_reduction()
 
     def is_full(self, access: Access) -> bool:
-        """Whether a tensor has all concrete axes of the reference tensor, in a known order."""
+        """Returns whether a tensor has all axes that the kernel iterates, in a known order.
+
+        These are the axes of the reference tensor, except broadcasts.
+        """
         return access.order is not None and len(access.order) == len(self.concrete)
 
     def memory_order(self) -> tuple[int, ...]:
-        """Returns the non-broadcast axes in the memory order that most tensors with all axes have.
+        """Returns the memory order that most tensors have: the order in which loops should be
+        nested.
 
-        Tensors are weighted by the bytes of an element. Outputs win ties, because uncoalesced
-        stores cost more than uncoalesced loads.
+        Only tensors with the most axes count, weighted by the bytes of an element. Outputs win
+        ties, because uncoalesced stores cost more than uncoalesced loads. The result lists the
+        positions of all axes that are no broadcasts, outermost first.
         """
         votes: dict[tuple[int, ...], tuple[int, int]] = {}
         size = max((len(a.order) for a in self.accesses if a.order is not None), default=0)
@@ -124,9 +140,11 @@ class Space:
         return (*(p for p in self.concrete if p not in best), *best)
 
     def runs(self, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Splits an axis order into maximal runs of axes that are contiguous in every tensor.
+        """Splits an axis order into runs of adjacent axes, as long as possible, that one loop can
+        iterate.
 
-        One loop can iterate a run. A run has only reduced axes, or only non-reduced axes.
+        The axes of a run are contiguous in every tensor. A run has only reduced axes, or only
+        others. `order` lists axis positions, outermost first.
         """
         runs: list[list[int]] = []
         for position in order:
@@ -142,13 +160,17 @@ class Space:
         return tuple(tuple(r) for r in runs)
 
     def are_dense(self, accesses: Iterable[Access]) -> bool:
-        """Whether all `accesses` have all axes in the same order, without gaps between elements."""
+        """Returns whether all tensors in `accesses` have all axes in the same order, without gaps
+        in memory.
+        """
         order = self.memory_order()
         return all(a.order == order and all(a.contiguous) for a in accesses)
 
     def vector_candidates(self, inner: int) -> tuple[Access, ...]:
-        """Returns the accesses that are contiguous along reference axis `inner`, where vectors are
-        possible.
+        """Returns the inputs and outputs that could be accessed in vectors along the axis `inner`.
+
+        Their elements along this axis are neighbours in memory. `inner` is an axis position in the
+        reference tensor, whose loops all others copy.
         """
         return tuple(a for a in self.accesses if a.is_vector_candidate(inner))
 
@@ -156,7 +178,8 @@ class Space:
 def iteration_space(fusion: Fusion, reference: TensorView, graph: AxisGraph | None = None) -> Space:
     """Returns the layouts of a fusion's inputs and outputs in the logical axes of `reference`.
 
-    `graph` relates the axes of tensors; if it is None, it is computed.
+    `reference` is the tensor whose loops all others will copy. `graph` relates the axes of tensors;
+    if it is None, it is computed.
     """
     graph = graph or AxisGraph(fusion)
     logical = reference.domain.logical
@@ -200,7 +223,9 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
     """Returns the memory layout of a lookup's table, without the axis along which elements are
     looked up.
 
-    `place` maps the number (id) of a reference axis to the position of this axis.
+    The left-out axis has no loop, because its index is data. `matcher` finds the axis of the
+    reference tensor (the tensor whose loops all others copy) that an axis equals. `place` maps the
+    number (id) of such an axis to its position.
     """
     domain, roots = op.table.domain, op.out.domain.maybe_root
     targets = dict(zip((a.number for a in domain.no_reductions), op.table_map(), strict=True))
@@ -222,7 +247,8 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
 def direct_uses(tv: TensorView) -> list[TensorOp]:
     """Returns the ops that read a tensor at their own index.
 
-    A lookup that uses the tensor as its table is left out, because it reads at a loaded index.
+    A lookup that uses the tensor as its table is left out, because it reads at an index that it has
+    loaded.
     """
     uses = tv.fusion.uses(tv)
     return [op for op in uses if not (isinstance(op, LookupOp) and op.table is tv)]
@@ -243,7 +269,7 @@ def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
 def has_self_mapping(graph: AxisGraph, tensors: Iterable[TensorView]) -> TensorView | None:
     """Returns the first tensor with two axes that must be iterated by the same loop, or None.
 
-    In `x + x.t()`, both axes of `x` are such axes.
+    In `x + x.t()`, both axes of `x` are such axes. No scheduler can give such a tensor loops.
     """
     for tv in tensors:
         classes = [graph.find(a) for a in tv.domain.logical if not a.is_broadcast]
@@ -265,19 +291,19 @@ def _none(access: Access) -> bool:
 
 
 class VectorWidths:
-    """Computes the widest vector, a power of two, that suits all candidate accesses, for many
-    inputs.
+    """Computes how many elements a vector load or store of a kernel can have.
 
-    A vector has three limits:
+    The object is created once for a fusion, and is asked for each class of inputs. The number is a
+    power of two that is possible for every tensor in `candidates`. It has three limits:
 
     - at most 16 bytes of the largest element type;
     - a divisor of the extent of the contiguous innermost axes, so that a row ends with a whole
       vector;
     - every tensor's alignment in bytes.
 
-    A tensor that all rows share (`shared`), such as a weight, may have wider elements than the
-    rows. Such a tensor is loaded by several accesses per vector, and does not make the rows'
-    vectors narrower.
+    `shared` returns whether a tensor has the same values for every row, such as a weight. Such a
+    tensor may have a larger element type than the rows. It is loaded by several accesses per
+    vector, and does not make the rows' vectors narrower.
     """
 
     def __init__(
@@ -287,23 +313,27 @@ class VectorWidths:
         self._aligned = self._within(Facts({}))
 
     def of(self, facts: Facts, inner_extent: int) -> int:
-        """Returns the vector width if the contiguous innermost axes have `inner_extent`
-        elements.
+        """Returns the number of elements of a vector, for inputs with these sizes and alignments.
+
+        `inner_extent` is the number of elements along the contiguous innermost axes, which vectors
+        divide.
         """
         return gcd(self.within(facts), inner_extent) if inner_extent else 1
 
     def wider(self, facts: Facts, columns: int, width: int) -> int:
-        """Returns the vector width for rows that are shifted to aligned addresses
-        (`ir.domain.Shift`).
+        """Returns the number of elements of a vector if rows are read from an aligned address
+        before them.
 
-        Returns 0 if this width does not exceed `width`, or if rows have few elements (`columns`).
+        Vectors need not divide such shifted rows (`ir.domain.Shift`), so they can be wider. Returns
+        0 if they are not wider than `width`, or if a row has few elements (`columns`).
         """
         shifted = self.within(facts) if columns >= SHIFTED_COLUMNS else 0
         return shifted if shifted > width else 0
 
     def within(self, facts: Facts) -> int:
-        """Returns the vector width that element sizes and alignments allow, whatever the extents
-        are.
+        """Returns the number of elements of a vector that element sizes and alignments allow.
+
+        The extents of axes are ignored.
         """
         return self._within(facts) if facts.alignments else self._aligned
 

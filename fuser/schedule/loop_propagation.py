@@ -1,11 +1,10 @@
-"""Loop propagation: copies loop transforms and parallel types of a reference tensor to other
-tensors.
+"""Loop propagation: copies the loops and parallel types of one tensor, the reference, to others.
 
-The axis graph relates two tensors. An axis of the reference matches an axis of a target in two
-cases:
+A loop transform is a split, merge or reordering of axes. The axis graph relates two tensors. An
+axis of the reference matches an axis of a target in two cases:
 
 - Both axes are mapped to each other exactly.
-- One axis is a broadcast that is expanded to the other downstream.
+- One axis is a broadcast that an op between the two tensors expands to the other.
 
 Paths between tensors need not be followed. A target without some axis of the reference skips the
 transforms of this axis. A merge with a missing axis yields the other axis.
@@ -41,7 +40,10 @@ Matches = Mapping[int, IterDomain]
 
 
 class AxisMatcher:
-    """Finds the logical axes of other tensors that match the axes of one reference tensor."""
+    """Finds the logical axes of other tensors that match the axes of one reference tensor.
+
+    Two axes match if one loop can iterate both, because their indices are always equal.
+    """
 
     def __init__(
         self, graph: AxisGraph, reference: TensorView, axes: Sequence[IterDomain] = ()
@@ -60,8 +62,10 @@ class AxisMatcher:
         }
 
     def matches(self, target: TensorDomain) -> dict[int, IterDomain]:
-        """Returns, by the number (id) of each reference axis, the logical axis of `target` that
-        matches.
+        """Returns which logical axis of `target` matches each axis of the reference tensor.
+
+        The keys are the numbers (ids) of the reference tensor's axes. Axes without a match are left
+        out.
         """
         found: dict[int, IterDomain] = {}
         for axis in target.logical:
@@ -76,7 +80,9 @@ class AxisMatcher:
         return found
 
     def reference_of(self, axis: IterDomain) -> IterDomain | None:
-        """Returns the reference axis that matches `axis`, or None if there is none."""
+        """Returns the axis of the reference tensor that matches `axis`, or None if there is
+        none.
+        """
         klass = self._graph.find(axis)
         exact = self._by_class.get(klass) or self._downstream.get(klass)
         if exact is not None or not axis.is_broadcast:
@@ -92,8 +98,9 @@ class AxisMatcher:
 
 # ------------------------------------------------------------------ transforms
 class _Repeat(Rules[IterDomain]):
-    """Rules that apply the reference tensor's transforms to a target's axes; resizes are not
-    applied.
+    """Rules that apply the splits and merges of one tensor to another tensor's axes.
+
+    Resizes are not applied.
     """
 
     needs_all = False
@@ -123,7 +130,7 @@ class _Repeat(Rules[IterDomain]):
 
 
 class LoopReplay:
-    """Copies the loop order and loop transforms of a reference tensor to other tensors.
+    """Copies the loop order and the splits and merges of a reference tensor to other tensors.
 
     Axes of a target that match no axis of the reference tensor become innermost. `types` maps the
     number (id) of a loop axis of the reference tensor to its parallel type.
@@ -138,7 +145,7 @@ class LoopReplay:
         self._known: dict[object, TensorDomain] = {}
 
     def apply(self, target: TensorView, matches: Matches) -> None:
-        """Replaces the loop domain of `target` by the reference tensor's loops.
+        """Replaces the loop axes of `target` by the reference tensor's loops.
 
         `matches` maps the numbers (ids) of the reference tensor's logical axes to axes of the
         target.
@@ -192,10 +199,11 @@ class LoopReplay:
 
 
 def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
-    """Returns a copy of the domain `made` with the axis numbers (ids) of `like`.
+    """Returns a copy of the domain `made` (the axes of a tensor) with the axis numbers (ids) of
+    `like`.
 
-    `made` was computed for a domain that equals `like` except for axis numbers. New axes get new
-    numbers.
+    `made` was computed for a domain that equals `like` except for axis numbers, so it need not be
+    computed again. New axes get new numbers.
     """
     names = dict(zip(made.axes, sorted(like.axes), strict=False))
     names.update({n: fusion.next_axis() for n in made.axes if n not in names})
@@ -205,8 +213,8 @@ def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> Tenso
 def _unparallelized(axis: IterDomain) -> IterDomain:
     """Returns the axis as serial, without the parallel type that an earlier schedule may have set.
 
-    Device and stream axes are returned unchanged, because they are not part of one kernel's
-    schedule.
+    Axes that are divided over devices or over the steps of a loop on the host are returned
+    unchanged, because they are not part of one kernel's schedule.
     """
     if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
         return axis
@@ -216,10 +224,12 @@ def _unparallelized(axis: IterDomain) -> IterDomain:
 def follow(
     transforms: Sequence[Transform], target: TensorDomain, matches: Matches
 ) -> dict[int, IterDomain]:
-    """Extends `matches` to the axes that equal transforms of both tensors produce.
+    """Extends `matches` to the axes that splits and merges make, if both tensors have the same
+    ones.
 
-    `transforms` are those of the reference tensor. If the target lacks an axis of a merge, the
-    result of the merge matches the other axis.
+    `matches` maps the numbers (ids) of the reference tensor's axes to axes of `target`; the result
+    does the same. `transforms` are the splits and merges of the reference tensor. If the target
+    lacks an axis of a merge, the result of the merge matches the other axis.
     """
     users = {n: t for t in target.transforms for n in t.inputs}
     found = dict(matches)
@@ -237,12 +247,11 @@ def follow(
 
 # ------------------------------------------------------------------ the user's functions
 def transform_like(reference_tv: TensorView, selected_tensors: Collection[TensorView] = ()) -> None:
-    """Copies the reference tensor's loop transforms to the selected tensors; by default, to all
-    tensors.
+    """Copies the splits, merges and order of the reference tensor's loops to the selected tensors.
 
-    Splits, merges and the order are copied, but no parallel types. Axes that the reference tensor
-    does not have become innermost. Tensors upstream of a reshape get the transforms on the axes
-    before the reshape. Fusion inputs are changed only if they are selected.
+    By default, all tensors are selected, except fusion inputs. Parallel types are not copied. Axes
+    that the reference tensor does not have become innermost. Tensors upstream of a reshape get the
+    transforms on the axes before the reshape.
     """
     fusion, chosen = reference_tv.fusion, _chosen(reference_tv, selected_tensors)
     matcher = AxisMatcher(AxisGraph(fusion), reference_tv)
@@ -258,7 +267,10 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
 def _above_reshapes(
     reference: TensorView, chosen: Sequence[TensorView]
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
-    """Yields three things for each reshape among the tensors, the last reshape first:
+    """Yields three things for each reshape among the tensors, the last reshape first.
+
+    With these, loops can be copied to tensors upstream of the reshape, which have other axes than
+    the reference tensor:
 
     - a function that returns the domain of the reshape's result, with the axes before the reshape
       as logical axes;
@@ -281,8 +293,11 @@ def _above_reshapes(
 
 
 def _from_root(tv: TensorView) -> TensorDomain:
-    """Returns the domain of a reshape's result `tv`, with the axes before the reshape as
-    logical axes.
+    """Returns the axes (the domain) of a reshape's result `tv`, as if the reshape were part of its
+    loops.
+
+    The axes before the reshape then are the logical axes, so that loops can be copied to tensors
+    before it.
     """
     domain = tv.domain
     return domain.having(logical=domain.root_numbers, root=(), allocation=(), contiguity=())
@@ -294,10 +309,11 @@ def bounded_transform_backward(
     to: Collection[TensorView],
     propagate_parallel_type: bool = False,
 ) -> None:
-    """Copies the transforms of the loop axes [0, pos) of `from_` to the tensors `to` upstream.
+    """Copies the splits and merges of the loop axes [0, pos) of `from_` to the tensors `to`
+    upstream.
 
-    All tensors between `to` and `from_` get the transforms, too. A position of -1 means all axes.
-    With `propagate_parallel_type`, parallel types are copied as well.
+    All tensors between `to` and `from_` get them, too. A position of -1 means all axes. With
+    `propagate_parallel_type`, parallel types are copied as well.
 
     Raises:
         DefinitionError: a tensor of `to` is not upstream of `from_`, or pos is out of range.
@@ -335,12 +351,13 @@ def parallelize_like(
     selected_parallel_types: Collection[ParallelType] = (),
     propagate_padding: bool = True,
 ) -> None:
-    """Copies the parallel types of the reference tensor's first `pos` loop axes to matching axes of
-    other tensors.
+    """Copies the parallel types of the reference tensor's first `pos` loop axes to other tensors.
 
-    By default, all tensors get all types. `selected_tensors` and `selected_parallel_types` restrict
-    the tensors and the types. Vectorize is copied only to selected tensors, because it describes
-    how one tensor is accessed. `propagate_padding` has no effect.
+    A parallel type says which CUDA blocks, threads or loops execute an axis. It is copied to the
+    axes that match. By default, all tensors get all types. `selected_tensors` and
+    `selected_parallel_types` restrict the tensors and the types. Vectorize is copied only to
+    selected tensors, because it describes how one tensor is accessed. `propagate_padding` has no
+    effect.
     """
     del propagate_padding  # accepted for nvFuser's signature; axes are never padded here
     fusion = reference_tv.fusion
@@ -367,7 +384,8 @@ def _parallelize(
 ) -> None:
     """Sets the parallel types of the targets' loop axes that match loop axes of `domain`.
 
-    `wanted` maps the number (id) of a loop axis of `domain` to the parallel type.
+    `domain` has the axes of the tensor from which types are copied. `wanted` maps the number (id)
+    of one of its loop axes to the parallel type.
     """
     history = transforms_between(domain, domain.logical, domain.loop)
     for tv in targets:
@@ -378,8 +396,9 @@ def _parallelize(
 
 
 def set_parallel_types(tv: TensorView, types: Mapping[int, ParallelType]) -> None:
-    """Sets the parallel types of several axes of one tensor at once; `types` maps axis number (id)
-    -> type.
+    """Sets the parallel types of several axes of one tensor at once.
+
+    `types` maps the number (id) of an axis to its type.
     """
     if types:
         axes = tv.domain.axes

@@ -1,12 +1,14 @@
 """The outer persistent scheduler: reductions over outer axes in one kernel that reads inputs once.
 
-Ops over the same rows depend on the reductions, as in batch norm of channels-last inputs.
+Ops over the same rows depend on the reductions, as in batch norm of channels-last inputs. The
+*rows* are the reduced axes, the *columns* the others.
 
 A CUDA block processes a *strip* of a few columns, and its threads hold all rows of the strip in
 registers.
 
 Loops are listed from outer to inner: BIDx and BIDy are blocks, TIDx and TIDy threads, S serial, US
-unswitched, UR unrolled and V vector loops. `r` marks reduced axes:
+unswitched, UR unrolled and V vector loops. The body of an unswitched loop exists in two versions,
+with and without bounds checks. `r` marks reduced axes:
 
     GPU         [BIDx columns, TIDx columns | r S 1, r UR, r TIDy | columns V]
     GPU looped  [BIDx columns, TIDx columns | r S, r TIDy | columns V]
@@ -92,11 +94,13 @@ class OuterPersistentParams:
     """The parameters of an outer persistent kernel, which reduces columns that it uses several
     times.
 
+    The rows are the reduced axes of the kernel, the columns the others.
+
     - `threads_x`: threads along the columns; 0 for the serial loops of a CPU.
     - `threads_y`: threads along the rows.
     - `vector`: the number of columns in a vector.
-    - `kept`: the number of rows that one thread holds in registers. With 0, each of the dependent
-      reductions reads the rows again.
+    - `kept`: the number of rows that one thread holds in registers. With 0, the rows are read again
+      after each reduction that others depend on.
     - `resident`: the number of threads for whose registers a multiprocessor must have room; 0 lets
       the compiler decide.
     - `exact`: whether the threads' rows are exactly all rows, and all CUDA blocks have the same
@@ -111,17 +115,18 @@ class OuterPersistentParams:
     exact: bool = False
 
     def is_near(self, other: OuterPersistentParams) -> bool:
-        """Whether kernels with these parameters and with `other` take about the same time on small
-        inputs.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
 
+        If so, no kernel is compiled for small inputs, because both take about the same time.
         `exact` may differ, because guards decide whether a kernel with `exact` can be used.
         """
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: OuterPersistentParams) -> bool:
-        """Whether a kernel with `other` is usable in place of this one, though perhaps slower.
+        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
+        slower.
 
-        A kernel is not usable if most of its threads would be idle.
+        It cannot if most of its threads would be idle.
         """
         forms = [(p.vector, bool(p.kept), bool(p.threads_x)) for p in (self, other)]
         sizes = self.threads_y * self.kept, other.threads_y * other.kept
@@ -159,8 +164,8 @@ def accepts(fusion: Fusion) -> str | None:
 def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
     """Returns the reason why an output cannot overwrite an input, or None if it can.
 
-    All threads of a column may read the input's old values. Therefore no other output and no
-    reduction may depend on the input.
+    `alias` names both. All threads of a column may read the input's old values. Therefore no other
+    output and no reduction may depend on the input.
     """
     below = {alias.into}
     for op in fusion.exprs:
@@ -173,19 +178,20 @@ def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
 
 
 def step_of(columns: int, rows: int) -> int:
-    """Returns an index into `STEPS` for these numbers of columns and rows.
+    """Returns an index into `STEPS`, a list of row counts, for these numbers of columns and rows.
 
-    All sizes with the same index get the same decision about this scheduler.
+    All sizes with the same index get the same decision about this scheduler. Rows count several
+    times if vectors do not divide the columns, because the columns are then read one by one.
     """
     rows *= ROWS_OF_SINGLE_COLUMNS if columns % MOST_COLUMNS else 1
     return next((k for k, most in enumerate(STEPS) if rows <= most), len(STEPS))
 
 
 def most_rows(fusion: Fusion) -> int:
-    """Returns the largest of the row counts in `STEPS` that one CUDA block can hold in registers.
+    """Returns the largest row count for which one CUDA block can hold all rows in registers.
 
-    The block then has the smallest number of columns that this scheduler uses. Returns 0 if even
-    the smallest count does not fit.
+    The rows are the reduced axes. The result is one of `STEPS`, for a block with the smallest
+    number of columns that this scheduler uses. Returns 0 if even the smallest count does not fit.
     """
     view, nbytes = _view_and_bytes(fusion)
     columns = max(SECTOR // _widest(view), 1)
@@ -197,7 +203,7 @@ def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
     """Copies the fusion, rewrites the copy as `apply` does, and returns (view along its rows,
     bytes).
 
-    The bytes are the registers that a thread needs for each element of its rows.
+    The bytes are the registers that a thread needs for each element of its rows (the reduced axes).
     """
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
@@ -213,7 +219,11 @@ def _widest(view: RowView) -> int:
 
 
 def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
-    """Whether one CUDA block can hold the rows of a few columns in registers, for these sizes."""
+    """Returns whether one CUDA block can hold the rows of a few columns in registers, for these
+    sizes.
+
+    The rows are the reduced axes, the columns the others. Returns False if a size is unknown.
+    """
     known = inner_persistent.rows_of(fusion, sizes)
     return known is not None and most_rows(fusion) in STEPS[step_of(*known) :]
 
@@ -229,8 +239,10 @@ def generic(device: DeviceInfo) -> OuterPersistentParams:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], OuterPersistentParams]:
-    """Returns a function that chooses vector width and thread counts from the inputs' sizes and
-    alignments.
+    """Returns a function that chooses a kernel's parameters for given inputs.
+
+    The function gets the sizes and alignments of the inputs. It chooses vector width and thread
+    counts.
     """
     if device.kind == "cpu":
         loops = OuterPersistentParams()
@@ -263,9 +275,9 @@ def _kept_params(
 ) -> OuterPersistentParams:
     """Returns the parameters for one vector width.
 
-    `columns` are the extents of the column axes, from outer to inner, and `rows` is the number of
-    rows. `step` describes a vector: its number of elements, its bytes in memory, and its bytes in
-    registers.
+    `columns` are the extents of the axes that are not reduced, from outer to inner, and `rows` is
+    the number of rows: the elements that are reduced to one. `step` describes a vector: its number
+    of elements, its bytes in memory, and its bytes in registers.
     """
     vector, nbytes, kept_bytes = step
     chunks, outside = -(-columns[-1] // vector), prod(columns[:-1])
@@ -290,8 +302,9 @@ def _kept_params(
 def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Ops are rewritten, and copies into registers are added. Then loops, parallel types and
-    compute-at positions are set.
+    Ops are rewritten, and copies into registers are added. Then the loops of each tensor are set,
+    the CUDA blocks and threads that execute them, and the number of loops that it shares with its
+    consumers.
     """
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
     if params.threads_x == 0:
@@ -342,7 +355,8 @@ def _is_wide(access: Access, innermost: int, params: OuterPersistentParams) -> b
 def _once_per_column(view: RowView) -> list[TensorView]:
     """Returns the tensors that have one value per column and are read for all rows of the column.
 
-    Each thread holds these values in registers, instead of computing them for each element.
+    The rows are the reduced axes, the columns the others. Each thread holds these values in
+    registers, instead of computing them for each element.
     """
     fusion, levels = view.fusion, levels_of(view.fusion)
     found: list[TensorView] = []
@@ -359,8 +373,8 @@ def _once_per_column(view: RowView) -> list[TensorView]:
 def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
     """Returns the axis positions of the outer columns, of the innermost columns, and of the rows.
 
-    Broadcast axes of the reference tensor join the outermost columns, because a reader of the
-    result may lack these axes.
+    The rows are the reduced axes of the first reduction, the columns its other axes. Its broadcast
+    axes join the outermost columns, because a reader of the result may lack these axes.
     """
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
@@ -371,7 +385,7 @@ def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
 
 
 def _shape(view: RowView, params: OuterPersistentParams) -> None:
-    """Builds the loops of the reference tensor for the GPU, which the other tensors copy."""
+    """Builds the loops of the first reduction for the GPU; all other tensors copy these loops."""
     tv, fusion = view.reference, view.fusion
     groups = _groups(view)
     outside = groups[0]
@@ -399,10 +413,12 @@ def _shape(view: RowView, params: OuterPersistentParams) -> None:
 
 
 def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
-    """Adds guards that fix the number of rows, and make the columns a multiple of a CUDA block's
-    columns.
+    """Lets the kernel assume that threads and elements fit exactly, so that it needs no bounds
+    checks.
 
-    Returns whether the columns are known to be such a multiple, so that they need no test.
+    Adds guards, which each launch checks: the number of rows is fixed, and the number of columns is
+    a multiple of a CUDA block's columns. Returns whether the columns are now known to be such a
+    multiple.
     """
     fusion, logical = view.fusion, view.reference.domain.logical
     _, columns, rows = _groups(view)
@@ -418,9 +434,9 @@ def _assume_exact(view: RowView, params: OuterPersistentParams) -> bool:
 
 
 def _shape_loops(view: RowView) -> int:
-    """Builds the loops of the reference tensor for the CPU, which the other tensors copy.
+    """Builds the loops of the first reduction for the CPU; all other tensors copy these loops.
 
-    Returns the number of loops over columns.
+    Returns the number of loops over columns, the axes that are not reduced.
     """
     tv = view.reference
     outside, columns, _ = _groups(view)
@@ -436,10 +452,10 @@ def _shape_loops(view: RowView) -> int:
 
 
 def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
-    """Gives all tensors their loops and compute-at positions.
+    """Gives all tensors their loops, and sets how many outer loops each shares with its consumers.
 
-    `shared` is the number of the reference tensor's loops over columns. `kept` are the tensors that
-    registers hold.
+    `shared` is the number of loops over columns (non-reduced axes) of the first reduction, whose
+    loops the others copy. `kept` are the tensors that registers hold.
     """
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)

@@ -1,9 +1,9 @@
 """The plain scheduler, the fallback: one op, which computes all its operands again for each
 element.
 
-No loops are shared between ops, so no property of axes has to be proved: every op that can be
-indexed can be computed. Each result has its own loops, in memory order (BIDx: CUDA blocks, TIDx:
-threads, S: serial, r: reduced):
+No loops are shared between ops, so it need not be proved that axes of two ops are equal: every op
+that can be indexed can be computed. Each result has its own loops, in memory order (BIDx: CUDA
+blocks, TIDx: threads, S: serial, r: reduced):
 
     GPU pointwise  [BIDx, TIDx]              one thread per element
     GPU reduction  [BIDx rows | r S, r TIDx]  one block per row
@@ -30,7 +30,7 @@ THREADS = 128
 
 @record
 class PlainParams:
-    """The parameters of a plain kernel.
+    """The parameters of a plain kernel, the fallback when no other scheduler accepts a fusion.
 
     `threads` is the number of threads of a CUDA block, or 0 for the serial loops of a CPU. `vector`
     is always 1.
@@ -40,7 +40,10 @@ class PlainParams:
     vector: int = 1
 
     def is_near(self, other: PlainParams) -> bool:
-        """Whether the parameters equal `other`."""
+        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+
+        This is so only if they are equal.
+        """
         return self == other
 
     is_alike = is_near
@@ -50,7 +53,7 @@ class PlainParams:
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the plain scheduler rejects the fusion, or None.
+    """Returns the reason why the plain scheduler, the fallback, rejects the fusion, or None.
 
     The scheduler accepts one op whose operands are computed by pointwise ops only. The pointwise
     ops are computed again for each element that the op reads.
@@ -77,7 +80,11 @@ def generic(device: DeviceInfo) -> PlainParams:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams]:
-    """Returns a function that returns the device's parameters for all inputs."""
+    """Returns a function from sizes and alignments of the inputs to parameters of the plain
+    scheduler.
+
+    The function returns the same parameters for all inputs of a device.
+    """
     del fusion
     params = generic(device)
     return lambda facts: params
@@ -86,6 +93,8 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PlainParams
 def apply(fusion: Fusion, params: PlainParams) -> None:
     """Schedules the fusion in place: gives each result its own loops, and inlines all other
     tensors.
+
+    An inlined tensor is computed again for each element that a result needs.
     """
     for out in fusion.outputs:
         _shape(out, params.threads)

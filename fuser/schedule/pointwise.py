@@ -1,10 +1,12 @@
 """The pointwise scheduler: fusions without reductions and contractions.
 
-One output is the reference. Its axes are put in memory order, and adjacent axes are merged where
-all tensors are contiguous. The innermost merged axis is `inner`; the others together are `outer`.
+One output is the reference tensor, whose loops all other tensors copy. Its axes are put in memory
+order, and adjacent axes are merged where all tensors are contiguous; each merged axis is a run. The
+innermost run is `inner`; the others together are `outer`.
 
 Loops are listed from outer to inner: BIDx and BIDy are CUDA blocks, TIDx and TIDy threads, S
-serial, US unswitched, UR unrolled and V vector loops:
+serial, US unswitched, UR unrolled and V vector loops. The body of an unswitched loop exists in two
+versions, with and without bounds checks:
 
     GPU, one run   [BIDx, US, UR, TIDx, V]
     GPU, several   [BIDx outer, BIDy inner, US, UR outer, TIDy outer, TIDx inner, V inner]
@@ -89,15 +91,19 @@ MANY_ELEMENTS = 8
 class PointwiseParams:
     """The parameters of a pointwise kernel.
 
-    - `threads_x`, `threads_y`: the threads of a CUDA block along `inner` and `outer`; see the
-      module's docstring. With `threads_x` 0, the kernel has the serial loops of a CPU.
+    The kernel's axes are merged to two: `inner`, the innermost axes in memory that are contiguous
+    in every tensor, and `outer`, all others.
+
+    - `threads_x`, `threads_y`: the threads of a CUDA block along `inner` and `outer`. With
+      `threads_x` 0, the kernel has the serial loops of a CPU.
     - `vector`: the number of elements of a vector.
-    - `unroll`: the number of vectors per thread, along `outer` if it exists. With `along`: along
-      `inner`.
+    - `unroll`: the number of vectors per thread. They are neighbours along `outer` if it exists; if
+      `along` is True, along `inner`.
     - `inner_on_x`: whether the CUDA blocks along `inner` are BIDx, and those along `outer` BIDy.
     - `pieces`: the number of equal pieces of a concatenation along the innermost axis. A thread
       processes one vector of each piece.
-    - `flat`, `along`: whether the kernel has the loops with these names in the module's docstring.
+    - `flat`: whether all axes are merged to one, so that vectors may cross the ends of rows.
+    - `along`: whether each CUDA block processes a long piece of one row, for lookups in a table.
     """
 
     threads_x: int = 0
@@ -110,10 +116,10 @@ class PointwiseParams:
     along: bool = False
 
     def is_near(self, other: object) -> bool:
-        """Whether kernels with these parameters and with `other` take about the same time on small
-        inputs.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
 
-        The vector width may differ between `MANY_ELEMENTS` and half of this number.
+        If so, no kernel is compiled for small inputs, because both take about the same time. The
+        vector width may differ between `MANY_ELEMENTS` and half of this number.
         """
         if not isinstance(other, PointwiseParams):
             return False
@@ -150,7 +156,10 @@ def generic(device: DeviceInfo) -> PointwiseParams:
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the fusion is not pointwise, or None if it is."""
+    """Returns the reason why the fusion is not pointwise, or None if it is.
+
+    A pointwise fusion has no reductions or library ops, and all its outputs have the same axes.
+    """
     for op in fusion.exprs:
         if isinstance(op, NOT_POINTWISE):
             return f"{op.name} of {op.outputs[0]} is not pointwise"
@@ -159,8 +168,9 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns the reason why every scheduler except `plain` rejects the fusion, or None if there is
-    none.
+    """Returns the reason why every scheduler except `plain` rejects the fusion, or None.
+
+    `graph` relates the axes of all tensors.
     """
     if not fusion.exprs or not fusion.outputs:
         return "the fusion computes nothing"
@@ -176,9 +186,10 @@ def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def table_rejection(fusion: Fusion) -> str | None:
-    """Returns the reason why a lookup's table is not in memory, or None if all tables are.
+    """Returns the reason why no kernel can run the lookups of the fusion, or None if one can.
 
-    Any thread may need any part of a table, so a table must be complete before the kernel starts.
+    Any thread may read any part of a lookup's table, so a table must be complete in memory before
+    the kernel starts.
     """
     for op in fusion.exprs:
         if isinstance(op, LookupOp) and op.table not in fusion.inputs:
@@ -222,10 +233,9 @@ def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns the reason why outputs have different axes, or None if their axes agree in some
-    order.
+    """Returns the reason why one kernel cannot compute all outputs, or None if it can.
 
-    Broadcast axes are ignored.
+    All outputs must have the same axes, in any order. Broadcast axes are ignored.
     """
     reference = reference_output(fusion)
     wanted = sorted(graph.find(a) for a in reference.domain.logical if not a.is_broadcast)
@@ -237,21 +247,26 @@ def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def reference_output(fusion: Fusion) -> TensorView:
-    """Returns the first output with the most axes; broadcast axes are not counted."""
+    """Returns the output whose loops all other tensors of the kernel copy.
+
+    It is the first output with the most axes; broadcast axes are not counted.
+    """
     return max(fusion.outputs, key=lambda tv: sum(not a.is_broadcast for a in tv.domain.logical))
 
 
 def space_of(fusion: Fusion) -> Space:
-    """Returns the iteration space of a pointwise fusion, relative to one of its outputs."""
+    """Returns the memory layouts of a pointwise fusion's inputs and outputs, in the axes of one
+    output.
+    """
     return iteration_space(fusion, reference_output(fusion))
 
 
 # ------------------------------------------------------------------ heuristics
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwiseParams]:
-    """Returns a function that chooses a kernel's parameters from sizes and alignments of the
-    inputs.
+    """Returns a function that chooses a pointwise kernel's parameters for given inputs.
 
-    The parameters are vector width, unrolling and thread counts.
+    The function gets the sizes and alignments of the inputs. It chooses vector width, unrolling and
+    thread counts.
     """
     if device.kind == "cpu":
         loops = PointwiseParams()
@@ -301,17 +316,20 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
 
 
 def _looks_along(space: Space, inner: int) -> bool:
-    """Whether a lookup reads elements of a table's row at indices that vary along the axis
+    """Returns whether a lookup reads elements of a table's row at indices that vary along axis
     `inner`.
+
+    `along` kernels are for such lookups: neighbouring threads then read the same row of the table.
     """
     return any(a.table_order and inner not in a.table_order for a in space.accesses)
 
 
 def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> PointwiseParams:
-    """Returns the parameters for lookups in rows of a table (`along`).
+    """Returns the parameters for lookups in rows of a table (`PointwiseParams.along`).
 
     Each CUDA block gets a piece of one row. The pieces are long, but short enough that all
-    multiprocessors get blocks. `chunks` is the number of vectors in a row.
+    multiprocessors get blocks. `chunks` is the number of vectors in a row, and `rows` the number of
+    rows.
     """
     threads, unroll = min(power_of_two_at_least(chunks), THREADS_ALONG), MAX_UNROLL
     while unroll > 1 and (
@@ -324,9 +342,9 @@ def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> Po
 
 
 def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> bool:
-    """Whether the CUDA blocks of the innermost axes are counted along x, and the others along y.
+    """Returns whether BIDx numbers the CUDA blocks along the innermost axes, and BIDy the others.
 
-    The answer is False only if the blocks of the outer axes exceed the maximum along y, and those
+    The result is False only if the blocks of the outer axes exceed the maximum along y, and those
     of the innermost axes do not. If both exceed the maximum, the grid is folded
     (`fuser/lower/passes/launch_grid.py`).
     """
@@ -335,7 +353,7 @@ def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> 
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:
-    """Returns the accesses to tensors with all axes, if vectors may cross the ends of their rows.
+    """Returns the tensors with all axes if their vectors may cross the ends of rows.
 
     Returns an empty tuple if these tensors are not dense in one order, or if another tensor is read
     at shifted indices.
@@ -346,9 +364,10 @@ def _full_if_flat(space: Space) -> tuple[Access, ...]:
 
 
 def _flat_most(space: Space, inner: int) -> int:
-    """Returns the largest vector width at which vectors may cross the ends of rows (`MAX_SHARED`).
+    """Returns the largest vector width at which vectors may cross the ends of rows.
 
-    Operands that all rows share limit the width, because they are read element by element.
+    Operands that all rows share limit the width (`MAX_SHARED`), because such kernels read them
+    element by element.
     """
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))
@@ -357,11 +376,11 @@ def _flat_most(space: Space, inner: int) -> int:
 
 
 def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
-    """Returns the thread counts (x, y) of a CUDA block with `THREADS` threads.
+    """Returns the numbers of threads along x and y of a CUDA block with `THREADS` threads.
 
     `chunks` is the number of vectors along the innermost axis. A small number gives fewer threads
-    along x, so that most threads have work. Powers of two keep the number of different kernels
-    small.
+    along x, so that most threads have work. With `one_run`, all axes are merged to one, so all
+    threads are along x. Powers of two keep the number of different kernels small.
     """
     if one_run or chunks > THREADS:
         return THREADS, 1
@@ -372,11 +391,11 @@ def _threads(chunks: int, *, one_run: bool) -> tuple[int, int]:
 
 
 def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
-    """Returns `vector`, or half of it if the kernel has too few elements for all threads of the
-    device.
+    """Returns the vector width `vector`, or half of it if wide vectors would leave threads without
+    work.
 
-    Measured on an H200: if vectors of 8 elements leave threads of the device without work, vectors
-    of 4 take a tenth less time.
+    The kernel has `elements` elements. Measured on an H200: if vectors of 8 elements leave threads
+    of the device without work, vectors of 4 take a tenth less time.
     """
     threads = device.sm_count * device.max_threads_per_sm
     return vector // 2 if vector >= MANY_ELEMENTS and elements < threads * vector else vector
@@ -385,7 +404,8 @@ def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
 def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
     """Returns the bytes of one element, added up over all inputs that have all axes.
 
-    With `outputs`, returns the same for the outputs.
+    With `outputs`, returns the same for the outputs. From this sum follows how much a thread loads
+    in advance.
     """
     rank = len(space.concrete)
     chosen = (a for a in space.accesses if a.is_output == outputs)
@@ -395,8 +415,9 @@ def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
 def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
     """Returns the number and the length of the pieces of all concatenations along `axis`.
 
-    Returns (1, 0) if the lengths differ or are not constant. The same holds if there are no
-    concatenations, or more than `MAX_UNROLL` pieces.
+    If the pieces are equal, a thread can process one vector of each piece. Returns (1, 0) if the
+    lengths differ or are not constant. The same holds if there are no concatenations, or more than
+    `MAX_UNROLL` pieces.
     """
     joined = [op for op in fusion.exprs if isinstance(op, CatOp)]
     if not joined:
@@ -424,8 +445,12 @@ def loads_for(wanted: int, nbytes: int, most: int = MAX_UNROLL) -> int:
 def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: DeviceInfo) -> int:
     """Returns the number of vectors that a thread loads before it uses the first.
 
-    `loaded` is the number of bytes of one element, added up over all inputs. `wanted` is the number
-    of bytes to load. Returns 1 if some threads of the device would then have no work.
+    - `loaded`: the bytes of one element, added up over all inputs.
+    - `elements`: the number of elements that the kernel computes.
+    - `vector`: the number of elements of a vector.
+    - `wanted`: the number of bytes that a thread should load.
+
+    Returns 1 if some threads of the device would otherwise have no work.
     """
     unroll = loads_for(wanted, loaded * vector)
     threads = device.sm_count * device.max_threads_per_sm
@@ -436,7 +461,8 @@ def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: Devi
 def apply(fusion: Fusion, params: PointwiseParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Copies into registers are added. Then loops, parallel types and compute-at positions are set.
+    Copies into registers are added. Then the loops of each tensor are set, the CUDA blocks and
+    threads that execute them, and the number of loops that it shares with its consumers.
     """
     space = space_of(fusion)
     runs = space.runs(space.memory_order())
@@ -447,10 +473,11 @@ def apply(fusion: Fusion, params: PointwiseParams) -> None:
 
 
 def _groups(space: Space, runs: tuple[tuple[int, ...], ...], limit: int) -> list[list[int]]:
-    """Returns at most `limit` groups of axis positions, from outer to inner, each of which is one
+    """Returns at most `limit` groups of axis positions, outermost group first; each becomes one
     loop.
 
-    Broadcast axes join the outermost group.
+    `runs` are the groups of axes that are contiguous in every tensor. If there are too many, the
+    outermost ones are joined. Broadcast axes join the outermost group.
     """
     groups = [list(r) for r in runs]
     while len(groups) > limit:
@@ -533,17 +560,22 @@ def _apply_threads(
 
 
 def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
-    """Whether a tensor has all axes of the iteration space, or exactly the axes in `inner_run`."""
+    """Returns whether a tensor has all axes of the kernel, or exactly the axes in `inner_run`.
+
+    The kernel loads such a tensor into registers in advance. `rank` is the number of the kernel's
+    axes, and `inner_run` has the innermost axes, which are contiguous in every tensor.
+    """
     axes = frozenset(access.order or ())
     return len(axes) == rank or axes == inner_run
 
 
 def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
-    """Returns how many outer loops `tv` shares with the reference tensor, up to the unswitched
-    loop.
+    """Returns how many of the outermost loops of `tv` are also loops of the reference tensor.
 
-    Inputs are loaded inside the unswitched loop. `outside` has the numbers (ids) of the reference
-    tensor's loop axes up to this loop.
+    The reference tensor is the one whose loops all others copy. `tv` is a copy of an input, which
+    is loaded inside that many loops. Only the loops up to and including the unswitched loop are
+    counted, whose body exists with and without bounds checks. `outside` has the numbers (ids) of
+    these loop axes.
     """
     wanted = [a.ptype for a in reference.domain.loop if a.number in outside]
     count = 0
@@ -558,7 +590,8 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
     """Builds the loops of the reference tensor, which the other tensors copy.
 
     `groups` are positions of axes, from outer to inner; each group becomes one axis before it is
-    split. Returns the position of the unswitched loop, inside which inputs are loaded.
+    split. Returns the position of the unswitched loop, whose body exists with and without bounds
+    checks; inputs are loaded inside it.
     """
     arrange(tv, groups)
     if not groups:
@@ -590,8 +623,9 @@ def _shape(tv: TensorView, groups: list[list[int]], params: PointwiseParams) -> 
 def _shape_pieces(tv: TensorView, params: PointwiseParams) -> int:
     """Builds the loops of a kernel that processes all pieces of a concatenation together.
 
-    The loop axes are [outer, pieces * length] or [pieces * length]. Returns the position of the
-    unswitched loop, inside which inputs are loaded.
+    Before, the loop axes are [outer, pieces * length] or [pieces * length]. Returns the position of
+    the unswitched loop, whose body exists with and without bounds checks; inputs are loaded inside
+    it.
     """
     last = len(tv.domain.loop) - 1
     extent = sc.int_value(tv.domain.loop[last].extent)

@@ -1,11 +1,13 @@
 """The reduction scheduler: reductions over the same axes, with pointwise ops before and after them.
 
-The first reduction is the reference. Its axes are put in the memory order of the inputs. In an
-*inner* reduction, the innermost axes in memory are reduced; in an *outer* reduction, they are not.
+The first reduction is the reference tensor, whose loops all other tensors copy. Its axes are put in
+the memory order of the inputs. In an *inner* reduction, the innermost axes in memory are reduced;
+in an *outer* reduction, they are not.
 
 Loops are listed from outer to inner: BIDx and BIDy are CUDA blocks, TIDx and TIDy threads, S
-serial, US unswitched, UR unrolled and V vector loops. `r` marks reduced axes, and rows or columns
-are the other axes, merged:
+serial, US unswitched, UR unrolled and V vector loops. The body of an unswitched loop exists in two
+versions, with and without bounds checks. `r` marks reduced axes, and rows or columns are the other
+axes, merged:
 
     GPU inner  [BIDx rows, TIDy rows | r BIDy, r S.., r US, r UR, r TIDx | r V]
     GPU outer  [BIDx columns, TIDx columns | r BIDy, r S, r US, r UR, r TIDy | columns V]
@@ -15,8 +17,8 @@ are the other axes, merged:
 
 Inputs are loaded into registers right after US. All loads of an unrolled loop are thus issued
 before the first value is used. An outer reduction has one accumulator per column of the vector. A
-*short* reduction is an outer one with few rows. Each thread sums whole columns, so no thread waits
-for another.
+*short* reduction is an outer one over few elements per column. Each thread sums whole columns, so
+no thread waits for another.
 """
 
 from __future__ import annotations
@@ -103,11 +105,12 @@ def accepts(fusion: Fusion) -> str | None:
 def _tail_rejection(
     fusion: Fusion, graph: AxisGraph, reference: TensorView, below: set[TensorView]
 ) -> str | None:
-    """Returns the reason why some tensor's axes do not suit the reductions, or None if all axes do.
+    """Returns the reason why some tensor cannot have the loops of the reductions, or None if all
+    can.
 
     `reference` is the result of the first reduction, and `below` are the tensors that depend on a
-    reduction. A tensor in `below` may have only non-reduced axes of `reference`. An output must
-    have all of these axes.
+    reduction. A tensor in `below` may have only axes of `reference` that are not reduced. An output
+    must have all of these axes.
     """
     if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
         return f"the result of {reference} has an expanded axis, which its operands may iterate"
@@ -133,10 +136,10 @@ def _tail_rejection(
 
 
 def joined_spaces(fusion: Fusion, graph: AxisGraph | None = None) -> list[tuple[int, int]]:
-    """Returns pairs of axes of independent reductions that one kernel iterates together.
+    """Returns pairs of axes of independent reductions that one kernel can iterate together.
 
-    No tensor relates the axes. The reductions share one iteration space because their extents are
-    equal, position by position.
+    No tensor relates the two axes of a pair. The reductions can share loops because their extents
+    are equal, position by position.
     """
     reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
     if not others:
@@ -168,10 +171,12 @@ def _space(fusion: Fusion) -> Space:
 
 @record
 class _Runs:
-    """The axes of the reference tensor in memory order, in groups that are contiguous in every
-    tensor.
+    """The axes of a reduction in memory order, in groups of adjacent axes that one loop can
+    iterate.
 
-    - `iterated`, `reduced`: the groups of non-reduced and of reduced axes.
+    The axes of a group are contiguous in every tensor of the kernel.
+
+    - `iterated`, `reduced`: the groups of non-reduced and of reduced axes, outermost first.
     - `inner`: whether the innermost group is reduced.
     """
 
@@ -181,8 +186,8 @@ class _Runs:
 
     @property
     def innermost(self) -> int:
-        """The position of the innermost axis along which the kernel reads memory; -1 without
-        axes.
+        """The position of the innermost axis along which the kernel reads memory; -1 if there are
+        no axes.
         """
         runs = self.reduced if self.inner else self.iterated
         return runs[-1][-1] if runs else -1
@@ -206,11 +211,10 @@ def generic(device: DeviceInfo) -> ReductionParams:
 
 
 def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionParams]:
-    """Returns a function that chooses a kernel's parameters from sizes and alignments of the
-    inputs.
+    """Returns a function that chooses a reduction kernel's parameters for given inputs.
 
-    The parameters are the kind of reduction, vector width, thread counts, and CUDA blocks per
-    reduction.
+    The function gets the sizes and alignments of the inputs. It chooses vector width, thread
+    counts, and the number of CUDA blocks that share one reduction.
     """
     given = fusion
     if joined := joined_spaces(fusion):
@@ -252,15 +256,18 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], ReductionPa
 
 
 def _is_loaded(space: Space, access: Access) -> bool:
-    """Whether an input is loaded in front of its uses, because it has all axes."""
+    """Returns whether an input is loaded into registers in front of its uses, because it has all
+    axes.
+    """
     return is_direct_input(access) and set(access.order or ()) == set(space.concrete)
 
 
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
-    """Returns the accesses that could be vectors if rows are shifted to aligned addresses.
+    """Returns the inputs and outputs that could be accessed in vectors if rows were shifted.
 
-    The accesses are loads of inputs in front of their uses, and stores of outputs in vectors.
-    Returns an empty tuple if not all of them are dense rows of one order.
+    Rows whose length is no multiple of a vector are read from the aligned address before them. The
+    result has inputs that are loaded in front of their uses, and outputs that are stored in
+    vectors. Returns an empty tuple if not all of them are dense rows of one order.
     """
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
     found = tuple(a for a in space.accesses if a.tv in stored or _is_loaded(space, a))
@@ -272,7 +279,8 @@ def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
 def apply(fusion: Fusion, params: ReductionParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Copies into registers are added. Then loops, parallel types and compute-at positions are set.
+    Copies into registers are added. Then the loops of each tensor are set, the CUDA blocks and
+    threads that execute them, and the number of loops that it shares with its consumers.
     """
     fusion.joined = tuple(joined_spaces(fusion))
     # A result that other ops read stays in registers; its copy becomes the output.
@@ -293,8 +301,9 @@ def _broadcasts(space: Space) -> list[int]:
 
 
 def _iterated_groups(space: Space, runs: _Runs) -> list[list[int]]:
-    """Returns the groups of non-reduced axes; broadcast axes of the reference tensor join the
-    outermost group.
+    """Returns the groups of non-reduced axes of the reductions; each group becomes one loop.
+
+    Broadcast axes join the outermost group.
     """
     groups = [list(r) for r in runs.iterated]
     broadcast = _broadcasts(space)
@@ -370,11 +379,12 @@ def _finish(
     stored: dict[TensorView, TensorView],
     loads_at: int,
 ) -> None:
-    """Gives all tensors their loops and compute-at positions.
+    """Gives all tensors their loops, and sets how many outer loops each shares with its consumers.
 
-    - `shared`: the number of the reference tensor's loops over non-reduced axes.
+    - `reference`: the reduction whose loops the other tensors copy.
+    - `shared`: the number of its loops over non-reduced axes.
     - `loaded`: copies of inputs in registers; the value says whether the copy is a vector.
-    - `loads_at`: the compute-at position of these copies.
+    - `loads_at`: the number of loops that these copies share with their consumers.
     - `stored`: maps each result in registers to the output in memory.
     """
     loops = Loops(fusion, reference)
@@ -416,10 +426,13 @@ def _split_reduction(
     grid: int = 1,
     is_outer: bool = False,
 ) -> list[ParallelType]:
-    """Splits a reduced axis into [(BIDy,) S, US, tile.., (vector)].
+    """Splits a reduced axis into [(BIDy,) S, US, tile.., (vector)]: blocks, loops, threads and a
+    vector.
 
-    `tile` has the factors and types of the tile from outer to inner, `grid` the number of CUDA
-    blocks. Returns the parallel types of the new axes, from outer to inner.
+    BIDy are CUDA blocks, S is a serial loop, US an unswitched loop (with and without bounds
+    checks). `tile` has the factors and types of the tile from outer to inner, `grid` the number of
+    CUDA blocks. With `is_outer`, the blocks take turns along the axis, so that they read nearby
+    rows at the same time. Returns the parallel types of the new axes, from outer to inner.
     """
     if vector > 1:
         tv.split(axis, vector)
@@ -440,10 +453,11 @@ def _split_reduction(
 def _shape_inner(
     tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
 ) -> tuple[int, int]:
-    """Builds the loops of an inner reduction.
+    """Builds the loops of a reduction whose reduced axes are innermost in memory.
 
-    Returns the number of loops over rows, and the position of the unswitched loop, inside which
-    inputs are loaded.
+    `rows` and `reduced` are groups of positions of the non-reduced and the reduced axes, outermost
+    first. Returns (number of loops over rows, position of the unswitched loop). The body of the
+    unswitched loop exists with and without bounds checks; inputs are loaded inside it.
     """
     outer = [p for run in reduced[:-1] for p in run]
     groups = [[p for run in rows for p in run]] if rows else []
@@ -484,10 +498,11 @@ def _shape_inner(
 def _shape_outer(
     tv: TensorView, rows: list[list[int]], reduced: list[list[int]], params: ReductionParams
 ) -> tuple[int, int]:
-    """Builds the loops of an outer reduction.
+    """Builds the loops of a reduction whose reduced axes are not innermost in memory.
 
-    Returns the number of loops over columns, and the position of the unswitched loop, inside which
-    inputs are loaded.
+    `rows` and `reduced` are groups of positions of the non-reduced and the reduced axes, outermost
+    first. Returns (number of loops over non-reduced axes, position of the unswitched loop). The
+    body of the unswitched loop exists with and without bounds checks; inputs are loaded inside it.
     """
     outside = [p for run in rows[:-1] for p in run]
     groups = [outside] if outside else []
@@ -586,7 +601,8 @@ class ReductionParams:
       loads before it uses the first.
     - `grid`: the number of CUDA blocks that share one reduction.
     - `unroll_outer`: whether the outer one of two loops over reduced axes is unrolled.
-    - `columns`: the number of vectors of columns per thread.
+    - `columns`: the number of vectors of neighbouring results per thread, in a reduction over outer
+      axes.
     - `shifted`: whether rows that begin at any address are read in aligned vectors
       (`ir.domain.Shift`).
     """
@@ -602,17 +618,19 @@ class ReductionParams:
     shifted: bool = False
 
     def is_near(self, other: ReductionParams) -> bool:
-        """Whether kernels with these parameters and with `other` take about the same time on small
-        inputs.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
 
-        The numbers of threads and of CUDA blocks per reduction must be equal, because they make a
+        If so, no kernel is compiled for small inputs, because both take about the same time. The
+        numbers of threads and of CUDA blocks per reduction must be equal, because they make a
         factor of two for inputs of 25 MB.
         """
         mine, others = (replace(p, unroll=0, unroll_outer=False, columns=0) for p in (self, other))
         return mine == others
 
     def is_alike(self, other: ReductionParams) -> bool:
-        """Whether a kernel with `other` is usable in place of this one, though perhaps slower."""
+        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
+        slower.
+        """
         forms = [(p.inner, p.vector, bool(p.threads_x), p.shifted) for p in (self, other)]
         return forms[0] == forms[1]
 
@@ -637,7 +655,7 @@ def inner_params(
     *,
     is_welford: bool = False,
 ) -> ReductionParams:
-    """Returns the parameters of an inner reduction.
+    """Returns the parameters of a reduction whose reduced axes are innermost in memory.
 
     `iterated` and `reduced` are the extents of the loops over non-reduced and reduced axes, from
     outer to inner. `step` is the number of elements of a vector and its bytes. `is_welford`:
@@ -671,9 +689,9 @@ def _fuller(chunks: int, tile: int, *, is_heavy: bool) -> int:
     """Returns a number of threads with which clearly fewer threads are idle than with the usual
     number.
 
-    The threads process a row of `chunks` vectors; usually they process `tile` vectors at a time.
-    With `is_heavy`, the maximum is halved, because variances of wide vectors take many registers.
-    Returns 0 if no number of threads is clearly better.
+    The threads process a row of `chunks` vectors; usually they process `tile` vectors at a time,
+    and some are idle at the end. With `is_heavy`, the maximum is halved, because variances of wide
+    vectors take many registers. Returns 0 if no number of threads is clearly better.
     """
 
     def covered(x: int) -> int:
@@ -694,7 +712,7 @@ def outer_params(
     busy: int,
     device: DeviceInfo,
 ) -> ReductionParams:
-    """Returns the parameters of an outer reduction.
+    """Returns the parameters of a reduction whose reduced axes are not innermost in memory.
 
     - `iterated`, `reduced`: the extents of the loops over non-reduced and reduced axes, from outer
       to inner.
@@ -724,8 +742,9 @@ def outer_params(
 def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
     """Returns a copy of `chosen` in which one CUDA block sums each narrow group of columns alone.
 
-    A block has `x` threads along the columns, and reads `nbytes`. The columns have few bytes, so an
-    exchange between several blocks would take longer.
+    The parameters `chosen` let several blocks share a sum. The columns have few bytes, so an
+    exchange between several blocks would take longer. A block has `x` threads along the columns,
+    and reads `nbytes` in all `rows`.
     """
     wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)
     y = min(min(wanted, THREADS_ALONE) // x, power_of_two_at_least(rows))
@@ -736,10 +755,12 @@ def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> Reduction
 def short_params(
     columns: int, rows: int, vector: int, loaded: int, device: DeviceInfo
 ) -> ReductionParams:
-    """Returns the parameters of an outer reduction over few rows, in which a thread sums whole
+    """Returns the parameters of a reduction over few outer elements, in which a thread sums whole
     columns.
 
-    `loaded` has the bytes of one element of all inputs.
+    - `columns`, `rows`: the numbers of results, and of elements that are summed for each.
+    - `vector`: the number of elements of a vector.
+    - `loaded`: the bytes of one element of all inputs.
     """
     # Steps of equal length: an incomplete step takes the slower path with tests.
     steps = max(-(-rows * loaded * vector // BYTES_OUTER), 1)

@@ -1,4 +1,7 @@
-"""The table of schedulers, in the order in which `find_scheduler` tries the schedulers."""
+"""The table of schedulers, in the order in which `find_scheduler` tries the schedulers.
+
+A scheduler divides the work of a family of fusions among CUDA blocks, threads and loops.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,9 @@ class Scheduler:
       from the sizes and alignments of the inputs.
     - `apply` schedules the fusion in place. The result depends on fusion and parameters alone.
     - `generic` returns parameters that are valid for every input.
-    - `rungs` returns the parameters to try in turn, from the chosen parameters to the generic ones.
-    - `suits` tells for which sizes one kernel is at least as fast as several.
+    - `rungs` returns the parameters to try one after another until a kernel can be generated, from
+      the chosen parameters to the generic ones.
+    - `suits` returns whether, for some sizes, one kernel is at least as fast as several.
     - `in_clusters`: whether the kernel needs a GPU with clusters of CUDA blocks.
     """
 
@@ -59,9 +63,10 @@ class Scheduler:
         return self.chooser(fusion, device)(facts)
 
     def ladder(self, chosen: Params, device: DeviceInfo) -> tuple[Params, ...]:
-        """Returns the parameters to try in turn, from the chosen parameters to the generic ones.
+        """Returns the parameters to try one after another, from the chosen parameters to the
+        generic ones.
 
-        The next parameters are used if the kernel with the previous parameters cannot be lowered.
+        The next parameters are used if no kernel can be generated with the previous parameters.
         """
         if isinstance(chosen, UserParams):
             return (chosen,)  # the schedule is the user's: there is no other
@@ -143,13 +148,17 @@ _PLAIN = Scheduler("plain", plain.accepts, plain.chooser, plain.apply, plain.gen
 class UserParams:
     """The parameters of a manual schedule, for which nothing is chosen.
 
-    `vector` exists because all parameters have this field.
+    `vector` exists because all classes of parameters have this field.
     """
 
     vector: int = 0
 
     def is_near(self, other: UserParams) -> bool:
-        """Returns True, because there is only one manual schedule of a fusion."""
+        """Returns whether a kernel with the parameters `other` can replace one with these
+        parameters.
+
+        Always True, because there is only one manual schedule of a fusion.
+        """
         return True
 
     is_alike = is_near
@@ -192,7 +201,11 @@ def find_scheduler(
 
 
 def rejections(fusion: Fusion) -> dict[str, str]:
-    """Returns the schedulers that reject the fusion, as name -> reason."""
+    """Returns the reasons why schedulers reject the fusion, as a dict from scheduler name to
+    reason.
+
+    Schedulers that accept the fusion are left out.
+    """
     found = {s.name: s.accepts(fusion) for s in _ROWS}
     return {name: reason for name, reason in found.items() if reason is not None}
 

@@ -1,7 +1,8 @@
 """Kernels with dependent reductions: levels, the values held between levels, and rewrites.
 
-The *level* of a value is the number of reductions that it depends on, one after another. Reductions
-and outputs of one level iterate the row, the reduced axes, in one loop:
+A *row* is the reduced axes of such a kernel, taken as one axis. The *level* of a value is the
+number of reductions that it depends on, one after another. Reductions and outputs of one level
+iterate the row in one loop:
 
     level 0  m = max(x)        level 1  s = sum(exp(x - m))        level 2  y = exp(x - m) / s
 """
@@ -28,8 +29,9 @@ from fuser.support.record import record
 
 
 def levels_of(fusion: Fusion) -> dict[TensorView, int]:
-    """Returns the level of every tensor: the largest number of dependent reductions that lead
-    to it.
+    """Returns the level of every tensor: how many reductions, one after another, it depends on.
+
+    In a softmax, the maximum has level 1, the sum level 2.
     """
     found: dict[TensorView, int] = {}
     for op in fusion.exprs:
@@ -41,18 +43,19 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
     """Returns the level in whose loop over a row an op runs.
 
-    The level of a tensor is the number of dependent reductions that lead to it. The loop of a
-    reduction belongs to the level before that of its result.
+    The level of a tensor is the number of reductions, one after another, that it depends on; each
+    level has one loop over the row (the reduced axes). A reduction runs in the loop of the level
+    before that of its result.
     """
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
 
 def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
-    """Returns, for each tensor, the levels in which reductions and outputs are computed from the
-    tensor.
+    """Returns, for each tensor, in which loops over a row it is read.
 
-    A level is a number of dependent reductions that are complete. A reduction or output counts only
-    if no other reduction is on the way from the tensor.
+    A row is the reduced axes. The loops are numbered by the reductions, one after another, that are
+    complete before them (levels). In each loop, reductions and outputs are computed; a tensor is
+    read in a loop if one of these is computed from it without another reduction between.
     """
     levels, found = levels_of(fusion), dict[TensorView, set[int]]()
     for op in reversed(fusion.used_exprs()):
@@ -72,8 +75,9 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
 class KeptValue:
     """A value that registers hold over a whole row, and the first and last time of its use.
 
-    Times count levels, the numbers of complete dependent reductions. Values of level n are computed
-    at time 2n, and level n reduces at time 2n + 1. Inputs are loaded at time -1.
+    A row is the reduced axes of a kernel, taken as one. A level has all ops that run after the same
+    number of complete reductions. Values of level n are computed at time 2n, and level n reduces at
+    time 2n + 1. Inputs are loaded at time -1.
     """
 
     tv: TensorView
@@ -86,9 +90,12 @@ def kept_values(
 ) -> list[KeptValue]:
     """Returns the values that registers hold over a whole row, with the times of their use.
 
-    - Inputs in `rows`, which are all tensors that have the row's axes.
-    - Results of costly ops that several levels need, where a level is a number of complete
-      reductions.
+    `rows` are the tensors that have all axes of the kernel, including those of the row (the reduced
+    axes). The result has two kinds of values:
+
+    - inputs in `rows`;
+    - results of ops for which `is_costly` returns True, if they are used both before and after some
+      reduction is complete.
     """
     levels = levels_of(fusion)
     starts = [op for op in fusion.used_exprs() if op.out_tensor in rows and is_costly(op)]
@@ -117,8 +124,8 @@ def _last_of_chain(
 ) -> TensorView:
     """Returns the value that registers hold in place of the result of `op`.
 
-    If the result has only one reader, the reader's result may be held instead, and so on. The last
-    result with the fewest bytes is chosen:
+    The purpose is to hold few bytes. If the result has only one reader, the reader's result may be
+    held instead, and so on. The last result with the fewest bytes is chosen:
 
         u = rand(); h = where(u < p, x, 0) + r   ->   h, and neither u nor x nor r
     """
@@ -142,8 +149,8 @@ def _nbytes_computed(tv: TensorView) -> int:
 
 
 def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
-    """Returns the maximum bytes of registers that the values take at one time, per element of a
-    row.
+    """Returns the most bytes of registers that the values in `kept` take at one time, per element
+    of a row.
 
     An element takes a whole register of 4 bytes if a vector of `vector` elements does not fill one.
     """
@@ -156,10 +163,11 @@ def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
 
 # ------------------------------------------------------------------ rewrites
 def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
-    """Duplicates ops that several levels compute, so that each level can load its operands in
-    advance.
+    """Duplicates ops whose results are needed before and after a reduction, so that both can load
+    early.
 
-    The level of a tensor is the number of dependent reductions that lead to it. Ops with results in
+    The level of a tensor is the number of reductions, one after another, that it depends on. Each
+    level then has its own copy of an op, and loads the operands in advance. Ops with results in
     `shared` are not duplicated. Returns the level that each tensor is computed for.
 
         c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
@@ -208,13 +216,13 @@ def _clone(fusion: Fusion, op: TensorOp) -> TensorOp:
 def divide_once(fusion: Fusion, per_row: Callable[[TensorView], bool]) -> None:
     """Replaces divisions by a value per row with multiplications by the reciprocal of that value.
 
-    One division per row computes the reciprocal:
+    A row is the reduced axes of a kernel. One division per row computes the reciprocal:
 
         y = x / s   ->   k = 2^-64 where |s| is huge, 2^64 where it is tiny, else 1
                          r = 1 / (s * k);  y = (x * k) * r
 
     The scale k keeps the reciprocal of any divisor a normal number. The quotient is within 1.5
-    units in the last place. `per_row` tells whether a tensor has one value per row.
+    units in the last place. `per_row` returns whether a tensor has one value per row.
     """
     for op in fusion.exprs:
         divisor = op.inputs[1] if op.name == "div" else None
@@ -251,7 +259,8 @@ def two_pass_welford(fusion: Fusion) -> None:
     """Computes variances in two passes over the row in registers, so that no element needs a
     division.
 
-    The first pass is a sum for the mean, the second a sum of squared deviations:
+    A row is the reduced axes. The first pass is a sum for the mean, the second a sum of squared
+    deviations:
 
         avg, var, n = welford(x)  ->  mean = sum(x) / count; d = x - mean
                                       var = max(sum(d * d) - sum(d) * (sum(d) / count), 0)
@@ -296,18 +305,21 @@ def two_pass_welford(fusion: Fusion) -> None:
 
 
 def reference_of(fusion: Fusion) -> TensorView:
-    """Returns the result of the first reduction along rows; partial sums over rows are skipped."""
+    """Returns the result of the first reduction along rows, whose loops all other tensors copy.
+
+    Partial sums over rows are skipped.
+    """
     reductions = (op for op in fusion.exprs if isinstance(op, REDUCING))
     return next(op.out_tensor for op in reductions if row_parts(op) is None)
 
 
 class RowView:
-    """A fusion seen along the rows of its first reduction, which is the reference tensor.
+    """A fusion seen along the rows of its first reduction, whose loops all other tensors copy.
 
     One result of the reduction is computed from the elements of one row.
 
-    - `iterated`, `reduced`: the positions of the reference tensor's non-reduced and reduced axes,
-      in groups that are contiguous in every tensor.
+    - `iterated`, `reduced`: the positions of this reduction's non-reduced and reduced axes, in
+      groups that are contiguous in every tensor.
     - `iterated_axes`, `row_axes`: the numbers (ids) of the non-reduced and of the reduced axes.
     """
 
@@ -326,19 +338,23 @@ class RowView:
 
     @cached_property
     def parts(self) -> dict[TensorView, RowParts]:
-        """The results that are partial sums over the rows, each with the axes of these sums."""
+        """The results that are partial sums over the rows, each with the axes of these sums.
+
+        Another kernel adds the partial sums.
+        """
         found = {op.out_tensor: row_parts(op) for op in self.fusion.exprs}
         return {tv: parts for tv, parts in found.items() if parts is not None}
 
     @property
     def innermost(self) -> int:
-        """The position of the innermost reduced axis of the reference tensor."""
+        """The position of the innermost reduced axis of the first reduction."""
         return self.reduced[-1][-1]
 
     def axes(self, tv: TensorView) -> frozenset[int] | None:
-        """Returns the numbers (ids) of the reference axes that match a tensor's axes.
+        """Returns the numbers (ids) of the first reduction's axes that a tensor has, too.
 
-        Broadcast axes are ignored. Returns None if some axis matches no reference axis.
+        Broadcast axes are ignored. Returns None if the tensor has an axis that the reduction does
+        not have.
         """
         concrete = [a for a in tv.domain.no_reductions if not a.is_broadcast]
         matches = [self.matcher.reference_of(a) for a in concrete]
@@ -346,14 +362,17 @@ class RowView:
         return None if None in matches or len(found) < len(concrete) else found
 
     def is_per_row(self, tv: TensorView) -> bool:
-        """Whether a tensor has at most one value per row, because it has no reduced axis."""
+        """Returns whether a tensor has at most one value per row, because it has no reduced
+        axis.
+        """
         axes = self.axes(tv)
         return axes is not None and not axes & self.row_axes
 
     @cached_property
     def full(self) -> frozenset[TensorView]:
-        """The tensors that have all axes of the reference tensor, except those that are read at
-        shifted indices.
+        """The tensors that have all axes of the first reduction, including the reduced ones.
+
+        Tensors that are read at shifted indices are left out.
         """
         wanted = self.row_axes | self.iterated_axes
         unknown = {a.tv for a in self.space.accesses if a.order is None and not a.is_output}
@@ -363,15 +382,16 @@ class RowView:
 
     @cached_property
     def dense(self) -> tuple[Access, ...]:
-        """The inputs and outputs that have all axes of the reference tensor, as `Access`es.
+        """The inputs and outputs that have all axes of the first reduction, as `Access`es.
 
-        The tuple is empty unless all of these tensors are dense and have one memory order.
+        The tuple is empty unless all of these tensors are without gaps in memory and have one
+        memory order.
         """
         found = [a for a in self.space.accesses if a.tv in self.full]
         return tuple(found) if self.space.are_dense(found) else ()
 
     def is_costly(self, op: TensorOp) -> bool:
-        """Whether computing an op again costs more than holding its result in registers.
+        """Returns whether computing an op again costs more than holding its result in registers.
 
         True if the op is expensive, or reads an input from memory that registers do not hold.
         """
@@ -383,10 +403,11 @@ class RowView:
 
 
 def rewrite(fusion: Fusion, *, is_kept: bool, has_threads: bool) -> None:
-    """Applies the rewrites that a persistent schedule begins with, in place.
+    """Applies the rewrites with which the schedules of kernels with dependent reductions begin.
 
-    With `is_kept`, registers hold the row, so variances are computed in two passes. With
-    `has_threads`, the kernel is for a GPU, so divisions are replaced.
+    The fusion is changed in place. With `is_kept`, registers hold the row (the reduced axes), so
+    variances are computed in two passes. With `has_threads`, the kernel is for a GPU, so divisions
+    are replaced. In both cases, outputs that other ops read are also kept in registers.
     """
     _fork_outputs(fusion)
     if is_kept:

@@ -1,8 +1,8 @@
 """Steps that all automatic schedules share: caches, loop arrangement, loops of the other tensors.
 
-A schedule shapes the loops of one reference tensor. Every tensor with the same axes gets the same
-loops. Every other tensor is fully inlined: its consumer computes it at an index derived from the
-consumer's own index.
+A schedule builds the loops of one tensor, the reference tensor. Every tensor with the same axes
+gets the same loops. Every other tensor is fully inlined: its consumer computes it at an index
+derived from the consumer's own index.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def cache_output(tv: TensorView) -> tuple[TensorView, TensorView]:
 def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
     """Reorders the loop axes of a tensor and merges each group of them into one axis.
 
-    Each group in `groups` lists positions of logical axes: `tv [a, b, c]`, groups ((2,), (0, 1))
-    -> `[c, a*b]`
+    Each group in `groups` lists positions of logical axes: `tv [a, b, c]`, groups ((2,), (0, 1)) ->
+    `[c, a*b]`
     """
     numbers = [tv.domain.logical[p].number for group in groups for p in group]
     places = {a.number: k for k, a in enumerate(tv.domain.loop)}
@@ -56,11 +56,11 @@ def arrange(tv: TensorView, groups: Sequence[Sequence[int]]) -> None:
 
 
 def shift_rows(tv: TensorView, rows: int, axis: int, width: int) -> None:
-    """Shifts a loop axis so that each row of dense memory is accessed in aligned vectors; see
-    `Shift`.
+    """Shifts the loop along each row of a tensor to start at the aligned address before the row.
 
-    `rows` and `axis` are the positions of the loop axes over the rows and along a row. `width` is
-    the number of elements of a vector.
+    Vectors are then aligned even if their number of elements, `width`, does not divide a row of
+    dense memory; see `Shift`. `rows` and `axis` are the positions of the loop axes over the rows
+    and along a row.
     """
     built, loop = DomainBuilder(tv.fusion), list(tv.domain.loop)
     loop[rows], loop[axis] = built.shift(loop[rows], loop[axis], sc.const(width))
@@ -90,9 +90,10 @@ def split_tile(
 
 
 def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
-    """Sets the parallel types of all loop axes of a tensor, in order.
+    """Sets which CUDA blocks, threads or loops execute each loop axis of a tensor.
 
-    An axis whose type in `types` is serial keeps its own type.
+    `types` has a parallel type for each axis, in order. An axis whose type in `types` is serial
+    keeps its own type.
     """
     set_parallel_types(
         tv,
@@ -101,7 +102,7 @@ def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
 
 
 class Loops:
-    """Copies the loops of a reference tensor to other tensors."""
+    """Copies the loops of one tensor, the reference tensor, to other tensors."""
 
     def __init__(self, fusion: Fusion, reference: TensorView) -> None:
         self.fusion = fusion
@@ -136,13 +137,16 @@ class Loops:
         return True
 
     def repeat_along(self, tv: TensorView, axes: frozenset[int]) -> None:
-        """Copies the reference tensor's loops over the logical axes `axes` to `tv`, outside of tv's
-        other axes.
+        """Copies the reference tensor's loops over its logical axes `axes` to `tv`.
+
+        `axes` has their numbers (ids). The other axes of `tv` become loops inside of these.
         """
         self._replay.apply(tv, _only(self._matcher.matches(tv.domain), axes))
 
     def inline_whole(self, tv: TensorView) -> None:
-        """Inlines a tensor completely, so that its consumers compute its elements."""
+        """Inlines a tensor completely, so that its consumers compute its elements where they read
+        them.
+        """
         tv.compute_at = len(tv.domain.loop)
 
 
@@ -156,7 +160,11 @@ def vectorize_last(tv: TensorView) -> None:
 
 
 def is_direct_input(access: Access) -> bool:
-    """Whether an input is read at the reference tensor's own index, so it can be loaded early."""
+    """Returns whether an input is read at the index of its consumers, so that it can be loaded
+    early.
+
+    Inputs that are read through views, or at indices that are data, are not.
+    """
     return not access.is_output and bool(access.order)
 
 

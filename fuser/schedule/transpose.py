@@ -51,7 +51,10 @@ PT = ParallelType
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why no tile in shared memory helps the fusion, or None if one may help."""
+    """Returns the reason why no tile in shared memory helps the fusion, or None if one may help.
+
+    A tile helps a fusion whose inputs and outputs have two different innermost axes in memory.
+    """
     if not may_have_two_orders(fusion):
         return "all inputs and outputs have one memory order"
     rejected = pointwise.accepts(fusion)
@@ -62,7 +65,8 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def stays_coalesced(parts: Sequence[Fusion], union: Fusion) -> bool:
-    """Whether a merged kernel still accesses every tensor along the tensor's innermost axis.
+    """Returns whether a merged kernel still accesses every tensor along the tensor's innermost
+    axis.
 
     `union` is a pointwise fusion that does the work of all `parts`. A tile in shared memory
     supports two different innermost axes. `union` must therefore have at most two, or no more than
@@ -81,7 +85,8 @@ def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:
     """Schedules the fusion in place with these parameters.
 
     Raises:
-        UnsupportedError: the parameters ask for a tile, but the fusion has no tile axes.
+        UnsupportedError: the parameters ask for a tile in shared memory, but the fusion has no axes
+            for a tile.
     """
     if isinstance(params, PointwiseParams):
         pointwise.apply(fusion, params)
@@ -96,7 +101,8 @@ def apply(fusion: Fusion, params: TransposeParams | PointwiseParams) -> None:
 class _Tiled:
     """Schedules one fusion: adds copies, then sets the loops of staged tensors and of all others.
 
-    A staged tensor passes through shared memory.
+    A staged tensor passes through a tile in shared memory, because its innermost axis in memory is
+    not the one along which the kernel computes.
     """
 
     def __init__(
@@ -186,7 +192,9 @@ class _Tiled:
         """Builds the loops of the first tensor, copies them to the others, and sets the layouts of
         tiles.
 
-        Returns the loops. `is_staged` tells whether threads run along the staged tensors' axis.
+        A tile is the part of a tensor that a CUDA block holds in shared memory. `is_staged`:
+        whether threads run along the innermost axis of the staged tensors, which pass through
+        tiles. Returns the loops.
         """
         first, params = tensors[0], self.params
         inner, other = self._shape(first, is_staged=is_staged)
@@ -208,11 +216,13 @@ class _Tiled:
         return loops
 
     def _shape(self, tv: TensorView, *, is_staged: bool) -> tuple[list[int], list[int]]:
-        """Gives a tensor the loops [BIDx, UR, TIDx, V].
+        """Gives a tensor the loops [BIDx, UR, TIDx, V]: CUDA blocks, an unrolled loop, threads, a
+        vector.
 
-        Returns the numbers (ids) of the tile's axes: first those along the direct tensors'
-        innermost axis, then those along the staged tensors' innermost axis. Each list has the axis
-        over vectors, and if vectors have several elements, the axis over the elements of a vector.
+        A CUDA block processes a tile of two axes: the innermost axis of the direct tensors, and
+        that of the staged ones, which pass through shared memory. Returns the numbers (ids) of the
+        tile's axes along each, in this order. Each list has the axis over vectors, and if vectors
+        have several elements, the axis over the elements of a vector.
         """
         params = self.params
         outer, other, inner = self._groups(tv)
@@ -234,10 +244,12 @@ class _Tiled:
         return along[1:], across[1:]
 
     def _groups(self, tv: TensorView) -> tuple[list[int], list[int], list[int]]:
-        """Returns three lists of positions of a tensor's logical axes.
+        """Returns three lists of positions of a tensor's logical axes, each of which becomes one
+        axis.
 
-        The first has the outer axes, including broadcast axes. The others have the axes that the
-        tile divides, of the staged and of the direct tensors.
+        The first has the outer axes, including broadcast axes. The others have the axes that a tile
+        divides: the innermost axes of the staged tensors, which pass through shared memory, and of
+        the direct ones.
         """
         matcher = AxisMatcher(AxisGraph(self.fusion), self.space.reference)
         mine = matcher.matches(tv.domain)
@@ -276,6 +288,7 @@ def _lay_out(
     """Sets the layout of a tile in shared memory, and vectorises its writes if the layout allows.
 
     `rows` and `columns` are the tile's axes in each direction: (vectors, elements of a vector).
+    `padding` says how many unused elements avoid bank conflicts.
     """
     built = DomainBuilder(tv.fusion)
     lead, tail = list(rows), list(columns)
@@ -325,12 +338,13 @@ CACHED_ELEMENTS = 256
 
 @record
 class TransposeParams:
-    """The parameters of a transpose kernel.
+    """The parameters of a transpose kernel, whose CUDA blocks process tiles of two axes.
 
-    A tile has `edge` elements along the direct tensors' innermost axis, which are accessed in
-    vectors of `vector` elements. Along the staged tensors' innermost axis, the tile has
-    `staged_edge` elements, in vectors of `staged_vector` elements. `threads` is the number of
-    threads of a CUDA block.
+    - `edge`: the tile's elements along the innermost axis of the direct tensors, which are not
+      stored in shared memory; they are accessed in vectors of `vector` elements.
+    - `staged_edge`: the tile's elements along the innermost axis of the staged tensors, which pass
+      through shared memory; they are accessed in vectors of `staged_vector` elements.
+    - `threads`: the number of threads of a CUDA block.
     """
 
     threads: int
@@ -340,8 +354,9 @@ class TransposeParams:
     staged_edge: int
 
     def is_near(self, other: object) -> bool:
-        """Whether kernels with these parameters and with `other` take about the same time on small
-        inputs.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+
+        If so, no kernel is compiled for small inputs, because both take about the same time.
         """
         return (
             isinstance(other, TransposeParams)
@@ -350,8 +365,8 @@ class TransposeParams:
         )
 
     def is_alike(self, other: object) -> bool:
-        """Whether a kernel with the parameters `other` is about as fast as a kernel with these
-        parameters.
+        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
+        slower.
 
         Both must have tiles of the same extents, because a larger tile may be mostly empty.
         """
@@ -370,7 +385,7 @@ class TransposeParams:
 
 @record
 class TileAxes:
-    """The axes of a tile, as positions in the reference tensor's logical domain.
+    """The axes of a tile, as positions in the output whose loops all other tensors copy.
 
     - `inner`: the innermost axes of the `direct` tensors, contiguous in every tensor.
     - `other`: the innermost axes of the `staged` tensors, which pass through shared memory.
@@ -389,8 +404,9 @@ class TileAxes:
 def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
     """Returns the size and access pattern of a staged tensor's tile in shared memory.
 
-    `nbytes` is the size of an element. The tile is written in the order of the tensor that is
-    copied to it: a staged input, or the value of a staged output.
+    A staged tensor is one that passes through shared memory. `nbytes` is the size of an element.
+    The tile is written in the order of the tensor that is copied to it: a staged input, or the
+    value of a staged output.
     """
     direct, staged = (params.edge, params.vector), (params.staged_edge, params.staged_vector)
     source, target = (direct, staged) if is_output else (staged, direct)
@@ -399,7 +415,10 @@ def tile_of(params: TransposeParams, nbytes: int, *, is_output: bool) -> Tile:
 
 # ------------------------------------------------------------------ the axes of a tile
 def may_have_two_orders(fusion: Fusion) -> bool:
-    """Whether the fusion has a permutation, or an input or output with a declared memory order."""
+    """Returns whether inputs and outputs of the fusion may have different memory orders.
+
+    They can if it has a permutation, or an input or output with a declared memory order.
+    """
     ends = (v for v in (*fusion.inputs, *fusion.outputs) if isinstance(v, TensorView))
     return any(tv.domain.allocation for tv in ends) or any(
         isinstance(op, LoadStoreOp) and op.out.domain.root for op in fusion.exprs
@@ -407,9 +426,10 @@ def may_have_two_orders(fusion: Fusion) -> bool:
 
 
 def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
-    """Returns the axes of the tile, or the reason why there is none.
+    """Returns the axes of the tile that a CUDA block processes, or the reason why there is none.
 
-    The kernel computes along the axis that is innermost for most bytes, so that fewer bytes pass
+    The tile has two axes, one for each innermost axis of the inputs and outputs in memory. The
+    kernel computes along the axis that is innermost for most bytes, so that fewer bytes pass
     through shared memory. Outputs win ties.
     """
     if fusion.aliases:
@@ -436,8 +456,7 @@ def find_tile(fusion: Fusion, space: Space) -> TileAxes | str:
 
 
 def accesses_along(space: Space) -> dict[int, list[Access]]:
-    """Groups the accesses to tensors that have all axes by the innermost axis of the tensor in
-    memory.
+    """Groups the inputs and outputs that have all axes by their innermost axis in memory.
 
     The keys are positions of axes. Tensors that are not contiguous along their innermost axis are
     left out.
@@ -463,7 +482,8 @@ def chooser(
 ) -> Callable[[Facts], TransposeParams | PointwiseParams]:
     """Returns a function that chooses a tile from the sizes and alignments of the inputs.
 
-    If no tile pays, the function returns the parameters of the pointwise scheduler.
+    A tile is the part of the work of one CUDA block. If no tile pays, the function returns the
+    parameters of the pointwise scheduler.
     """
     without = pointwise.chooser(fusion, device)
     if device.kind == "cpu" or not may_have_two_orders(fusion):
@@ -484,7 +504,10 @@ def chooser(
 
 
 class _Tiles:
-    """Chooses the tiles of one fusion, for different sizes and alignments of the inputs."""
+    """Chooses the tiles of one fusion, for different sizes and alignments of the inputs.
+
+    A tile is the part of a tensor that a CUDA block moves through shared memory.
+    """
 
     def __init__(self, space: Space, axes: TileAxes, device: DeviceInfo) -> None:
         self._device, self._staged, self._direct = device, axes.staged, axes.direct
@@ -530,11 +553,11 @@ class _Tiles:
     def _without_conflicts(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> TransposeParams | None:
-        """Returns the parameters of a tile with these vector widths.
+        """Returns the parameters of a tile with these vector widths, or with narrower ones.
 
         If the two widths differ and cause bank conflicts in shared memory, the wider one is halved.
-        Returns None if there is no tile of at least one vector. `rows` are the bytes of a tile
-        along both edges.
+        Returns None if there is no tile of at least one vector. `extents` are the extents of the
+        axes, and `rows` the bytes of a tile along both edges.
         """
         while True:
             edges = self._edges(vectors, extents, rows)
@@ -552,7 +575,7 @@ class _Tiles:
     def _edges(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> list[int] | None:
-        """Returns the extents of the tile along both axes.
+        """Returns the numbers of elements of the tile along both axes.
 
         `rows` are the wanted bytes along both edges. If one axis is too short, the tile is extended
         along the other. Returns None if shared memory has no room for a tile that is worth its
@@ -584,8 +607,8 @@ class _Tiles:
     def _wasted(self, other: int, between: int) -> int:
         """Returns the bytes per element that a kernel without a tile would read unnecessarily.
 
-        Such a kernel reads a sector of a staged tensor again for each element of the sector, unless
-        the sector is still in the cache.
+        Such a kernel reads a sector (32 bytes) again for each of its elements, unless the sector is
+        still in the cache. `other` and `between` are extents of axes (see `TileAxes`).
         """
         wasted = 0
         for access in self._staged:
@@ -633,7 +656,7 @@ class Tile:
 class Padding:
     """A layout of a tile in shared memory with `pad` unused elements after each `group` rows.
 
-    A thread writes `vector` elements at once.
+    The unused elements avoid bank conflicts. A thread writes `vector` elements at once.
     """
 
     group: int
@@ -648,7 +671,7 @@ class Padding:
 
 @lru_cache(maxsize=1024)
 def padding_for(tile: Tile) -> Padding:
-    """Returns the padding with the fewest bank conflicts.
+    """Returns the padding of a tile in shared memory with the fewest bank conflicts.
 
     Of several such paddings, the one with the widest writes is chosen, then the one with the fewest
     unused elements.
@@ -657,7 +680,7 @@ def padding_for(tile: Tile) -> Padding:
 
 
 def has_conflicts(tile: Tile) -> bool:
-    """Whether a tile has bank conflicts even with the best padding."""
+    """Returns whether a tile has bank conflicts in shared memory even with the best padding."""
     return _turns(tile, padding_for(tile)) != (1, 1)
 
 
@@ -674,7 +697,7 @@ def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
     """Returns how many words the busiest bank of shared memory must deliver for one write, and one
     read.
 
-    A number of 1 means no conflict.
+    A write or read is that of all threads of a warp. A number of 1 means no conflict.
     """
     across, down = tile.columns // tile.write, tile.rows // tile.read
     writes = reads = 1
@@ -690,8 +713,7 @@ def _turns(tile: Tile, padding: Padding) -> tuple[int, int]:
 
 
 def turns(elements: Iterable[int], access: int, nbytes: int) -> int:
-    """Returns the number of different words that the threads of a warp request from the busiest
-    bank.
+    """Returns how many different words the threads of a warp request from the busiest bank.
 
     A number of 1 means no bank conflict. `elements` are the positions of the threads' elements of
     `nbytes` each. `access` is the number of bytes that a thread moves, from its element on.
