@@ -15,7 +15,7 @@ import torch
 
 from fuser.frontend.executor_cache import FusionExecutorCache
 from fuser.ir.binding import Argument
-from fuser.ir.domain.device_mesh import DeviceMesh
+from fuser.ir.domain.device_mesh import DeviceMesh, ranks_text
 from fuser.ir.fusion import Fusion, TensorView
 from fuser.ir.memory_layout import declared_order, expanded_positions, memory_order
 from fuser.support.arguments import show
@@ -70,7 +70,7 @@ def prepare_dtensors(
     axes = [_axes_of(tv, f"output {i}", s.cuts) for i, (tv, s) in enumerate(outputs)]
     places = [*zip(meshes_of_outputs, axes, strict=True)]
     meshes = [v.device_mesh for v in given if _is_dtensor(v)]
-    makers = [_maker(mesh, meshes, names, cache.devices) for mesh, _ in places]
+    makers = [_maker(i, mesh, meshes, names, cache.devices) for i, (mesh, _) in enumerate(places)]
 
     def run_on_shards() -> list[DTensor]:
         found = zip(run(), makers, places, strict=True)
@@ -153,7 +153,10 @@ def _check_placed(position: int, tv: TensorView, value: Any) -> None:
     mesh: torch.Tensor = value.device_mesh.mesh
     shape, ranks = tuple(mesh.shape), tuple(mesh.flatten().tolist())
     if Communicator.instance().rank() not in ranks:
-        raise DTensorError(f"{what} is on {_spelled(shape, ranks)}, which does not have this rank")
+        raise DTensorError(
+            f"{what} is on {_spelled(shape, ranks)}, which does not contain rank "
+            f"{Communicator.instance().rank()}, the rank of this process"
+        )
     if tv.mesh is None:
         # Callers pass an input without a mesh as a whole, however propagation shards it.
         expected: Axes = (None,) * len(shape)
@@ -302,10 +305,14 @@ def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
 
 
 def _maker(
-    mesh: DeviceMesh, meshes: Sequence[Any], names: tuple[str, ...] | None, devices: Sequence[int]
+    output: int,
+    mesh: DeviceMesh,
+    meshes: Sequence[Any],
+    names: tuple[str, ...] | None,
+    devices: Sequence[int],
 ) -> Any:
-    """Returns a function that takes a device type and returns the torch mesh of an output on
-    `mesh`.
+    """Returns a function that takes a device type and returns the torch mesh of output number
+    `output`, which is on `mesh`.
 
     If an input is on the same mesh, the output uses the input's torch mesh. `meshes` are the
     inputs' torch meshes, `names` their dimension names, and `devices` the ranks that run the
@@ -323,8 +330,10 @@ def _maker(
     size = Communicator.instance().size()
     if tuple(devices) != tuple(range(size)):
         raise ShardingError(
-            f"execute_with_dtensors: an output is on {mesh}, and no input is. To create that mesh, "
-            f"all {size} ranks are needed, but {len(devices)} run this program"
+            f"execute_with_dtensors: output {output} is on {mesh}, and no input is on this mesh, "
+            f"so all {size} ranks must create the mesh together. But only {ranks_text(devices)} "
+            f"execute this definition: give an input the mesh {mesh}, or add tensors on the other "
+            "ranks to the definition"
         )
     return partial(_made_mesh, mesh, names if names and len(names) == mesh.ndim else None)
 

@@ -1242,7 +1242,10 @@ def canonical_key(fusion: object) -> Hashable:
     Numbers of tensors, axes and symbols have no influence. The implementation is in
     `fuser.ir.canonical_form`, which imports this module and registers it.
     """
-    raise AssertionError(f"no canonical key of a {type(fusion).__name__}")
+    raise AssertionError(
+        f"internal error: a canonical key exists only of a fusion, but {type(fusion).__name__} was "
+        "passed. Please report this call"
+    )
 
 
 def _tensors_of(ops: Iterable[TensorOp]) -> tuple[TensorView, ...]:

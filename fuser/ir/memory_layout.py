@@ -197,7 +197,10 @@ def _strides(
 
 def _no_gaps(axis: IterDomain) -> Scalar:
     """Raises `AssertionError`, because it is called for an axis with gaps where none exist."""
-    raise AssertionError(f"{axis} is contiguous")
+    raise AssertionError(
+        f"internal error: axis {axis} is declared non-contiguous, but its tensor has no gaps in "
+        "memory. Please report this definition"
+    )
 
 
 # ----------------------------------------------------------------------

@@ -42,12 +42,17 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
             )
     for value in fusion.inputs:
         if isinstance(value, Scalar) and not isinstance(value, Symbol):
-            raise VerifyError(f"after {after}: the scalar input {value} is not a symbol")
-    for alias in fusion.aliases:
-        if alias.out not in fusion.outputs or alias.into not in fusion.inputs:
             raise VerifyError(
-                f"after {after}: the update {alias.out} -> {alias.into} must write an output of "
-                "the fusion into an input of the fusion"
+                f"after {after}: the scalar input {value} is an expression, expected a symbol"
+            )
+    for alias in fusion.aliases:
+        wrong = f"{alias.into} is not an input" * (alias.into not in fusion.inputs)
+        if alias.out not in fusion.outputs:
+            wrong = f"{alias.out} is not an output"
+        if wrong:
+            raise VerifyError(
+                f"after {after}: the update {alias.out} -> {alias.into} must write an output into "
+                f"an input, but {wrong} of the fusion"
             )
     for tv in fusion.tensors():
         problem = tv.domain.problem

@@ -90,7 +90,11 @@ class Buffer:
     def own_index(self) -> Scalar:
         """Returns the index of the register that the stage writes in the current iteration."""
         if self.axes is not None:
-            raise AssertionError("a shared buffer is addressed by its logical index")
+            raise AssertionError(
+                f"internal error: {self.stage.tv} is in shared memory, but a kernel addresses it "
+                "like "
+                "registers. Please report this definition and its schedule"
+            )
         return self.index_at({})
 
     def index_at(self, symbols: dict[Scalar, Scalar]) -> Scalar:

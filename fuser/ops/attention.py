@@ -150,7 +150,10 @@ class _Axes:
         rank = self._given["query"].ndim
         if rank < _RANK:
             query = self._given["query"]
-            raise fail(name, f"query needs at least 4 axes, [.., N, H, L, E], but it is {query}")
+            raise fail(
+                name,
+                f"query needs at least 4 axes, [.., N, H, L, E], but {query} has {query.ndim} axes",
+            )
         self._leading = op.LEADING[len(op.LEADING) - (rank - _RANK) :]
         self._check_dtypes()
         self._mapped: dict[str, list[tuple[TensorView, IterDomain]]] = {}
@@ -162,7 +165,9 @@ class _Axes:
                 is_short = field in ("bias", "mask") and tv.ndim < len(letters)
                 hint = f": broadcast it to {len(letters)} axes" if is_short else ""
                 raise fail(
-                    name, f"{field} needs {len(letters)} axes [{shown}], but it is {tv}{hint}"
+                    name,
+                    f"{field} needs {len(letters)} axes [{shown}], but {tv} has {tv.ndim} "
+                    f"axes{hint}",
                 )
             for letter, axis in zip(letters, axes_of(tv), strict=True):
                 self._mapped.setdefault(letter, []).append((tv, axis))
@@ -198,13 +203,17 @@ class _Axes:
     def _check_dtypes(self) -> None:
         query = self._given["query"]
         if not is_floating(query.dtype()):
-            raise DtypeError(f"{self._name}: query must have a floating dtype, but it is {query}")
+            raise DtypeError(
+                f"{self._name}: query must have a floating dtype, but {query} is "
+                f"{dtype_text(query.dtype())}"
+            )
         for field, tv in self._given.items():
             known = self._op.DTYPES.get(field, (query.dtype(),))
             if tv.dtype() not in known:
                 expected = " or ".join(map(dtype_text, known))
                 raise DtypeError(
-                    f"{self._name}: {field} needs the dtype {expected}, but it is {tv}"
+                    f"{self._name}: {field} needs the dtype {expected}, but {tv} is "
+                    f"{dtype_text(tv.dtype())}"
                 )
 
     def _check_groups(self) -> None:
@@ -228,7 +237,7 @@ class _Axes:
         for tv, axis in self._mapped.get("p", []):
             size = sc.int_value(axis.size)
             if size not in (None, 2):
-                raise fail(self._name, f"philox_seed needs 2 elements, but it is {tv}")
+                raise fail(self._name, f"philox_seed needs 2 elements, but {tv} has {size}")
 
     def _check_broadcasts(
         self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]

@@ -135,8 +135,8 @@ def check_offsets(name: str, field: str, tv: TensorView) -> None:
     """
     if tv.dtype() is not DataType.Int32 or tv.ndim != 1:
         raise DtypeError(
-            f"{name}: Expected {field} of one axis and of dtype Int32, but found {tv} "
-            f"(at {user_line()})"
+            f"{name}: {field} must have 1 axis and the dtype Int32, but {tv} has {tv.ndim} axes "
+            f"and the dtype {tv.dtype().name} (at {user_line()})"
         )
 
 
@@ -187,7 +187,10 @@ def as_integer(
         active_fusion().next_scalar()
         return sc.const(value)
     if category(value.dtype) != "int":
-        raise DtypeError(f"{op_name}: {value} at index {index} is not an integer")
+        raise DtypeError(
+            f"{op_name}: {value} at index {index} has the dtype {dtype_text(value.dtype)} and is "
+            "not an integer"
+        )
     # Constants compare equal to our Index constants whatever integer type the user gave them.
     return sc.const(int(value.value)) if isinstance(value, Const) else value
 
@@ -244,7 +247,9 @@ def add_op(op: OpT) -> OpT:
             raise fail(op.name, f"{tv} belongs to another definition than the one being written")
         if isinstance(tv, TensorView) and tv.dtype() in STORED and not isinstance(op, LibraryOp):
             raise unsupported(
-                op.name, f"{tv} has a dtype that can be stored, but not computed with"
+                op.name,
+                f"{tv} has the dtype {dtype_text(tv.dtype())}, a dtype that can be stored, but not "
+                "computed with",
             )
     fusion.add(op)
     return op

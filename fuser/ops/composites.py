@@ -69,7 +69,7 @@ def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> Tenso
     """
     result = _result_dtype(name, input, dtype)
     if not is_floating(result):
-        given = "" if dtype is None else f", and dtype= names {dtype_text(result)}"
+        given = "" if dtype is None else f", and dtype={dtype_text(result)} was passed"
         raise DtypeError(
             f"{name}: a floating dtype is needed, but {input} is {dtype_text(input.dtype())}{given}"
             f": cast it to DataType.Float first (at {user_line()})"
@@ -86,8 +86,9 @@ def _parameter(name: str, field: str, tv: TensorView, like: TensorView) -> Tenso
     is_wider = tv.dtype() is DataType.Double and like.dtype() is not DataType.Double
     if not is_floating(tv.dtype()) or is_wider:
         raise DtypeError(
-            f"{name}: {field} {tv} is {dtype_text(tv.dtype())}, but the op computes in "
-            f"{dtype_text(like.dtype())}: cast it first (at {user_line()})"
+            f"{name}: {field} must have a floating dtype that {dtype_text(like.dtype())}, the "
+            f"dtype of the computation, can hold, but {tv} is {dtype_text(tv.dtype())}: cast it "
+            f"first (at {user_line()})"
         )
     return _in(tv, like.dtype())
 
@@ -258,7 +259,9 @@ def _normalized(
     """
     if tv.ndim != len(axes):
         raise fail(
-            name, f"{field} {tv} must have {len(axes)} axes, with the sizes in normalized_shape"
+            name,
+            f"{field} must have {len(axes)} axes, one for each size in normalized_shape, but {tv} "
+            f"has {tv.ndim}",
         )
     for i, axis in enumerate(axes):
         what = f"{name}: {field} {tv} and {input}"
@@ -349,7 +352,10 @@ def cross_entropy(
     x, axis = _wide(name, input), min(input.ndim - 1, 1)
     if weight is not None:
         if weight.ndim != 1:
-            raise fail(name, f"weight {weight} must have one axis, that of the classes")
+            raise fail(
+                name,
+                f"weight must have 1 axis, that of the classes, but {weight} has {weight.ndim}",
+            )
         what = f"{name}: weight {weight} and axis {axis} of {input}"
         declare_extent(active_fusion(), input.size(axis), weight.size(0), what)
         weight = _along(_parameter(name, "weight", weight, x), axis, x.ndim)
@@ -387,7 +393,11 @@ def _of_indices(
     """
     name, dtype, classes = "cross_entropy", x.dtype(), x.size(axis)
     if target.ndim != x.ndim - 1:
-        raise fail(name, f"class indices {target} must have the axes of {x} without axis {axis}")
+        raise fail(
+            name,
+            f"class indices must have {x.ndim - 1} axes, those of {x} without axis {axis}, but "
+            f"{target} has {target.ndim} axes",
+        )
     _declare(x, target, [i for i in range(x.ndim) if i != axis])
     places = _along(iota(classes, dtype=DataType.Int), axis, x.ndim)
     is_target = _call("eq", places, _beside(target, axis))
@@ -443,7 +453,11 @@ def _of_probabilities(
             "probabilities",
         )
     if target.ndim != x.ndim:
-        raise fail(name, f"class probabilities {target} must have the axes of {x}")
+        raise fail(
+            name,
+            f"class probabilities must have the {x.ndim} axes of {x}, but {target} has "
+            f"{target.ndim} axes",
+        )
     _declare(x, target, list(range(x.ndim)))
     share = _parameter(name, "target", target, x)
     if smoothing:

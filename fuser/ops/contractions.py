@@ -115,7 +115,11 @@ def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
             continue
         size = fusion.canonical(b.size)
         if sc.int_value(size) not in (None, 1):
-            raise fail(name, f"{bias} has {size} elements along {b}, but {weight} has 1 along {w}")
+            raise fail(
+                name,
+                f"bias {bias} has size {size} along its axis {b}, but weight {weight} has size 1 "
+                f"along its axis {w}: both sizes must be equal",
+            )
         declare_extent(fusion, sc.ONE, b.size, f"{name}: {weight} and {bias}")
 
 
@@ -134,13 +138,15 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     x, weight = arg1, arg2
     check_rank_at_least(name, x, 1)
     if weight.ndim < 2:
-        raise fail(name, f"Input B must be at least 2D, but it is {weight}")
+        raise fail(name, f"Input B must be at least 2D, but {weight} has {weight.ndim} axes")
     operands = [x, weight]
     if bias is not None:
         operands.append(bias)
         if bias.ndim != weight.ndim - 1:
-            want = "1 axis" if weight.ndim == 2 else f"{weight.ndim - 1} axes, as {weight} has"
-            raise fail(name, f"bias must have {want}, but it is {bias}")
+            want = (
+                "1 axis" if weight.ndim == 2 else f"{weight.ndim - 1} axes, one less than {weight}"
+            )
+            raise fail(name, f"bias must have {want}, but {bias} has {bias.ndim}")
         _check_bias(name, weight, bias)
     check_same_dtypes(name, operands)
     *rows, x_k = axes_of(x)
@@ -291,13 +297,18 @@ def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) ->
     letters = forms.get(tv.ndim, "1" * tv.ndim)
     known = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
     if tv.ndim not in forms and (is_matrix or field == "bias"):
-        raise fail(name, f"Expected {field} {known}, but found {tv}")
+        raise fail(name, f"{field} must have the axes {known}, but {tv} has {tv.ndim} axes")
     if is_matrix:
         return letters
     is_one = [a.is_broadcast and sc.int_value(a.size) == 1 for a in axes_of(tv)]
     if any(c == "1" and not one for c, one in zip(letters, is_one, strict=True)):
         more = f" or the axes {known}" if forms else ""
-        raise unsupported(name, f"Expected one element{more} for {field}, but found {tv}")
+        large = is_one.index(False) if letters == "1" * tv.ndim else letters.index("1")
+        raise unsupported(
+            name,
+            f"{field} must have one element{more}, but {tv} has {tv.ndim} axes, and axis {large} "
+            "is not known to have size 1",
+        )
     return "".join("1" if one else c for c, one in zip(letters, is_one, strict=True))
 
 
@@ -365,7 +376,10 @@ def grouped_mm(
     name = "grouped_mm"
     if (mat1.ndim, mat2.ndim) not in GroupedMmaOp.FORMS:
         raise fail(
-            name, f"Expected two matrices, or one and a batch of them, but found {mat1} and {mat2}"
+            name,
+            "mat1 and mat2 must be two matrices (2 and 2 axes), or a matrix and a batch of "
+            f"matrices (2 and 3, or 3 and 2 axes), but {mat1} has {mat1.ndim} axes and {mat2} has "
+            f"{mat2.ndim} axes",
         )
     check_block_scales(name, mat1, output_block_scale_size, is_gamma=output_gamma)
     del output_block_scale_dtype
@@ -390,13 +404,13 @@ def _check_plain(name: str, given: Given, dtype: DtypeLike) -> None:
     mat1, mat2, _, *scales = given.values()
     # BFloat16 is the default of `dtype`, so it does not show that the caller passed one.
     if scales or check_supported(dtype, name) not in (DataType.BFloat16, mat1.dtype()):
-        found = f"{scales[0]} alone" if scales else f"dtype {dtype} for {mat1}"
+        found = f"{scales[0]} alone" if scales else f"dtype {dtype} for {mat1} without scales"
         raise fail(
             name, f"Expected scale1 and scale2, but found {found}: without scales, cast {mat1}"
         )
     check_same_dtypes(name, (mat1, mat2), "pass scale1 and scale2")
     if not is_floating(mat1.dtype()):
         raise DtypeError(
-            f"{name}: Expected floating operands, but {mat1} is {dtype_text(mat1.dtype())} "
-            f"(at {user_line()})"
+            f"{name}: Expected operands of a floating dtype, but {mat1} is "
+            f"{dtype_text(mat1.dtype())} (at {user_line()})"
         )

@@ -299,7 +299,8 @@ def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
 def check_rank_at_least(op_name: str, tv: TensorView, rank: int) -> None:
     """Raises `DefinitionError` for a tensor with fewer than `rank` axes."""
     if tv.ndim < rank:
-        raise fail(op_name, f"the operand needs a rank of at least {rank}, but it is {tv}")
+        axes = "axis" if rank == 1 else "axes"
+        raise fail(op_name, f"the operand needs at least {rank} {axes}, but {tv} has {tv.ndim}")
 
 
 # ----------------------------------------------------------------------
@@ -397,8 +398,9 @@ def _fitting(name: str, values: list[Operand]) -> Typed:
     for v in values[1:]:
         if not isinstance(v, Const) and _is_above(operand_dtype(v), dtype):
             raise DtypeError(
-                f"{name}: the result has the dtype {dtype_text(dtype)} of {values[0]}, and {v} is "
-                f"{dtype_text(operand_dtype(v))}: cast one of them first (at {user_line()})"
+                f"{name}: the result has the dtype {dtype_text(dtype)} of {values[0]}, which "
+                f"cannot hold the values of {v}, {dtype_text(operand_dtype(v))}: cast one of them "
+                f"first (at {user_line()})"
             )
     return _kept(name, values)
 
@@ -422,7 +424,10 @@ def _check_fit(name: str, values: list[Operand], dtype: DataType) -> None:
 def _kept_floating(name: str, values: list[Operand]) -> Typed:
     dtype = operand_dtype(values[0])
     if not is_inexact(dtype):
-        raise DtypeError(f"{name}: a floating operand is needed, got {dtype_text(dtype)}")
+        raise DtypeError(
+            f"{name}: the operand must have a floating or complex dtype, but {values[0]} is "
+            f"{dtype_text(dtype)} (at {user_line()})"
+        )
     return _kept(name, values)
 
 

@@ -71,7 +71,10 @@ def iota(
     """
     dtype = check_supported(dtype, "iota")
     if category(dtype) not in ("int", "float"):
-        raise DtypeError(f"iota: an integer or floating dtype is needed, got {dtype_text(dtype)}")
+        raise DtypeError(
+            f"iota: dtype must be an integer or floating dtype, got {dtype_text(dtype)} "
+            f"(at {user_line()})"
+        )
     size = as_extent(length, "iota", lowest=0)
     first, stride = (_iota_scalar(v, default, dtype) for v, default in ((start, 0), (step, 1)))
     # Checked before the cast, because a cast scalar is no constant any more.
@@ -89,7 +92,9 @@ def _iota_scalar(value: ScalarLike | None, default: int, dtype: DataType) -> Sca
     scalar = as_operand(value, "iota")
     if category(scalar.dtype) != category(dtype):
         raise DtypeError(
-            f"iota: {scalar} is {dtype_text(scalar.dtype)}, but the result is {dtype_text(dtype)}"
+            f"iota: start and step must be integers for an integer dtype, and floating for a "
+            f"floating dtype, but {scalar} is {dtype_text(scalar.dtype)} and dtype is "
+            f"{dtype_text(dtype)} (at {user_line()})"
         )
     return scalar
 
@@ -144,7 +149,7 @@ def uniform(
     """
     low, high = _ends("uniform", (minval, maxval), dtype)
     if isinstance(low, Const) and isinstance(high, Const) and not low.value <= high.value:
-        raise fail("uniform", f"minval {low.value} is above maxval {high.value}")
+        raise fail("uniform", f"minval must be at most maxval, but {low.value} > {high.value}")
     return _random("uniform", (low, high), shape, (rng_seed, rng_offset), dtype)
 
 
@@ -164,7 +169,7 @@ def normal(
     """
     center, deviation = _ends("normal", (mean, std), dtype)
     if isinstance(deviation, Const) and not deviation.value >= 0:
-        raise fail("normal", f"std {deviation.value} is below 0")
+        raise fail("normal", f"std must be at least 0, got {deviation.value}")
     return _random("normal", (center, deviation), shape, (rng_seed, rng_offset), dtype)
 
 
@@ -211,7 +216,10 @@ def _random_like(name: str, kind: str, arg: TensorView) -> TensorView:
 def _check_floating(name: str, dtype: DtypeLike) -> DataType:
     dtype = check_supported(dtype, name)
     if not is_floating(dtype):
-        raise DtypeError(f"{name}: a floating dtype is needed, got {dtype_text(dtype)}")
+        raise DtypeError(
+            f"{name}: a floating dtype is needed for random numbers, got {dtype_text(dtype)} "
+            f"(at {user_line()})"
+        )
     if dtype in FLOAT8:
         raise UnsupportedError(
             f"{name}: random numbers of {dtype_text(dtype)} are not supported, because this dtype "
@@ -230,7 +238,10 @@ def _ends(name: str, values: tuple[ScalarLike, ScalarLike], dtype: DtypeLike) ->
     low, high = (as_operand(v, name) for v in values)
     for value in (low, high):
         if category(value.dtype) not in ("int", "float"):
-            raise DtypeError(f"{name}: {value} is {dtype_text(value.dtype)}, not a real number")
+            raise DtypeError(
+                f"{name}: the parameters of the distribution must be real numbers, but {value} is "
+                f"{dtype_text(value.dtype)} (at {user_line()})"
+            )
     return sc.cast(low, computed), sc.cast(high, computed)
 
 
@@ -250,7 +261,8 @@ def _random(
     for value in (seed, offset):
         if value is not None and category(value.dtype) != "int":
             raise DtypeError(
-                f"{kind}: {value} is {dtype_text(value.dtype)}, but seeds and offsets are integers"
+                f"{kind}: rng_seed and rng_offset must be integers, but {value} is "
+                f"{dtype_text(value.dtype)} (at {user_line()})"
             )
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
     a, b = ends or (None, None)

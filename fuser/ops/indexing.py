@@ -58,7 +58,7 @@ def _check_index(name: str, index: TensorView) -> None:
 
 def _looked_up_axis(name: str, table: TensorView, dim: int) -> int:
     if not table.ndim:
-        raise fail(name, f"{table} has no axis to look up")
+        raise fail(name, f"the operand needs at least 1 axis, but {table} has no axis")
     return wrap_dim(dim, table.ndim, name, table)
 
 
@@ -80,7 +80,7 @@ def index_select(arg: TensorView, index: TensorView, dim: int) -> TensorView:
     _check_index(name, index)
     axis = _looked_up_axis(name, arg, dim)
     if index.ndim > 1:
-        raise fail(name, f"Expected an index of rank 1 or 0, but found {index}")
+        raise fail(name, f"the index must have 1 axis or none, but {index} has {index.ndim} axes")
     if not index.ndim:
         index = broadcast_tensor(index, (True,))
     sources = axes_of(arg)
@@ -104,7 +104,8 @@ def select(arg: TensorView, index: SizeLike, dim: int) -> TensorView:
     axis = _looked_up_axis(name, arg, dim)
     if category(index.dtype) != "int":
         raise DtypeError(
-            f"{name}: Expected an integer index, but {index} is {dtype_text(index.dtype)}"
+            f"{name}: the index must be an integer, but {index} is {dtype_text(index.dtype)} "
+            f"(at {user_line()})"
         )
     axes = [a for k, a in enumerate(axes_of(arg)) if k != axis]
     out = new_output(_clone(axes), arg.dtype(), [arg])
@@ -146,7 +147,7 @@ def embedding_fwd(
             f"{dtype_text(weight.dtype())} (at {user_line()})"
         )
     if weight.ndim != 2:
-        raise fail(name, f"Expected a weight of rank 2, but found {weight}")
+        raise fail(name, f"weight must have 2 axes, but {weight} has {weight.ndim}")
     axes = [*axes_of(input), axes_of(weight)[1]]
     out = new_output(_clone(axes), weight.dtype(), [input, weight])
     add_op(EmbeddingFwdOp(out, input, weight))
@@ -221,7 +222,11 @@ def _call(name: str, *operands: OperandLike) -> TensorView:
 
 def _check_ranks(name: str, table: TensorView, index: TensorView) -> None:
     if table.ndim != index.ndim:
-        raise fail(name, f"Expected operands of one rank, but found {table} and index {index}")
+        raise fail(
+            name,
+            f"{table} and index {index} must have the same number of axes, but have {table.ndim} "
+            f"and {index.ndim}",
+        )
 
 
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView:
@@ -290,7 +295,8 @@ def _check_narrower(name: str, arg: TensorView, index: TensorView, k: int, axis:
         raise fail(
             name,
             f"Size does not match at dimension {k}: expected index {index} to be no larger than "
-            f"{arg} apart from dimension {axis}",
+            f"{arg} apart from dimension {axis}, but the index has size {want} there, and the "
+            f"other tensor has size {have}",
         )
 
 
@@ -319,11 +325,15 @@ def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> T
     if isinstance(src, TensorView):
         _check_ranks(name, src, index)
         if src.dtype() is not arg.dtype():
-            raise DtypeError(f"{name}: Expected one dtype, but found {arg} and {src}")
+            raise DtypeError(
+                f"{name}: arg and src must have the same dtype, but {arg} is "
+                f"{dtype_text(arg.dtype())} and {src} is {dtype_text(src.dtype())} "
+                f"(at {user_line()})"
+            )
     elif category(src.dtype) != category(arg.dtype()):
         raise DtypeError(
-            f"{name}: Expected a number of the same category as {arg}, but {src} is "
-            f"{dtype_text(src.dtype)}"
+            f"{name}: src must be a number of the same category (Bool, integer, floating or "
+            f"complex) as {arg}, but {src} is {dtype_text(src.dtype)} (at {user_line()})"
         )
     axes = [active_fusion().new_axis(b.extent, b.kind) for b in map(unexpanded, axes_of(arg))]
     out = new_output(axes, arg.dtype(), [arg, index, src])
@@ -352,10 +362,14 @@ def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) 
     _check_index(name, index)
     _looked_up_axis(name, acc, 0)
     if index.ndim != 1:
-        raise fail(name, f"Expected an index with one axis, but found {index}")
+        raise fail(name, f"the index must have 1 axis, but {index} has {index.ndim} axes")
     _check_ranks(name, value, acc)
     if value.dtype() is not acc.dtype() or category(acc.dtype()) == "bool":
-        raise DtypeError(f"{name}: Expected numbers of one dtype, but found {acc} and {value}")
+        raise DtypeError(
+            f"{name}: acc and value must have the same dtype, which is not Bool, but {acc} is "
+            f"{dtype_text(acc.dtype())} and {value} is {dtype_text(value.dtype())} "
+            f"(at {user_line()})"
+        )
     fusion = active_fusion()
     pairs = zip((*axes_of(index), *axes_of(acc)[1:]), axes_of(value), strict=True)
     for mine, theirs in pairs:

@@ -80,7 +80,9 @@ def nv_block_quantize(
     name = "nv_block_quantize"
     if swizzle_block_scales and input.ndim != 2:
         raise unsupported(
-            name, f"swizzle_block_scales needs an operand with two axes, [m, k], got {input}"
+            name,
+            f"swizzle_block_scales needs an input with 2 axes, [m, k], but {input} has "
+            f"{input.ndim}",
         )
     values, scales = _quantized(name, input, global_scale, block_size, dtype)
     return values, _tiled(scales) if swizzle_block_scales else scales
@@ -176,7 +178,7 @@ def _quantized(
     if dtype is not DataType.Float8_e4m3fn and dtype is not torch.float8_e4m3fn:
         raise _no_format(name, input, dtype)
     if block_size != _BLOCK:
-        raise fail(name, f"Expected blocks of {_BLOCK} for Float8_e4m3fn, but got {block_size}")
+        raise fail(name, f"block_size must be {_BLOCK} for Float8_e4m3fn, but it is {block_size}")
     if global_scale is not None:
         raise unsupported(
             name,
@@ -185,14 +187,16 @@ def _quantized(
         )
     if input.dtype() not in _QUANTIZED:
         raise DtypeError(
-            f"{name}: Expected Half, BFloat16 or Float, but {input} is "
+            f"{name}: input must have the dtype Half, BFloat16 or Float, but {input} is "
             f"{dtype_text(input.dtype())} (at {user_line()})"
         )
     check_rank_at_least(name, input, 1)
     *outer, last = input.shape()
     count = sc.int_value(last)
     if count is not None and count % _BLOCK:
-        raise fail(name, f"Expected the last axis of {input} to be a multiple of {_BLOCK}")
+        raise fail(
+            name, f"the last axis of {input} must be a multiple of {_BLOCK}, but has size {count}"
+        )
     blocks = cast(reshape(input, [*outer, sc.truncdiv(last, _BLOCK), _BLOCK]), DataType.Float)
     scales = _scales(reductions.max(_call("abs", blocks), input.ndim))
     flags = (False,) * input.ndim + (True,)
@@ -232,7 +236,7 @@ def _tiled(scales: TensorView) -> TensorView:
 
 def _check_groups(name: str, input: TensorView, starts: TensorView, begins: TensorView) -> None:
     if input.ndim != 2:
-        raise fail(name, f"Expected input of the axes [m, k], but found {input}")
+        raise fail(name, f"input must have the 2 axes [m, k], but {input} has {input.ndim}")
     check_offsets(name, "input_offsets", starts)
     check_offsets(name, "output_offsets", begins)
     sizes = axes_of(starts)[0].size, axes_of(begins)[0].size

@@ -203,7 +203,11 @@ def _reduced_axes(name: str, tv: TensorView, dims: int | Sequence[int] | None) -
         return set(range(tv.ndim))
     given = [dims] if isinstance(dims, int) else list(dims)
     if not given or not tv.ndim:
-        raise fail(name, f"No reduction axis specified for {tv}")
+        raise fail(
+            name,
+            f"No reduction axis specified for {tv}: dims is {given}, and the tensor has "
+            f"{tv.ndim} axes",
+        )
     axes = [wrap_dim(d, tv.ndim, name, tv) for d in given]
     if len(set(axes)) != len(axes):
         raise fail(name, f"the reduction axes {given} of {tv} contain an axis twice")
@@ -288,7 +292,9 @@ def welford(
     """
     tv = arg
     if not is_floating(tv.dtype()):
-        raise DtypeError(f"welford: the operand must be floating, but it is {tv}")
+        raise DtypeError(
+            f"welford: the operand must have a floating dtype, but {tv} is {dtype_text(tv.dtype())}"
+        )
     if tv.dtype() in FLOAT8:
         wide = typing_cast(TensorView, convert(tv, DataType.Float))
         average, deviation, count = welford(wide, dims)

@@ -312,14 +312,18 @@ def _output_sizes(
     if inferred:
         others = sc.product(s for i, s in enumerate(outs) if i != inferred[0])
         if sc.int_value(others) == 0:
-            raise fail(name, f"-1 is ambiguous together with a size of 0 for {tv}")
+            raise fail(
+                name,
+                f"the size -1 of {tv} cannot be computed, because another size is 0: pass the size",
+            )
         outs[inferred[0]] = sc.floordiv(sc.product(ins), others)
     have, want = _without_common(ins, outs)
     if have is not None and want is not None and have != want:
         sizes = ", ".join(map(str, outs))
         raise fail(
             name,
-            f"Total element counts across view operation must match, got {tv} and sizes [{sizes}]",
+            f"Total element counts across view operation must match, got {tv} and sizes [{sizes}]: "
+            f"apart from equal sizes, the numbers of elements are {have} and {want}",
         )
     return outs
 
@@ -369,7 +373,9 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
     """
     fusion = active_fusion()
     if not outs:
-        raise fail("reshape", f"a tensor without axes has 1 element, but {tv} may have several")
+        raise fail(
+            "reshape", f"new_shape is [], which is a tensor of 1 element, but {tv} may have several"
+        )
     out = new_output(undecided_domain(fusion, tv, outs), tv.dtype(), [tv])
     add_op(ReshapeOp(out, tv))
     return out
@@ -412,7 +418,8 @@ def broadcast(arg: TensorView, is_broadcast_dim: Sequence[bool]) -> TensorView:
     if flags.count(False) != tv.ndim:
         raise fail(
             "broadcast",
-            f"{flags.count(False)} of {len(flags)} flags are False, but {tv} has {tv.ndim} axes",
+            f"the number of False flags, {flags.count(False)} of {len(flags)}, must be the number "
+            f"of axes of {tv}, {tv.ndim}",
         )
     return broadcast_tensor(tv, flags) if any(flags) else tv
 
@@ -430,11 +437,17 @@ def broadcast_in_dim(
     """
     name = "broadcast_in_dim"
     tv = arg
-    if not len(shape) >= len(broadcast_dims) == tv.ndim:
+    if len(broadcast_dims) != tv.ndim:
         raise fail(
             name,
-            f"{tv} has {tv.ndim} axes, but there are {len(broadcast_dims)} broadcast_dims and "
-            f"{len(shape)} sizes",
+            f"broadcast_dims must have one entry for each of the {tv.ndim} axes of {tv}, but it "
+            f"has {len(broadcast_dims)}: {list(broadcast_dims)}",
+        )
+    if len(shape) < tv.ndim:
+        raise fail(
+            name,
+            f"shape has {len(shape)} sizes, but the result must have at least the {tv.ndim} axes "
+            f"of {tv}",
         )
     flags = [True] * len(shape)
     for dim in broadcast_dims:
@@ -523,7 +536,7 @@ def squeeze(arg: TensorView, dims: Sequence[int], squeeze_expanded: bool = False
     tv = arg
     axes = axes_of(tv)
     if not axes and list(dims):
-        raise fail("squeeze", f"there are no axes {list(dims)} in {tv}")
+        raise fail("squeeze", f"dims are {list(dims)}, but {tv} has no axes")
     gone = {wrap_dim(d, tv.ndim, "squeeze", tv) for d in dims}
     if not gone:
         return copy_tensor(tv)
@@ -550,7 +563,10 @@ def permute(arg: TensorView, dims: Sequence[int]) -> TensorView:
         return copy_tensor(tv)
     order = [wrap_dim(d, tv.ndim, "permute", tv) for d in dims]
     if sorted(order) != list(range(tv.ndim)):
-        raise fail("permute", f"dims {list(dims)} are not a permutation of {tv.ndim} axes of {tv}")
+        raise fail(
+            "permute",
+            f"dims must contain each of the {tv.ndim} axes of {tv} once, got {list(dims)}",
+        )
     root = tuple(clone_axes(tv))
     logical = tuple(root[d] for d in order)
     domain = TensorDomain.of(logical, root=root)

@@ -237,7 +237,7 @@ def _pad_value(tv: TensorView, value: ScalarLike | None) -> Scalar:
     if category(scalar.dtype) != category(tv.dtype()):
         raise DtypeError(
             "pad: Tensor arg and pad value must have the same dtype. "
-            f"{tv} and {scalar} of dtype {dtype_text(scalar.dtype)} (at {user_line()})"
+            f"{tv} and pad value {scalar} of dtype {dtype_text(scalar.dtype)} (at {user_line()})"
         )
     check_exact(scalar, tv.dtype(), "pad")
     return sc.cast(scalar, tv.dtype())
@@ -257,7 +257,8 @@ def pad_tensor(
         if kept is not None and kept < 0:
             raise fail(
                 "pad",
-                f"widths {pair[0]}, {pair[1]} make the size of {axis} of {tv} negative: {kept}",
+                f"the widths {pair[0]} and {pair[1]} change the size of axis {axis} of {tv} from "
+                f"{axis.size} to {kept}, but a size must be at least 0",
             )
     domain = resized_domain(active_fusion(), clone_axes(tv), widths)
     if any(sc.int_value(a.size) == 0 for a in axes_of(tv)):
@@ -294,9 +295,17 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
     first = pieces[0]
     for piece in pieces[1:]:
         if piece.dtype() is not first.dtype():
-            raise DtypeError(f"{name}: Expected one dtype, but found {first} and {piece}")
+            raise DtypeError(
+                f"{name}: all tensors must have the same dtype, but {first} is "
+                f"{dtype_text(first.dtype())} and {piece} is {dtype_text(piece.dtype())} "
+                f"(at {user_line()})"
+            )
         if piece.ndim != first.ndim:
-            raise fail(name, f"Expected one rank, but found {first} and {piece}")
+            raise fail(
+                name,
+                f"all tensors must have the same number of axes, but {first} has {first.ndim} and "
+                f"{piece} has {piece.ndim}",
+            )
     if first.ndim == 0:
         raise fail(name, f"rank-0 tensors cannot be concatenated: {first}")
     axis = wrap_dim(dim, first.ndim, name, first)

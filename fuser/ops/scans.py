@@ -47,12 +47,17 @@ def _check_dtype(
     name: str, tv: TensorView, *, bools: bool = False, takes_complex: bool = False
 ) -> None:
     if tv.dtype() in STORED:
-        raise unsupported(name, f"{tv} has a dtype that can be stored, but not computed with")
+        raise unsupported(
+            name,
+            f"{tv} has the dtype {dtype_text(tv.dtype())}, a dtype that can be stored, but not "
+            "computed with",
+        )
     if not takes_complex:
         refuse_complex(name, tv)
     if category(tv.dtype()) == "bool" and not bools:
         raise DtypeError(
-            f"{name}: Expected numbers, but {tv} is {dtype_text(tv.dtype())} (at {user_line()})"
+            f"{name}: the operand must have a dtype of numbers, but {tv} is "
+            f"{dtype_text(tv.dtype())} (at {user_line()})"
         )
 
 
@@ -145,8 +150,8 @@ def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
         return number_in(init, arg.dtype(), name)
     if category(init.dtype) != category(arg.dtype()):
         raise DtypeError(
-            f"{name}: Expected an init of the same category as {arg}, but {init} is "
-            f"{dtype_text(init.dtype)} (at {user_line()})"
+            f"{name}: init must be of the same category (Bool, integer, floating or complex) as "
+            f"{arg}, but {init} is {dtype_text(init.dtype)} (at {user_line()})"
         )
     return literal(init.value, arg.dtype(), name) if isinstance(init, Const) else init
 
@@ -195,7 +200,7 @@ def topk(
         return elementwise.cast(values, arg.dtype()), where
     axis = wrap_dim(dim, arg.ndim, name, arg)
     if not arg.ndim:
-        raise fail(name, f"{arg} has no axis to choose from")
+        raise fail(name, f"the operand needs at least 1 axis, but {arg} has none")
     k = as_extent(k, name)
     axes = _axes(arg)
     axes[axis] = axis_of_extent(k)

@@ -128,7 +128,11 @@ def _looked_up(op: LookupOp, source: TensorView) -> TensorView:
         case EmbeddingFwdOp():
             return indexing.embedding_fwd(op.index, source)
         case _:
-            raise AssertionError(f"{op.name} of {source}")
+            raise AssertionError(
+                "internal error: the optimization that moves lookups first does not support the "
+                "op "
+                f"{op.name} of {source}. Please report this definition"
+            )
 
 
 # ------------------------------------------------------------------------------------- view_first

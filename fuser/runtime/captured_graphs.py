@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fuser.runtime.compiled_kernel import LaunchCall
 from fuser.runtime.cuda_kernel import address_of, bind_primary_context, load_driver
-from fuser.runtime.graph_memory import relaxed
+from fuser.runtime.graph_memory import relaxed, status_text
 from fuser.support.errors import KernelError
 from fuser.support.locks import make_lock, uncollected
 from fuser.support.torch_calls import is_backward
@@ -185,6 +185,15 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def _refusal(library: Any, function: str, status: int, problem: str) -> KernelError:
+    """Returns the error for a driver call that failed with `status`. `problem` says what the call
+    was for."""
+    return KernelError(
+        f"{problem}: the driver call {function} failed with {status_text(library, status)}. Set "
+        "FUSER_DISABLE=cuda_graphs to launch every kernel separately, without CUDA graphs"
+    )
+
+
 def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: Any) -> None:
     """Destroys a graph or an executable graph.
 
@@ -210,6 +219,7 @@ class CudaGraph:
 
     def __init__(self, template: _Template) -> None:
         self._template, library = template, template.library
+        self._library = library
         made = _checked("cuGraphInstantiate", load_driver().cuGraphInstantiate(template.graph, 0))
         self._handle = ctypes.c_void_p(int(made))
         self._launch = library.cuGraphLaunch
@@ -238,7 +248,13 @@ class CudaGraph:
             bind_primary_context()
             status = self._launch(self._handle, ctypes.c_void_p(stream))
         if status:
-            raise KernelError(f"the driver rejected the launch of a CUDA graph (status {status})")
+            raise _refusal(
+                self._library,
+                "cuGraphLaunch",
+                status,
+                "the CUDA graph of a repeated run cannot be launched, possibly because of an error "
+                "in a kernel that ran before",
+            )
 
     def update(self, node: object, call: LaunchCall) -> None:
         """Copies the current arguments of `call` to the kernel node `node` of this executable
@@ -247,8 +263,12 @@ class CudaGraph:
         node.params.arguments = call.packed
         status = self._set_params(self._handle, node.handle, ctypes.byref(node.params))
         if status:
-            raise KernelError(
-                f"the driver rejected new arguments for a kernel of a CUDA graph (status {status})"
+            raise _refusal(
+                self._library,
+                "cuGraphExecKernelNodeSetParams",
+                status,
+                "a kernel in the CUDA graph of a repeated run cannot be set to the tensors of this "
+                "run",
             )
 
 
@@ -370,8 +390,10 @@ class CudaGraphs:
         get = self._library.cuGraphKernelNodeGetParams_v2
         status = get(ctypes.c_void_p(int(last)), ctypes.byref(params))
         if status:
-            raise KernelError(
-                "the captured launch has no kernel node whose arguments can be changed in the "
-                f"CUDA graph (status {status})"
+            raise _refusal(
+                self._library,
+                "cuGraphKernelNodeGetParams",
+                status,
+                "the arguments of a kernel that was captured in a CUDA graph cannot be read",
             )
         return _KernelNode(int(last), params)

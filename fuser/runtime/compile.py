@@ -52,7 +52,9 @@ def compile_kernels(
         key_of = cpu_kernel.kernel_key_checked if checked else cpu_kernel.kernel_key_unchecked
     elif kind == "cuda":
         if checked:
-            raise KernelError("checked kernels run on the CPU only, not on CUDA devices")
+            raise KernelError(
+                f"kernels with checks of their accesses run on the CPU only, not on {device}"
+            )
         arch = cuda_kernel.architecture(index)
         variant = f"cuda:{arch}"
 

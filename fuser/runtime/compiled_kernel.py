@@ -180,7 +180,7 @@ def slot_code(param: KernelParam) -> str:
     code = _SCALARS.get(param.ctype)
     if code is None:
         raise KernelError(
-            f"parameter {param.name} has the type {param.ctype!r}, which is no scalar type of"
-            f" kernels ({', '.join(_SCALARS)})"
+            f"parameter {param.name} has the type {param.ctype!r}, which is no scalar type"
+            f" that kernels accept: expected one of {', '.join(_SCALARS)}"
         )
     return code

@@ -184,7 +184,7 @@ class CudaKernel(CompiledKernel):
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise KernelError(
                     f"kernel {self.name} cannot have clusters of {self.source.cluster} blocks on"
-                    f" device {index}: {status}"
+                    f" device {index}: the driver call cuKernelSetAttribute failed with {status!r}"
                 )
 
     def _pack(self, arguments: _Arguments, args: Sequence[Argument]) -> None:
@@ -250,7 +250,7 @@ class CudaKernel(CompiledKernel):
         if status != self._success:
             raise KernelError(
                 f"kernel {self.name}, grid {grid}, block {block}, {smem_bytes} bytes of shared"
-                f" memory: the driver rejected the launch ({status})"
+                f" memory: the driver rejected the launch with {status!r}"
             )
 
     def _allow_smem(self, smem_bytes: int) -> None:
@@ -268,7 +268,8 @@ class CudaKernel(CompiledKernel):
             (status,) = driver.cuKernelSetAttribute(attribute, smem_bytes, self._kernel, device)
         if status != self._success:
             raise KernelError(
-                f"kernel {self.name} cannot have {smem_bytes} bytes of shared memory: {status}"
+                f"kernel {self.name} cannot have {smem_bytes} bytes of shared memory per block:"
+                f" the driver call cuKernelSetAttribute failed with {status!r}"
             )
         self._smem_allowed[index] = smem_bytes
 
@@ -331,7 +332,9 @@ def bind_primary_context() -> None:
         if status == driver.CUresult.CUDA_SUCCESS:
             (status,) = driver.cuCtxSetCurrent(context)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"the CUDA driver has no context for this thread ({status})")
+        raise KernelError(
+            f"the CUDA driver has no context for this thread: it failed with {status!r}"
+        )
 
 
 # ----------------------------------------------------------------------

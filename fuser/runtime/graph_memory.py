@@ -33,6 +33,14 @@ _MOVE = 1
 _SEMAPHORE_BYTES = 64
 
 
+def status_text(library: Any, status: int) -> str:
+    """Returns the symbol and the number of a status of the CUDA driver, such as
+    `CUDA_ERROR_INVALID_VALUE (1)`. `library` is the driver's library, loaded by ctypes."""
+    symbol = ctypes.c_char_p()
+    library.cuGetErrorName(status, ctypes.byref(symbol))
+    return f"{symbol.value.decode()} ({status})" if symbol.value else f"the unknown status {status}"
+
+
 @contextlib.contextmanager
 def relaxed(library: Any) -> Generator[None]:
     """A context for driver calls that would otherwise make an active capture fail."""

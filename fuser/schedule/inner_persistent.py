@@ -64,6 +64,7 @@ from fuser.schedule.tiling import (
     arrange,
     cache_input,
     intermediates,
+    loops_error,
     parallelize,
     shift_rows,
     split_tile,
@@ -464,7 +465,7 @@ def _finish(
         else:
             done = axes is not None and (loops.repeat(tv) or loops.repeat(tv, only=axes))
         if not done and is_step:
-            raise AssertionError(f"{tv} cannot have the loops of {reference}")
+            raise loops_error(tv, reference)
     for tv in intermediates(fusion, ()):
         if isinstance(tv.definition(), REDUCING) or tv in kept:
             tv.compute_at = shared

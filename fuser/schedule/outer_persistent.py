@@ -51,6 +51,7 @@ from fuser.schedule.tiling import (
     arrange,
     cache_input,
     intermediates,
+    loops_error,
     parallelize,
     split_tile,
     vectorize_last,
@@ -467,7 +468,7 @@ def _finish(view: RowView, shared: int, kept: list[TensorView]) -> None:
             not is_reduction and axes is not None and loops.repeat(tv, only=axes)
         )
         if not done and (is_reduction or tv in fusion.outputs):
-            raise AssertionError(f"{tv} cannot have the loops of {reference}")
+            raise loops_error(tv, reference)
     for tv in intermediates(fusion, ()):
         if isinstance(tv.definition(), REDUCING) or tv in kept or tv in once:
             tv.compute_at = shared

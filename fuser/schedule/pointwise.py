@@ -55,6 +55,7 @@ from fuser.schedule.tiling import (
     cache_output,
     intermediates,
     is_direct_input,
+    loops_error,
     parallelize,
     split_tile,
     vectorize_last,
@@ -496,7 +497,7 @@ def _apply_loops(fusion: Fusion, space: Space, runs: tuple[tuple[int, ...], ...]
     loops = Loops(fusion, space.reference)
     for out in dict.fromkeys(fusion.outputs):
         if not loops.repeat(out):
-            raise AssertionError(f"output {out} cannot have the loops of {space.reference}")
+            raise loops_error(out, space.reference)
     for tv in intermediates(fusion, ()):
         loops.repeat(tv)
         loops.inline_whole(tv)
@@ -537,7 +538,7 @@ def _apply_threads(
     outside = {a.number for a in reference.domain.loop[: unswitch + 1]}
     for out in dict.fromkeys(fusion.outputs):
         if not loops.repeat(out):
-            raise AssertionError(f"output {out} cannot have the loops of {reference}")
+            raise loops_error(out, reference)
     depth = len(reference.domain.loop)
     for registers in stored:
         loops.repeat(registers)

@@ -56,6 +56,7 @@ from fuser.schedule.tiling import (
     cache_output,
     intermediates,
     is_direct_input,
+    loops_error,
     parallelize,
     shift_rows,
     split_tile,
@@ -398,9 +399,9 @@ def _finish(
         is_reduction = isinstance(tv.definition(), REDUCING)
         if tv in below and not is_reduction:
             if not loops.repeat(tv, only=kept) and tv in fusion.outputs:
-                raise AssertionError(f"output {tv} cannot have the loops of {reference}")
+                raise loops_error(tv, reference)
         elif not loops.repeat(tv) and (is_reduction or tv in fusion.outputs):
-            raise AssertionError(f"{tv} cannot have the loops of {reference}")
+            raise loops_error(tv, reference)
     for tv in intermediates(fusion, ()):
         if isinstance(tv.definition(), REDUCING) or (tv in stored and tv in below):
             tv.compute_at = shared

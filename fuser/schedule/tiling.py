@@ -101,6 +101,16 @@ def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
     )
 
 
+def loops_error(tv: TensorView, reference: TensorView) -> AssertionError:
+    """Returns the error for a tensor that a schedule cannot compute in the loops of its reference
+    tensor, although the scheduler has accepted the fusion."""
+    return AssertionError(
+        f"internal error: the automatic schedule splits the axes of {reference} into loops, but "
+        f"{tv} has no axes for these loops. Please report this definition, and use "
+        "manual_execute with a schedule that you write"
+    )
+
+
 class Loops:
     """Copies the loops of one tensor, the reference tensor, to other tensors."""
 

@@ -40,6 +40,7 @@ from fuser.schedule.tiling import (
     cache_input,
     cache_output,
     intermediates,
+    loops_error,
     parallelize,
     vectorize_last,
 )
@@ -202,7 +203,7 @@ class _Tiled:
         history, rank = first.domain.transforms, len(first.domain.loop)
         for tv in tensors:
             if not loops.repeat(tv):
-                raise AssertionError(f"{tv} cannot have the loops of {first}")
+                raise loops_error(tv, first)
             if rank == 4 and len(tv.domain.loop) > rank:
                 tv.reorder({3: -1})  # the vector stays innermost, inside of broadcast axes
             if tv not in self.tiles:

@@ -177,7 +177,10 @@ class MatchingWalk(Walk[PerRank]):
             case Waits(number):
                 self._wait(number, site)
             case _:
-                raise AssertionError(f"{effect} neither names a tensor nor synchronises ranks")
+                raise AssertionError(
+                    f"internal error: the check of communications does not support the effect "
+                    f"{effect} of the op {op.name}. Please report this program"
+                )
 
     def _starts(self, op: Op, number: int, site: Site) -> None:
         movement = op.movement if isinstance(op, HostOp) else None

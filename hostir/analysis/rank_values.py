@@ -112,7 +112,8 @@ class RankValues:
                 value = self._array(x) if self.depends(x) else sc.evaluate(x, self._values)
             except KeyError as missing:
                 raise InputError(
-                    f"the value of {x} is unknown, because no input binds {missing.args[0]}"
+                    f"the value of {x} is unknown, because no input of the program determines "
+                    f"{missing.args[0]}: define {missing.args[0]} as a scalar input"
                 ) from None
             known = self._computed[x] = value, self.undefined
         value, self.undefined = known

@@ -89,7 +89,8 @@ class OneRank:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
             raise InputError(
-                f"the value of {x} is unknown, because no input binds {missing.args[0]}"
+                f"the value of {x} is unknown, because no input of the program determines "
+                f"{missing.args[0]}: define {missing.args[0]} as a scalar input"
             ) from None
 
     def bind(self, index: Symbol, value: int | None) -> None:

@@ -320,9 +320,11 @@ def find_machine(name: str, device: torch.device | None = None) -> Machine:
         try:
             found = read_once(Path(name).resolve())
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"machine {name!r} cannot be read: {error}") from error
+            raise InputError(
+                f"the description of machine {name!r} cannot be read: {error}"
+            ) from error
         if found is None:
-            raise InputError(f"machine {name!r}: there is no such file")
+            raise InputError(f"the description of machine {name!r}: there is no such file")
         return found
     raise InputError(
         f"there is no machine {name!r}: expected {', '.join(MACHINES)}, {MEASURED}, or a file "

@@ -512,7 +512,8 @@ class _ScheduleBuilder:
                 work = self._transfer(ends, peer, nbytes, movement.backend, is_send=is_send)
                 return [(work, is_send)]
         raise AssertionError(
-            f"{half.site.op.name} of {tv} has no partner, and matching did not report it"
+            f"internal error: no rank takes the other part in {half.site.op.name} of {tv}, but the "
+            "check of sends and receives has not reported it. Please report this program"
         )
 
     def _transfer(

@@ -166,7 +166,8 @@ def check_kept_axes(
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
         raise VerifyError(
-            f"{op.name}: {out} has {out.ndim} axes, expected {len(kept)}, from {source}{in_ir(out)}"
+            f"{op.name}: {out} has {out.ndim} axes, expected {len(kept)}, because {source} has "
+            f"{source.ndim}" + f" and axis {gone} is removed" * (gone is not None) + in_ir(out)
         )
     for one, other in zip(kept, _axes(out), strict=True):
         _check_sizes(op, [one, other], values, is_cut=cut is not None and cut == other[1])
@@ -200,9 +201,10 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
             unused = set[int]()
         is_strange = any(q is not None and not 0 <= q < tv.ndim for q in mapped)
         if unused or is_strange or len(mapped) != len(roots):
+            rule = ": an elementwise op needs operands with as many axes as its result"
             raise VerifyError(
                 f"{op.name}: {tv} has {tv.ndim} axes, which do not fit the "
-                f"{len(roots)} axes of the result {out}"
+                f"{len(roots)} axes of the result {out}{rule * isinstance(op, _POINTWISE)}"
             )
     if left:
         yield left
@@ -257,9 +259,12 @@ def _refuse(op: Op, one: _Axis, other: _Axis, *, how: str = "") -> None:
     (a, _, x), (b, _, y) = one, other
     first, second = axis_words(a, x), axis_words(b, y)
     sizes = [sc.int_value(axis.size) for axis in (x, y)]
-    extents = "" if None in sizes else f": extents {sizes[0]} and {sizes[1]}"
-    fits = f"and {second} {how}" if how else f"does not fit {second}{extents}"
-    raise VerifyError(f"{op.name}: {first} {fits}{in_ir(x, a)}{in_ir(y, b)}")
+    extents = [
+        "extent " + str(axis.extent if n is None else n)
+        for n, axis in zip(sizes, (x, y), strict=True)
+    ]
+    rule = how or f"must have the same size, but have {extents[0]} and {extents[1]}"
+    raise VerifyError(f"{op.name}: {first} and {second} {rule}{in_ir(x, a)}{in_ir(y, b)}")
 
 
 def _check_dtypes(op: TensorOp) -> None:
@@ -277,8 +282,8 @@ def _check_dtypes(op: TensorOp) -> None:
         expected = [tv.dtype() for tv in operands]
         fits = set(expected) == {out.dtype()}
     if not fits:
-        kinds = ", ".join(dict.fromkeys(map(dtype_text, expected)))
+        kinds = " or ".join(dict.fromkeys(map(dtype_text, expected)))
         raise VerifyError(
-            f"{op.name}: the op computes {kinds}, which does not fit the dtype "
-            f"{dtype_text(out.dtype())} of {out}"
+            f"{op.name}: the op computes {kinds} from its operands, but the result {out} has the "
+            f"dtype {dtype_text(out.dtype())}"
         )

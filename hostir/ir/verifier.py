@@ -282,8 +282,9 @@ class _Checker:
                 continue
             if ranks := {*mine.devices} ^ {*theirs.devices}:
                 raise VerifyError(
-                    f"the op uses {one} and {other}, but only one of these tensors is on "
-                    f"{ranks_text(sorted(ranks))}"
+                    f"the op uses {one} on {mine} and {other} on {theirs}, but only one of these "
+                    f"tensors is on {ranks_text(sorted(ranks))}, and this op moves no data between "
+                    "ranks"
                 )
 
     def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
@@ -526,8 +527,9 @@ class _Checker:
         if source not in self.known:
             raise VerifyError(f"{source} is used before it is allocated")
         if self.storage.shown_by(out) is not source:
+            others = {self.storage.shown_by(out), source} - {None}
             raise VerifyError(
-                f"{out} is made a view of two different tensors, one of which is {source}"
+                f"{out} is made a view of two different tensors: {', '.join(map(str, others))}"
             )
         if out.dtype() is not source.dtype():
             raise VerifyError(
@@ -632,10 +634,15 @@ class _Checker:
         if self.group is None:
             raise VerifyError("there is no StartCoalescing before this EndCoalescing")
         assert self.at is not None
-        libraries = {getattr(f.op, "backend", "") == PEER_COPIES for f in self.group}
-        if len(libraries) > 1:
+        backends = {getattr(f.op, "backend", ""): f.op for f in self.group}
+        others = [(name, op) for name, op in backends.items() if name != PEER_COPIES]
+        if others and len(others) < len(backends):
+            other, copies = others[0], backends[PEER_COPIES]
             raise VerifyError(
-                f"either all transfers of a group have backend={PEER_COPIES}, or none: found both"
+                f"{copies.name} at {self.line(copies)} has backend={PEER_COPIES}, but "
+                f"{other[1].name} at {self.line(other[1])}, in the same group, has "
+                f"backend={other[0]}: either all transfers of a group have "
+                f"backend={PEER_COPIES}, or none"
             )
         reads = tuple(t for f in self.group for t in f.reads)
         writes = tuple(t for f in self.group for t in f.writes)

@@ -350,7 +350,9 @@ BlockOf = Callable[[TensorView, ParallelType], Scalar]
 
 def _no_steps(tv: TensorView, ptype: ParallelType) -> Scalar:
     raise AssertionError(
-        f"{tv} has the stream axis {ptype.text}, but is computed outside of a stream loop"
+        f"internal error: {tv} has the stream axis {ptype.text}, but is computed outside of a "
+        "stream "
+        "loop. Please report this definition"
     )
 
 

@@ -379,7 +379,7 @@ def read_late_stream(late: str | int | None) -> str | int | None:
     is_number = type(late) is int and late >= 0
     if not is_number and late not in (None, "all", "entry"):
         raise ExecutionError(
-            f"late_stream={late!r} names no stream: pass the number of a stream (from 0), 'entry' "
+            f"late_stream={late!r} is not a stream: pass the number of a stream (from 0), 'entry' "
             "or 'all'"
         )
     return late

@@ -150,7 +150,8 @@ class Frame:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
             raise InputError(
-                f"{x} has no value, because no input binds {missing.args[0]}"
+                f"{x} has no value, because no input of the program determines "
+                f"{missing.args[0]}: define {missing.args[0]} as a scalar input"
             ) from None
         except (ArithmeticError, ValueError) as error:
             bound = ", ".join(f"{s} = {self.values[s]}" for s in sc.symbols(x))
@@ -233,8 +234,8 @@ class Frame:
             what = "elements" if part.chunks is None else "chunks"
             at = index if str(part.index) == str(index) else f"{part.index} = {index}"
             raise ExecutionError(
-                f"{op.name}: index {at} is outside of axis {part.axis} of {op.inputs[0]}, "
-                f"which has {limit} {what}{user_code(op.where)}"
+                f"{op.name}: index {at} is out of range: axis {part.axis} of {op.inputs[0]} has "
+                f"{limit} {what}, expected 0 <= index < {limit}{user_code(op.where)}"
             )
         return bounds(size, index, None if part.chunks is None else limit)
 

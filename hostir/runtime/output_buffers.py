@@ -58,7 +58,7 @@ def inputs_and_buffers(
     given = {v: t for v, t in values.items() if v not in program.inputs}
     for stranger in (v for v in given if v not in tensors):
         raise InputError(
-            f"{show(stranger)} is no tensor or scalar of this program: pass a value for each "
+            f"{show(stranger)} is not a tensor or scalar of this program: pass a value for each "
             "input, and buffers only for tensors of the program"
         )
     return inputs, {v: t for v, t in given.items() if isinstance(v, TensorView)}

@@ -328,7 +328,10 @@ class Control(ABC):
         """
         team = self._members(team, "agree")
         if len(digest) > 16:
-            raise CommunicationError(f"a digest has at most 16 bytes, found {len(digest)}")
+            raise CommunicationError(
+                "internal error: the hash by which ranks compare their programs must have at most "
+                f"16 bytes, but it has {len(digest)}. Please report the program and this message"
+            )
         if len(team) == 1:
             if error is not None:
                 raise error
@@ -347,7 +350,8 @@ class Control(ABC):
             raise ProgramMismatchError(
                 "the ranks are about to run different programs: "
                 + ", ".join(
-                    f"ranks {team_text(ranks)} have the digest {value}" for value, ranks in groups
+                    f"ranks {team_text(ranks)} have the program with the hash {value}"
+                    for value, ranks in groups
                 )
             )
 

@@ -800,8 +800,9 @@ class _View:
             return None
         if axis.number not in self._indices:
             raise UnsupportedError(
-                f"the device or stream axis {axis} of {self._tv} does not derive from its "
-                "logical axes"
+                f"the device or stream axis {axis} of {self._tv} cannot be computed from its "
+                "logical "
+                "axes: create the axis by splits and merges of logical axes"
             )
         index = self._indices[axis.number]
         # On a mesh dimension of one device the index is always 0.

@@ -231,17 +231,19 @@ class AttentionOp(LibraryOp):
             value = getattr(self, field)
             if value is not None and isinstance(value, Scalar) == (field in self.AXES):
                 kind = "tensor" if field in self.AXES else "scalar"
-                raise VerifyError(f"{self.name}: {field} must be a {kind}, got {value}")
+                raise VerifyError(f"{self.name}: {field} must be a {kind}, but it is {value}")
         for field, tv in self.tensors():
             letters = self.letters(field)
             if tv.ndim != len(letters):
                 raise VerifyError(
-                    f"{self.name}: {field} must have axes [{', '.join(letters)}], got {tv}"
+                    f"{self.name}: {field} must have the {len(letters)} axes "
+                    f"[{', '.join(letters)}], but {tv} has {tv.ndim} axes"
                 )
             known = self.DTYPES.get(field, (self._value("query").dtype(),))
             if tv.dtype() not in known:
                 raise VerifyError(
-                    f"{self.name}: {field} must be {' or '.join(map(dtype_text, known))}, got {tv}"
+                    f"{self.name}: {field} must have the dtype "
+                    f"{' or '.join(map(dtype_text, known))}, but {tv} is {dtype_text(tv.dtype())}"
                 )
 
 

@@ -10,7 +10,7 @@ yields NaN, or 0 for a dtype without NaN. No memory is read in this case.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from fuser.ir.dtypes import DataType, dtype_text
@@ -29,6 +29,20 @@ INDEX_DTYPES = (DataType.Int, DataType.Int32, DataType.Index)
 
 def _dtype_of(value: TensorView | Scalar) -> DataType:
     return value.dtype if isinstance(value, Scalar) else value.dtype()
+
+
+def _verify_index(name: str, index: TensorView | Scalar) -> None:
+    dtype = _dtype_of(index)
+    if dtype not in INDEX_DTYPES:
+        raise VerifyError(
+            f"{name}: the index must have the dtype Int or Int32, but {index} is "
+            f"{dtype_text(dtype)}"
+        )
+
+
+def _axis_counts(tensors: Sequence[TensorView]) -> str:
+    """Returns the number of axes of each tensor, for a message."""
+    return ", ".join(f"{tv} has {tv.ndim} axes" for tv in tensors)
 
 
 class LookupOp(TensorOp):
@@ -124,29 +138,32 @@ class LookupOp(TensorOp):
         Raises:
             VerifyError: a check fails.
         """
-        dtype = _dtype_of(self.index)
-        if dtype not in INDEX_DTYPES:
-            found = dtype_text(dtype)
-            raise VerifyError(
-                f"{self.name}: an index must be Int or Int32, got {found}: {self.index}"
-            )
+        _verify_index(self.name, self.index)
         if self.out.dtype() is not self.table.dtype():
-            raise VerifyError(f"{self.name}: {self.out} must have the dtype of {self.table}")
+            raise VerifyError(
+                f"{self.name}: the result {self.out} has the dtype "
+                f"{dtype_text(self.out.dtype())}, expected {dtype_text(self.table.dtype())}, the "
+                f"dtype of the table {self.table}"
+            )
         rank = self.table.ndim
         if not 0 <= self.axis < rank:
             raise VerifyError(
                 f"{self.name}: axis {self.axis} does not exist in {self.table}, which has {rank} "
                 "axes"
             )
+        if problem := self._wrong_operand():
+            raise VerifyError(f"{self.name}: {problem}")
         targets = {t for t in (*self.table_map(), *self.index_map()) if t is not None}
-        if targets != set(range(self.out.ndim)) or not self._ranks_agree():
+        if targets != set(range(self.out.ndim)):
+            index = f"the index {self.index} ({len(self.index_map())} axes)"
             raise VerifyError(
-                f"{self.name}: the number of axes of {self.out} does not match the numbers of "
-                f"axes of the table {self.table} and the index {self.index}"
+                f"{self.name}: the table {self.table} ({rank} axes) and {index} need a result with "
+                f"{len(targets)} axes, but {self.out} has {self.out.ndim} axes"
             )
 
-    def _ranks_agree(self) -> bool:
-        return True
+    def _wrong_operand(self) -> str:
+        """Returns what is wrong with the numbers of axes of table and index, or the empty text."""
+        return ""
 
 
 class SelectOp(LookupOp):
@@ -215,9 +232,11 @@ class IndexSelectOp(LookupOp):
         """
         return (self.dim,)
 
-    def _ranks_agree(self) -> bool:
-        """Returns whether the numbers of axes are correct: the index must have one axis."""
-        return self.index.ndim == 1
+    def _wrong_operand(self) -> str:
+        """Returns the problem of an index that does not have exactly one axis."""
+        if self.index.ndim == 1:
+            return ""
+        return f"the index must have 1 axis, but {self.index} has {self.index.ndim} axes"
 
 
 class EmbeddingFwdOp(LookupOp):
@@ -243,8 +262,11 @@ class EmbeddingFwdOp(LookupOp):
         """
         return (None, self.index.ndim)
 
-    def _ranks_agree(self) -> bool:
-        return self.table.ndim == 2
+    def _wrong_operand(self) -> str:
+        """Returns the problem of a table that does not have exactly two axes."""
+        if self.table.ndim == 2:
+            return ""
+        return f"the table must have 2 axes, but {self.table} has {self.table.ndim} axes"
 
 
 class _AlongAxisOp(LookupOp):
@@ -253,8 +275,14 @@ class _AlongAxisOp(LookupOp):
     Table and index have the same number of axes.
     """
 
-    def _ranks_agree(self) -> bool:
-        return self.index.ndim == self.table.ndim
+    def _wrong_operand(self) -> str:
+        """Returns the problem of an index and a table with different numbers of axes."""
+        if self.index.ndim == self.table.ndim:
+            return ""
+        return (
+            f"the index must have as many axes as the table, but {self.index} has "
+            f"{self.index.ndim} axes and {self.table} has {self.table.ndim} axes"
+        )
 
 
 class TakeAlongAxisOp(_AlongAxisOp):
@@ -415,15 +443,16 @@ class ScatterOp(LibraryOp):
         """
         tensors = [self.out, self.inp, self.index]
         tensors += [self.src] if not isinstance(self.src, Scalar) else []
-        if self.index.dtype() not in INDEX_DTYPES or not 0 <= self.dim < self.out.ndim:
+        _verify_index(self.name, self.index)
+        if not 0 <= self.dim < self.out.ndim:
             raise VerifyError(
-                f"scatter: expected an axis of {self.out} and an Int or Int32 index, got axis "
-                f"{self.dim} and {self.index}"
+                f"scatter: axis {self.dim} does not exist in the result {self.out}, which has "
+                f"{self.out.ndim} axes"
             )
         if len({tv.ndim for tv in tensors}) > 1:
             raise VerifyError(
-                "scatter: all tensors must have the same number of axes, got "
-                f"{', '.join(map(str, tensors))}"
+                "scatter: all tensors must have the same number of axes, but "
+                f"{_axis_counts(tensors)}"
             )
 
 
@@ -492,15 +521,20 @@ class IndexPutAccumulateOp(LibraryOp):
         Raises:
             VerifyError: a check fails.
         """
-        ranks = self.acc.ndim, self.value.ndim, self.out.ndim
-        if self.index.dtype() not in INDEX_DTYPES or self.index.ndim != 1 or len(set(ranks)) > 1:
+        _verify_index(self.name, self.index)
+        if self.index.ndim != 1:
             raise VerifyError(
-                f"{self.name}: acc, value and result must have the same number of axes, and the "
-                f"index must be Int or Int32 with one axis, got {self.acc}, {self.value}, "
-                f"{self.out} and {self.index}"
+                f"{self.name}: the index must have 1 axis, but {self.index} has "
+                f"{self.index.ndim} axes"
             )
-        if not self.acc.dtype() is self.value.dtype() is self.out.dtype() or not self.out.ndim:
+        tensors = [self.acc, self.value, self.out]
+        if len({tv.ndim for tv in tensors}) > 1 or not self.out.ndim:
             raise VerifyError(
-                f"{self.name}: acc, value and result must have the same dtype and at least one "
-                f"axis, got {self.acc}, {self.value} and {self.out}"
+                f"{self.name}: acc, value and result must have the same number of axes, at least "
+                f"1, but {_axis_counts(tensors)}"
+            )
+        if len({tv.dtype() for tv in tensors}) > 1:
+            found = ", ".join(f"{tv} is {dtype_text(tv.dtype())}" for tv in tensors)
+            raise VerifyError(
+                f"{self.name}: acc, value and result must have the same dtype, but {found}"
             )

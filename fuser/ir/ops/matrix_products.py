@@ -180,37 +180,53 @@ class ProductOp(LibraryOp):
         """
         for field, tv in self.tensors():
             self._verify_axes(field, tv)
-        scales = self.scale1, self.scale2, self.alpha, self.beta
-        if None in scales[:2] and any(tv is not None for tv in (*scales, self.bias)):
+        named = {f: getattr(self, f) for f in ("scale1", "scale2", "alpha", "beta", "bias")}
+        passed = [field for field, tv in named.items() if tv is not None]
+        scales = [(field, tv) for field, tv in named.items() if tv is not None and field != "bias"]
+        if passed and not {"scale1", "scale2"} <= set(passed):
+            missing = " and ".join(f for f in ("scale1", "scale2") if f not in passed)
             raise VerifyError(
-                f"{self.name} -> {self.out}: scale1 and scale2 must be passed together, and "
-                "alpha, bias and beta only with them"
+                f"{self.name} -> {self.out}: {', '.join(passed)} cannot be used without {missing}: "
+                "alpha, beta and bias need both scales, and each scale needs the other"
             )
         if not self.is_scaled:
             return
         if self.mat1.dtype() not in FACTORS or self.mat2.dtype() not in FACTORS:
             raise VerifyError(
                 f"{self.name}: scaled matrices must be Float8_e4m3fn or Float8_e5m2, got "
-                f"{self.mat1}, {self.mat2}"
+                f"mat1 {self.mat1} of {self.mat1.dtype().name} and mat2 {self.mat2} of "
+                f"{self.mat2.dtype().name}"
             )
-        if any(tv is not None and tv.dtype() is not DataType.Float for tv in scales):
+        for field, tv in scales:
+            if tv.dtype() is not DataType.Float:
+                raise VerifyError(
+                    f"{self.name} -> {self.out}: {field} must have the dtype Float, but {tv} is "
+                    f"{tv.dtype().name}"
+                )
+        if not is_floating(self.out.dtype()):
             raise VerifyError(
-                f"{self.name} -> {self.out}: scale1, scale2, alpha and beta must be Float"
+                f"{self.name}: the result must have a floating dtype, but {self.out} is "
+                f"{self.out.dtype().name}"
             )
-        if not is_floating(self.out.dtype()) or (self.beta is not None and self.bias is None):
+        if self.beta is not None and self.bias is None:
             raise VerifyError(
-                f"{self.name} -> {self.out}: the result must have a floating dtype, and beta can "
-                "only be passed with a bias"
+                f"{self.name} -> {self.out}: beta {self.beta} scales a bias, but no bias is passed"
             )
 
     def _verify_axes(self, field: str, tv: TensorView) -> None:
         known = self.matrices(self.mat1, self.mat2)
         forms = {len(known[field]): known[field]} if field in known else self.SCALES[field]
         axes = zip(tv.domain.no_reductions, forms.get(tv.ndim, "1" * tv.ndim), strict=True)
-        has_more = any(c == "1" and not _is_one(axis) for axis, c in axes)
-        if has_more or (tv.ndim not in forms and field in (*known, "bias")):
+        large = [k for k, (axis, c) in enumerate(axes) if c == "1" and not _is_one(axis)]
+        if large or (tv.ndim not in forms and field in (*known, "bias")):
             wanted = " or ".join(f"[{', '.join(f)}]" for f in forms.values())
-            raise VerifyError(f"{self.name}: {field} must have axes {wanted or '[]'}, got {tv}")
+            one = "one element" if field in self.SCALES and field != "bias" else ""
+            expected = " or ".join(filter(None, (wanted and f"the axes {wanted}", one)))
+            more = f", and axis {large[0]} does not have size 1" if large else ""
+            raise VerifyError(
+                f"{self.name}: {field} must have {expected or 'no axes'}, but {tv} has {tv.ndim} "
+                f"axes{more}"
+            )
 
 
 class GroupedMmaOp(ProductOp):
@@ -297,16 +313,21 @@ class GroupedMmaOp(ProductOp):
         """
         if (self.mat1.ndim, self.mat2.ndim) not in self.FORMS:
             raise VerifyError(
-                "grouped_mm: the matrices must have 2 and 2, 2 and 3, or 3 and 2 axes, got "
-                f"{self.mat1} and {self.mat2}"
+                "grouped_mm: mat1 and mat2 must have 2 and 2, 2 and 3, or 3 and 2 axes, but "
+                f"{self.mat1} has {self.mat1.ndim} axes and {self.mat2} has {self.mat2.ndim} axes"
             )
         super().verify()
-        same = self.is_scaled or self.mat1.dtype() is self.mat2.dtype() is self.out.dtype()
-        if not same or self.offsets.dtype() is not DataType.Int32:
-            found = ", ".join(str(tv) for _, tv in self.tensors())
+        matrices = (self.mat1, self.mat2, self.out)
+        if not self.is_scaled and len({tv.dtype() for tv in matrices}) > 1:
+            found = ", ".join(f"{tv} is {tv.dtype().name}" for tv in matrices)
             raise VerifyError(
-                "grouped_mm: the matrices must have the same dtype and the offsets Int32, got "
-                f"{found}"
+                "grouped_mm: without scales, mat1, mat2 and the result must have the same dtype, "
+                f"but {found}"
+            )
+        if self.offsets.dtype() is not DataType.Int32:
+            raise VerifyError(
+                f"grouped_mm: offsets must have the dtype Int32, but {self.offsets} is "
+                f"{self.offsets.dtype().name}"
             )
 
 
@@ -428,13 +449,20 @@ class GroupedScalesOp(LibraryOp):
         Raises:
             VerifyError: a check fails.
         """
-        offsets = self.input_offsets, self.output_offsets
-        if any(tv.ndim != 1 or tv.dtype() is not DataType.Int32 for tv in offsets):
+        for field in ("input_offsets", "output_offsets"):
+            tv = getattr(self, field)
+            if tv.ndim != 1 or tv.dtype() is not DataType.Int32:
+                raise VerifyError(
+                    f"{self.name}: {field} must have 1 axis and the dtype Int32, but {tv} has "
+                    f"{tv.ndim} axes and the dtype {tv.dtype().name}"
+                )
+        for field, tv in (("operand", self.inp), ("result", self.out)):
+            if tv.ndim != 2:
+                raise VerifyError(
+                    f"{self.name}: the {field} must have 2 axes, but {tv} has {tv.ndim} axes"
+                )
+        if self.inp.dtype() is not self.out.dtype():
             raise VerifyError(
-                f"{self.name}: offsets must be Int32 with one axis, got {offsets[0]}, {offsets[1]}"
-            )
-        if self.inp.ndim != 2 or self.out.ndim != 2 or self.inp.dtype() is not self.out.dtype():
-            raise VerifyError(
-                f"{self.name}: operand and result must be matrices of one dtype, got {self.inp} -> "
-                f"{self.out}"
+                f"{self.name}: operand and result must have the same dtype, but {self.inp} is "
+                f"{self.inp.dtype().name} and {self.out} is {self.out.dtype().name}"
             )

@@ -293,12 +293,19 @@ class RandomOp(TensorOp):
             VerifyError: a check fails.
         """
         rank = self.out.ndim
-        are_pairs = (self.a is None, self.seed is None) == (self.b is None, self.offset is None)
-        if not are_pairs or len(self.shape) != rank or len(self.begin) not in (0, rank):
-            raise VerifyError(
-                f"{self.kind}: shape {self.shape} and begin {self.begin} must have one entry per "
-                f"axis of {self.out}; a and b, and seed and offset, must be passed together"
-            )
+        for field, sizes in (("shape", self.shape), ("begin", self.begin)):
+            if len(sizes) != rank and (sizes or field == "shape"):
+                raise VerifyError(
+                    f"{self.kind}: {field} must have one entry for each of the {rank} axes of "
+                    f"{self.out}, but it has {len(sizes)}: [{', '.join(map(str, sizes))}]"
+                )
+        for first, second in (("a", "b"), ("seed", "offset")):
+            absent = [f for f in (first, second) if getattr(self, f) is None]
+            if len(absent) == 1:
+                raise VerifyError(
+                    f"{self.kind} of {self.out}: {first} and {second} must be passed together, but "
+                    f"{absent[0]} is missing"
+                )
 
 
 # ------------------------------------------------------------------ copies and views
@@ -435,7 +442,10 @@ class BroadcastOp(TensorOp):
         """
         kept, have = self.flags.count(False), len(self.inp.domain.no_reductions)
         if kept != have:
-            raise VerifyError(f"broadcast: flags keep {kept} axes, but {self.inp} has {have} axes")
+            raise VerifyError(
+                f"broadcast: the number of False flags, {kept}, must be the number of axes of "
+                f"{self.inp}, {have}"
+            )
 
 
 class SqueezeOp(TensorOp):
@@ -686,14 +696,17 @@ class LinearOp(Contraction):
         axes = self.out.domain.maybe_root
         has_k = bool(axes) and axes[-1].kind is IterType.reduction
         rank = self.x.ndim + self.weight.ndim - 2
-        if len(axes) - has_k != rank or not self.weight.ndim:
+        if not self.weight.ndim:
+            raise VerifyError(f"linear: weight [*w, n, k] needs axes, but {self.weight} has none")
+        if len(axes) - has_k != rank:
             raise VerifyError(
-                f"linear: x [*i, k] and weight [*w, n, k] need a result [*w, *i, n], got {self.x}, "
-                f"{self.weight} -> {self.out}"
+                f"linear: x {self.x} [*i, k] and weight {self.weight} [*w, n, k] need a result "
+                f"[*w, *i, n] with {rank} axes, but {self.out} has {len(axes) - has_k} axes"
             )
         if self.bias is not None and self.bias.ndim != self.weight.ndim - 1:
             raise VerifyError(
-                f"linear: weight [*w, n, k] needs a bias [*w, n], got {self.weight}, {self.bias}"
+                f"linear: weight {self.weight} [*w, n, k] needs a bias [*w, n] with "
+                f"{self.weight.ndim - 1} axes, but {self.bias} has {self.bias.ndim} axes"
             )
 
     def axis_map(self, operand_index: int) -> AxisMap:
@@ -762,11 +775,17 @@ class SliceOp(TensorOp):
             VerifyError: a check fails.
         """
         axes, steps = self.inp.ndim, self.ranges[2::3]
-        if len(self.ranges) != 3 * axes or any(sc.int_value(step) != 1 for step in steps):
+        if len(self.ranges) != 3 * axes:
             raise VerifyError(
-                f"slice: expected (start, stop, 1) for each of the {axes} axes of the operand, got "
-                f"{self}"
+                f"slice: start, stop and step are needed for each of the {axes} axes of the "
+                f"operand, which are {3 * axes} numbers, but there are {len(self.ranges)}:\n{self}"
             )
+        for k, step in enumerate(steps):
+            if sc.int_value(step) != 1:
+                raise VerifyError(
+                    f"slice: the step of each axis must be 1, but that of axis {k} is {step}:\n"
+                    f"{self}"
+                )
 
 
 class PadOp(TensorOp):
@@ -817,7 +836,8 @@ class PadOp(TensorOp):
         """
         if len(self.widths) != 2 * self.inp.ndim:
             raise VerifyError(
-                f"pad: expected two widths for each of the {self.inp.ndim} axes, got {self}"
+                f"pad: expected two widths for each of the {self.inp.ndim} axes of {self.inp}, "
+                f"got {len(self.widths)} widths:\n{self}"
             )
 
     def template(self) -> str:

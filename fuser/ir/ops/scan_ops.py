@@ -64,16 +64,20 @@ class AlongAxisOp(LibraryOp):
             VerifyError: a check fails.
         """
         rank = self.inp.ndim
-        if not 0 <= self.dim < rank or any(out.ndim != rank for out in self.outputs):
-            outs = ", ".join(map(str, self.outputs))
+        if not 0 <= self.dim < rank:
             raise VerifyError(
-                f"{self.name} along axis {self.dim} of {self.inp}: the axis must exist, and the "
-                f"results must have {rank} axes, got {outs}"
+                f"{self.name}: axis {self.dim} does not exist in {self.inp}, which has {rank} axes"
             )
         for out, dtype in zip(self.outputs, self.dtypes(), strict=True):
+            if out.ndim != rank:
+                raise VerifyError(
+                    f"{self.name} of {self.inp}: each result must have {rank} axes, as many as the "
+                    f"operand, but {out} has {out.ndim} axes"
+                )
             if out.dtype() is not dtype:
                 raise VerifyError(
-                    f"{self.name} of {self.inp}: the result must be {dtype.name}, got {out}"
+                    f"{self.name} of {self.inp}: the result must have the dtype {dtype.name}, but "
+                    f"{out} is {out.dtype().name}"
                 )
 
     def dtypes(self) -> tuple[DataType, ...]:

@@ -163,7 +163,9 @@ def _text(x: Scalar, names: Mapping[Scalar, str], named: Callable[[object], str]
         case Apply():
             return _call(x, names, named)
         case _:
-            raise AssertionError(f"expected a scalar, got {x}")
+            raise AssertionError(
+                f"internal error: {x} is not a scalar expression. Please report this definition"
+            )
 
 
 def _cast(x: Apply, names: Mapping[Scalar, str], named: Callable[[object], str]) -> str:

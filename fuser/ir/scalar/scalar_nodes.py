@@ -690,7 +690,11 @@ def _pieces(x: Scalar) -> list[Scalar | str]:
         case Poly():
             return _sum_pieces(x)
         case _:
-            raise AssertionError(f"no text for a {type(x).__name__}")
+            raise AssertionError(
+                f"internal error: a scalar of the class {type(x).__name__} cannot be printed. "
+                "Please "
+                "report this definition"
+            )
 
 
 def _sum_pieces(x: Poly) -> list[Scalar | str]:

@@ -123,7 +123,11 @@ class Hoister:
                     self._inside(statement.otherwise)
                 return statement
             case Unswitch():
-                raise AssertionError("expand_unswitch must run before hoisting")
+                raise AssertionError(
+                    "internal error: the lowering pass hoist has found an Unswitch statement, "
+                    "which "
+                    "the pass expand_unswitch must replace before. Please report this definition"
+                )
             case _:
                 return map_statement(statement, self.rewrite, self._value)
 

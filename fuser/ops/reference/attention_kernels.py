@@ -879,7 +879,11 @@ def _is_broadcast_to(bias: Tensor, given: Given) -> bool:
 def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = [list(t.shape) for t in (query, key, value)]
-        raise InputError(f"{call.name}: query, key and value do not fit together: {shapes}")
+        raise InputError(
+            f"{call.name}: query and key must have the same last size, and key and value the same "
+            f"number of positions (the size before), but query has the shape {shapes[0]}, key "
+            f"{shapes[1]} and value {shapes[2]}"
+        )
     if call.heads_per_key is not None:
         for name, t in (("key", key), ("value", value)):
             if query.shape[-3] != call.heads_per_key * t.shape[-3]:

@@ -704,7 +704,8 @@ class Synchronize(StreamOp):
         near = get_close_matches(name, sorted(program.streams), n=1, cutoff=0.4)
         advice = f"; did you mean Stream {near[0]}?" if near else ""
         raise VerifyError(
-            f"no GetCurrentStream or SetCurrentStream of the program names Stream {name}{advice}"
+            f"the op waits for Stream {name}, but the program has no GetCurrentStream that returns "
+            f"this stream, and no SetCurrentStream that selects it{advice}"
         )
 
 

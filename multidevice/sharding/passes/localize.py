@@ -67,7 +67,9 @@ def localize(
     for op in fusion.exprs:
         if isinstance(op, Reshard):
             raise ShardingError(
-                f"the fusion of one device cannot contain a communication, found\n{op}"
+                "internal error: the part of a definition that runs on one device without "
+                "communication contains an op that moves data between devices. Please report the "
+                f"definition and this op:\n{op}"
             )
     held = {*fusion.inputs, *fusion.outputs}
     for tv, twin in twins.items():

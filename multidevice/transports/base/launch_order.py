@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fuser.runtime.graph_memory import status_text
 from fuser.support.errors import CommunicationError, UnsupportedError
 from multidevice.transports.base.checked_backend import stream_at
 
@@ -249,7 +250,10 @@ class CudaDriver:
             call: Callable[..., int] = getattr(self._library, name)
             status = call(*args)
         if status:
-            raise CommunicationError(f"the CUDA driver call {name} failed with status {status}")
+            raise CommunicationError(
+                "the order of communications on the GPU cannot be kept: the CUDA driver call "
+                f"{name} failed with {status_text(self._library, status)}"
+            )
 
 
 def _handles(values: Sequence[int]) -> Any:

@@ -264,19 +264,19 @@ def test_refusals() -> None:
             (DtypeError, "a floating dtype", (a, b), {**scales, "dtype": D.Int}),
             (
                 UnsupportedError,
-                r"one element or the axes \[1, n\] or \[g, 1, n\] for scale2",
+                r"scale2 must have one element or the axes \[1, n\] or \[g, 1, n\]",
                 (a, b),
                 {**scales, "scale2": x},
             ),
             (
                 UnsupportedError,
-                r"one element or the axes \[g\] for alpha",
+                r"alpha must have one element or the axes \[g\]",
                 (a, b),
                 {**scales, "alpha": x},
             ),
             (
                 DefinitionError,
-                r"Expected bias \[n\] or \[m, n\] or \[g, m, n\]",
+                r"bias must have the axes \[n\] or \[m, n\] or \[g, m, n\]",
                 (a, b),
                 {**scales, "bias": one},
             ),
@@ -286,13 +286,13 @@ def test_refusals() -> None:
                 (a, b),
                 {**scales, "alpha": three},
             ),
-            (DefinitionError, "Expected two matrices", (b, b), scales),
+            (DefinitionError, "mat1 and mat2 must be two matrices", (b, b), scales),
         ]
         for error, match, (mat1, mat2), more in cases:
             with pytest.raises(error, match=f"grouped_mm: .*{match}|{match} in grouped_mm"):
                 fd.ops.grouped_mm(mat1, mat2, ends, **more)
         for other in (c, x):
-            with pytest.raises(DtypeError, match="grouped_mm: Expected offsets of one axis"):
+            with pytest.raises(DtypeError, match="grouped_mm: offsets must have 1 axis"):
                 fd.ops.grouped_mm(a, b, other, **scales)
 
 

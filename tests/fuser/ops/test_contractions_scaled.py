@@ -201,18 +201,18 @@ def test_refusals() -> None:
             (DtypeError, "Expected scale1 of dtype Float", lambda: ops.scaled_mm(a, b, a, one)),
             (
                 UnsupportedError,
-                r"Expected one element or the axes \[1, n\] for scale2",
+                r"scale2 must have one element or the axes \[1, n\]",
                 lambda: ops.scaled_mm(a, b, one, x),
             ),
             (
                 UnsupportedError,
-                "Expected one element for alpha",
+                "alpha must have one element",
                 lambda: ops.scaled_mm(a, b, one, one, alpha=c),
             ),
             (DtypeError, "a floating dtype", lambda: ops.scaled_mm(a, b, one, one, dtype=D.Int)),
             (
                 DefinitionError,
-                r"Expected bias \[n\] or \[m, n\]",
+                r"bias must have the axes \[n\] or \[m, n\]",
                 lambda: ops.scaled_mm(a, b, one, one, bias=one),
             ),
         ]

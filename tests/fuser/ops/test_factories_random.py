@@ -135,12 +135,24 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], type[FuserError], str]] = {
             0, 1, [4], rng_seed=define_scalar(None), rng_offset=define_scalar(None)
         ),
         DtypeError,
-        "is double, but seeds and offsets are integers",
+        "rng_seed and rng_offset must be integers, but .* is double",
     ),
     "a negative size": (lambda x, n: ops.uniform(0, 1, [4, -1]), DefinitionError, "below 0"),
-    "bounds": (lambda x, n: ops.uniform(1.0, 0.5, [4]), DefinitionError, "above maxval"),
-    "a deviation": (lambda x, n: ops.normal(0.0, -1.0, [4]), DefinitionError, "std -1.0 is below"),
-    "a flag": (lambda x, n: ops.uniform(False, True, [4]), DtypeError, "not a real number"),
+    "bounds": (
+        lambda x, n: ops.uniform(1.0, 0.5, [4]),
+        DefinitionError,
+        "minval must be at most maxval, but 1.0 > 0.5",
+    ),
+    "a deviation": (
+        lambda x, n: ops.normal(0.0, -1.0, [4]),
+        DefinitionError,
+        "std must be at least 0, got -1.0",
+    ),
+    "a flag": (
+        lambda x, n: ops.uniform(False, True, [4]),
+        DtypeError,
+        "must be real numbers, but false is bool",
+    ),
     "a tensor": (lambda x, n: ops.uniform(x, 1.0, [4]), FuserError, "minval"),
     "fp8": (
         lambda x, n: ops.uniform(0, 1, [4], dtype=D.Float8_e4m3fn),

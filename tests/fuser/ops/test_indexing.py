@@ -558,11 +558,11 @@ def test_refused() -> None:
                 function(x, no_index, 0)
             with pytest.raises(DefinitionError, match="Tried to access out of boundary index 2"):
                 function(x, index, 2)
-            with pytest.raises(DefinitionError, match="Expected"):
+            with pytest.raises(DefinitionError, match=r"the index must have|same number of axes"):
                 function(x, i2 if op == "index_select" else i1, 0)
-        with pytest.raises(DefinitionError, match="has no axis to look up"):
+        with pytest.raises(DefinitionError, match="the operand needs at least 1 axis"):
             fd.ops.index_select(scalar, i1, 0)
-        with pytest.raises(DefinitionError, match="Expected a weight of rank 2"):
+        with pytest.raises(DefinitionError, match=r"weight must have 2 axes, but T.* has 1"):
             fd.ops.embedding_fwd(i1, i1)
         norm = fd.define_scalar(2.0)
         whole = fd.define_tensor([-1, -1], dtype=DataType.Int)
@@ -572,13 +572,15 @@ def test_refused() -> None:
             fd.ops.embedding_fwd(i1, x, padding_idx="1")  # pyright: ignore[reportArgumentType]
         with pytest.raises(FuserError, match="index"):
             fd.ops.select(x, 1.5, 0)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(DtypeError, match="select: Expected an integer"):
+        with pytest.raises(DtypeError, match="select: the index must be an integer"):
             fd.ops.select(x, norm, 0)
-        with pytest.raises(DtypeError, match="scatter: Expected one dtype"):
+        with pytest.raises(DtypeError, match="scatter: arg and src must have the same dtype"):
             fd.ops.scatter(x, i2, i2, 0)
-        with pytest.raises(DtypeError, match="scatter: Expected a number of the same category"):
+        with pytest.raises(DtypeError, match="scatter: src must be a number of the same category"):
             fd.ops.scatter(i2, i2, norm, 0)
-        with pytest.raises(DefinitionError, match="Expected operands of one rank"):
+        with pytest.raises(
+            DefinitionError, match="must have the same number of axes, but have 2 and 1"
+        ):
             fd.ops.scatter(x, i1, norm, 0)
         static = fd.define_tensor([4, 5])
         with pytest.raises(DefinitionError, match="select: index 5 is outside of axis 1"):

@@ -110,11 +110,13 @@ def test_view_errors() -> None:
             ops.squeeze(ops.expand(x, [-1, 5, 4]), [1])
         with pytest.raises(DefinitionError, match="Invalid expand size, 5, for"):
             ops.expand(x, [-1, 1, 5])
-        with pytest.raises(DefinitionError, match="flags are False"):
+        with pytest.raises(
+            DefinitionError, match=r"number of False flags, 1 of 2, .* axes of T0.*, 3"
+        ):
             ops.broadcast(x, [True, False])
         with pytest.raises(DefinitionError, match="is specified more than once"):
             ops.broadcast_in_dim(x, [2, 3, 4], [0, 0, 1])
-        with pytest.raises(DefinitionError, match="not a permutation"):
+        with pytest.raises(DefinitionError, match="dims must contain each of the 3 axes"):
             ops.permute(x, [0, 0, 1])
         assert ops.broadcast(x, [False] * 3) is x
         assert isinstance(ops.expand(x, [-1, -1, 4]).definition(), LoadStoreOp)
@@ -237,9 +239,9 @@ def test_cat_manual_padding_and_errors() -> None:
         a, b = define_tensor([3, 4]), define_tensor([3, 5])
         with pytest.raises(DefinitionError, match="Expected sizes to match"):
             ops.cat([a, b], 0)
-        with pytest.raises(DtypeError, match="Expected one dtype"):
+        with pytest.raises(DtypeError, match="all tensors must have the same dtype"):
             ops.cat([a, ops.cast(b, D.Half)], 1)
-        with pytest.raises(DefinitionError, match="Expected one rank"):
+        with pytest.raises(DefinitionError, match="all tensors must have the same number of axes"):
             ops.cat([a, define_tensor([3])], 0)
         with pytest.raises(UnsupportedError, match="manual_padding"):
             ops.cat([a, b], 1, True)
@@ -355,14 +357,14 @@ def test_contraction_errors_and_domains() -> None:
         made = [(a.kind.value, str(a.extent)) for a in ops.linear(a, batch).domain.logical]
         assert made == [("i", "2"), ("i", "i0"), ("i", "5"), ("r", "4")]
         with pytest.raises(
-            DefinitionError, match=r"bias must have 2 axes, as T\d.* has, but it is T\d"
+            DefinitionError, match=r"bias must have 2 axes, one less than T\d.*, but T\d.* has 1"
         ):
             ops.linear(a, batch, define_tensor([5]))
-        with pytest.raises(DefinitionError, match=r"bias must have 1 axis, but it is T\d"):
+        with pytest.raises(DefinitionError, match=r"bias must have 1 axis, but T\d"):
             ops.linear(a, b, define_tensor([2, 5]))
         with pytest.raises(DefinitionError, match="Expected sizes to match"):
             ops.linear(a, batch, define_tensor([3, 5]))
-        with pytest.raises(DefinitionError, match="rank of at least 1"):
+        with pytest.raises(DefinitionError, match=r"at least 1 axis, but T.* has 0"):
             ops.matmul(a, define_tensor([]))
 
 

@@ -284,12 +284,14 @@ def test_refused() -> None:
         one, half = fd.define_scalar(1, DataType.Int), fd.define_scalar(0.5)
         for name in SCANS:
             function = getattr(fd.ops, name)
-            with pytest.raises(DtypeError, match=f"{name}: Expected numbers, but T1_g_bool"):
+            with pytest.raises(
+                DtypeError, match=f"{name}: the operand must have a dtype of numbers, but T1_g_bool"
+            ):
                 function(flags, 0)
             with pytest.raises(DefinitionError, match=f"{name}: Tried to access out of boundary"):
                 function(x, 2)
             with pytest.raises(
-                DtypeError, match=f"{name}: Expected an init of the same category as T0"
+                DtypeError, match=f"{name}: init must be of the same category .* as T0"
             ):
                 function(x, 1, one)
             with pytest.raises(ArgumentError, match="init: expected a scalar or a number"):
@@ -299,7 +301,7 @@ def test_refused() -> None:
             fd.ops.cumsum(counts, 0, fd.define_scalar(2**40, DataType.Int))
         with pytest.raises(DefinitionError, match="argsort: Tried to access out of boundary"):
             fd.ops.argsort(x, -3)
-        with pytest.raises(DtypeError, match="topk: Expected numbers"):
+        with pytest.raises(DtypeError, match="topk: the operand must have a dtype of numbers"):
             fd.ops.topk(flags, one)
         with pytest.raises(TypeError, match="k: expected a scalar"):
             fd.ops.topk(x, 2.5)  # pyright: ignore[reportArgumentType]
@@ -309,7 +311,7 @@ def test_refused() -> None:
             fd.ops.topk(x, fd.define_scalar(5, DataType.Int))
         with pytest.raises(DefinitionError, match=r"topk: .*k = -1 of axis 0 of T0"):
             fd.ops.topk(x, fd.define_scalar(-1, DataType.Int), 0)
-        with pytest.raises(DefinitionError, match="has no axis to choose from"):
+        with pytest.raises(DefinitionError, match="the operand needs at least 1 axis"):
             fd.ops.topk(fd.define_tensor([]), one)
 
 

@@ -208,7 +208,7 @@ def test_a_bound_that_nothing_binds_is_named() -> None:
         with hic.loop(n):
             hic.append(Wait(number=1))
     for domain in (OneRank({}), AllRanks((0,), {})):
-        with pytest.raises(InputError, match="no input binds"):
+        with pytest.raises(InputError, match="no input of the program determines"):
             Noting(domain, [0]).run(hic.ops)
 
 

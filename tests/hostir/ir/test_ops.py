@@ -152,7 +152,7 @@ def test_what_an_op_leaves_out_follows_from_its_effects() -> None:
     first = FirstRow(row, x)
     assert first.work(shapes.__getitem__) is None
     first.check_shapes({})
-    with pytest.raises(VerifyError, match=r"does not fit .*extents 6 and 7"):
+    with pytest.raises(VerifyError, match=r"must have the same size.*extent 6 and extent 7"):
         FirstRow(longer, x).check_shapes({})
 
     announced = Announced(y, x)

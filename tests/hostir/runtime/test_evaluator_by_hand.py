@@ -176,7 +176,7 @@ def test_what_the_caller_binds_is_checked() -> None:
         ({**good, out: torch.zeros(5, 5)}, "T2"),
         ({**good, out: torch.zeros(5, 4, dtype=torch.float64)}, "T2"),
         ({**good, out: 3.0}, "T2"),
-        ({**good, stranger: torch.zeros(5, 4)}, "no tensor or scalar of this program"),
+        ({**good, stranger: torch.zeros(5, 4)}, "is not a tensor or scalar of this program"),
     ):
         with pytest.raises(InputError, match=words):
             evaluator.run_with_input(wrong)
@@ -327,7 +327,9 @@ def test_an_index_outside_is_named_and_the_next_run_is_right() -> None:
             for n in (1, 4):
                 assert torch.equal(method([n, x])[0], x[n - 1])
             for n in (0, 5):
-                words = rf"HirAliasSelect: index \( i0 - 1 \) = {n - 1} is outside of axis 0.* 4 el"
+                words = (
+                    rf"HirAliasSelect: index \( i0 - 1 \) = {n - 1} is out of range: axis 0 .* 4 el"
+                )
                 with pytest.raises(ExecutionError, match=words):
                     method([n, x])
                 assert evaluator.current_stream() == "entry"

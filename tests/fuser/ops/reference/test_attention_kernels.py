@@ -326,7 +326,7 @@ def test_a_bias_with_more_digits_is_not_rounded(kernels: Kernels) -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, v = draw([(1, 2, 4, 8), (1, 2, 4, 6), (1, 2, 4, 8)])
-    with pytest.raises(InputError, match="sdpfa_fwd: query, key and value do not fit"):
+    with pytest.raises(InputError, match="sdpfa_fwd: query and key must have the same last size"):
         forward(Attention("sdpfa_fwd", 0.0, False, None), (q, k, v), None, None)
 
 
