@@ -47,11 +47,10 @@ def mapped_axes(
 
 
 def alike_axes(op: TensorOp, operand_index: int, out: TensorView) -> tuple[AxisPair, ...]:
-    """Returns `mapped_axes`, extended by pairs of axes that must be split over devices in the same
-    way.
+    """Returns the pairs (operand axis, result axis) that devices must split in the same way.
 
-    Each pair is (operand axis, result axis). The two axes of an additional pair have different
-    sizes, such as the heads of queries and the fewer heads of keys in an attention.
+    These are the pairs of `mapped_axes`, and pairs of axes of different sizes, such as the heads of
+    queries and the fewer heads of keys in an attention. The operand is `op.inputs[operand_index]`.
     """
     return _pairs(op, operand_index, out, op.alike_map(operand_index, out))
 
@@ -124,23 +123,25 @@ class AxisGraph:
         self._close()
 
     def find(self, axis: Axis | IterDomain) -> int:
-        """Returns the smallest axis number of the axes that are the same as `axis`.
+        """Returns the smallest number of all axes that are the same axis as `axis`.
 
-        Equal numbers mean the same axis.
+        Two axes are the same if the results are equal.
         """
         return self._find(axis.number)
 
     def mapped(self, a: Axis | IterDomain, b: Axis | IterDomain) -> bool:
-        """Returns whether two axes are certainly the same axis: ops relate position k to position
-        k.
+        """Returns whether two axes are certainly the same axis.
+
+        For example, an elementwise op computes position k of its result from position k of its
+        operand.
         """
         return self._find(a.number) == self._find(b.number)
 
     def concretized(self, axis: Axis | IterDomain) -> frozenset[int]:
-        """Returns the axes along which ops repeat the broadcast axis `axis`, possibly after several
-        ops.
+        """Returns the axes along which ops repeat the broadcast axis `axis`.
 
-        Each is represented by the smallest number of the axes that are the same.
+        The repetition may take several ops. Of axes that are the same, only the smallest number is
+        returned.
         """
         seen: set[int] = set()
         todo = [self._find(axis.number)]
@@ -155,23 +156,23 @@ class AxisGraph:
         return frozenset(seen)
 
     def has(self, axis: Axis | IterDomain) -> bool:
-        """Returns whether the axis existed when the graph was built. Only then can the graph be
-        asked.
+        """Returns whether the axis existed when the graph was built.
+
+        Otherwise, the graph cannot answer questions about it.
         """
         return axis.number in self._axes
 
     def join(self, a: Axis | IterDomain, b: Axis | IterDomain) -> None:
-        """States that two axes are the same. Equal splits or merges of both then derive the same
-        axes, too.
+        """States that two axes are the same. Equal splits or merges of both then result in equal
+        axes.
         """
         self._union(a.number, b.number)
         self._close()
 
     def classes(self) -> list[tuple[int, ...]]:
-        """Returns the axes in groups, each with the numbers of axes that are the same, in ascending
-        order.
+        """Returns one tuple per group of axes that are the same: their numbers in ascending order.
 
-        The groups are sorted by their first number.
+        The tuples are sorted by their first number.
         """
         found: dict[int, list[int]] = {}
         for number in sorted(self._axes):

@@ -30,8 +30,7 @@ Values = dict[Symbol, Number]
 
 @record
 class _Axis:
-    """One axis of an input: its position, its extent, and the number of devices over which it is
-    split.
+    """One axis of an input: its position, its extent, and over how many devices it is split.
 
     In the extent, each symbol is replaced by the one symbol that stands for all equal ones.
     """
@@ -55,8 +54,7 @@ class _Axis:
 
 
 class Binder:
-    """Computes the values of the symbols (`i0`, `i1`, ..) of one fusion from the arguments of a
-    call.
+    """Computes the values of the symbols (`i0`, `i1`, ..) of one fusion from a call's arguments.
 
     - `declared` has the tensors and scalars to which the arguments of `bind` belong. By default,
       they are the fusion's inputs.
@@ -149,8 +147,7 @@ class Binder:
         return values
 
     def _make_at_once(self) -> Callable[[Sequence[Argument]], Values | None]:
-        """Compiles a fast version of `bind`: one Python function that computes the values of all
-        symbols.
+        """Compiles a fast version of `bind`: one Python function that computes all symbols.
 
         The function takes the arguments of a call. It returns None if some equality does not hold,
         or if some symbol cannot be computed from sizes that come before it. `bind` then computes
@@ -260,10 +257,9 @@ class Binder:
                 )
 
     def _shard_hint(self, axis: _Axis, values: Values) -> str:
-        """Returns a hint for an error message: which shape each rank must pass for an input that is
-        split.
+        """Returns a hint for an error message: the shape that each rank must pass for an input.
 
-        Returns "" if the axis `axis` is not split over devices.
+        Returns "" if the axis `axis` of the input is not split over devices.
         """
         if axis.blocks == 1:
             return ""
@@ -585,8 +581,7 @@ class Contents:
         return found if any(found) else ()
 
     def glance(self, arguments: Sequence[object]) -> Callable[[Any], tuple[int, ...] | None] | None:
-        """Compiles a fast version of `check`. Returns None if there are numbers among the
-        arguments.
+        """Compiles a fast version of `check`, or returns None if some argument is a number.
 
         The compiled function takes the arguments of a call and returns their places, as `check`
         does. It returns None if the arguments may need another program than `arguments`, or if

@@ -69,8 +69,7 @@ def _(fusion: Fusion) -> Hashable:
 
 
 def without_names(fusion: Fusion) -> Fusion:
-    """Returns a copy of a fusion with new numbers and without meshes that ops copied to their
-    results.
+    """Returns a copy of a fusion with new numbers, and without meshes that ops copied to results.
 
     Copies of equal fusions have equal texts, in whatever order their tensors were annotated.
     """
@@ -175,11 +174,10 @@ def equal_ops(a: Op, b: Op) -> bool:
 
 
 def equal_fusions(a: Fusion, b: Fusion) -> bool:
-    """Returns whether two fusions have equal inputs, outputs, ops, tensors and equalities of
-    extents.
+    """Returns whether two fusions have equal inputs, outputs, updates of inputs, ops and tensors.
 
-    The numbers of tensors and axes must be equal, too (unlike for `Fusion.__eq__`). Updates of
-    inputs must also be equal.
+    The equalities of extents, and the numbers of tensors and axes, must be equal, too.
+    `Fusion.__eq__` ignores numbers.
     """
     return fusion_key(a) == fusion_key(b)
 

@@ -275,9 +275,7 @@ def is_inexact(dtype: DataType) -> bool:
 
 
 def part_of(dtype: DataType) -> DataType:
-    """Returns the dtype of the real part of a complex dtype. For another dtype, returns it
-    unchanged.
-    """
+    """Returns the dtype of the real part of a complex dtype, and any other dtype unchanged."""
     return PART_OF.get(dtype, dtype)
 
 

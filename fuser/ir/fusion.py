@@ -154,7 +154,7 @@ class TensorView:
         return self.mesh_is_user_set or self.domain.has_devices
 
     def dtype(self) -> DataType:
-        """Returns the element type."""
+        """Returns the dtype of the tensor's elements."""
         return self._dtype
 
     def is_tensor(self) -> bool:
@@ -188,14 +188,14 @@ class TensorView:
     shape = _ShapeAttribute()
 
     def has_root(self) -> bool:
-        """Returns whether the op derives the axes that users see from other (root) axes, as a
-        reshape does.
+        """Returns whether the op derives the axes that users see from others, as a reshape does.
+
+        These others are called root axes.
         """
         return bool(self.domain.root)
 
     def get_root_domain(self) -> list[Axis]:
-        """Returns the root axes: the axes that the op itself computes, before it splits or merges
-        them.
+        """Returns the root axes: those that the op itself computes, before a split or merge.
 
         Returns an empty list if these are the axes that users see.
         """
@@ -239,8 +239,9 @@ class TensorView:
         return wrapped
 
     def user_line(self) -> str:
-        """Returns the user's source line that created this tensor, as `file.py:12`, or "" if
-        unknown.
+        """Returns the user's source line that created this tensor, as `file.py:12`.
+
+        Returns "" if it is unknown.
         """
         op = self.definition()
         return self.where or (op.where if op is not None else "")
@@ -387,10 +388,10 @@ class TensorView:
 
     @checked
     def parallelize_axis(self, axis: Axis | IterDomain, ptype: ParallelType) -> None:
-        """Sets who executes an axis of this tensor: a loop, a thread, a block or a device
-        (`ptype`).
+        """Sets who executes an axis of this tensor: a loop, a thread, a block or a device.
 
-        `Axis.parallelize` calls this method after its own checks.
+        This is its parallel type `ptype`. `Axis.parallelize` calls this method after its own
+        checks.
 
         Raises:
             DefinitionError: the axis is not an axis of this tensor, or `ptype` (such as vectorize)
@@ -420,7 +421,7 @@ class TensorView:
 
     @checked
     def set_memory_type(self, memory_type: MemoryType) -> None:
-        """Moves the tensor to another kind of memory.
+        """Moves the tensor to another kind of memory, such as global or shared memory.
 
         Raises:
             DefinitionError: the tensor is an input or output, and the memory is neither global nor
@@ -435,8 +436,9 @@ class TensorView:
         self.memory = memory_type
 
     def give_memory(self) -> None:
-        """Moves the tensor to global memory. A tensor in symmetric memory (see glossary) stays
-        there.
+        """Moves the tensor to global memory, so that it is stored.
+
+        A tensor in symmetric memory, which other devices can access, stays there.
         """
         if self.memory is not MemoryType.symmetric:
             self.memory = MemoryType.global_
@@ -512,8 +514,7 @@ class TensorView:
 
     @checked
     def cache_before(self, op_type: LoadStoreOpType = LoadStoreOpType.set) -> TensorView:
-        """Inserts a new tensor, which the op of this tensor now computes, and returns the new
-        tensor.
+        """Inserts a new tensor, which the op of this tensor now computes, and returns it.
 
         This tensor becomes a copy of the new tensor. Schedules use this to compute an output in
         registers and to write it to memory afterwards.
@@ -584,8 +585,7 @@ class TensorOp(Op):
         return ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         The operand is `inputs[operand_index]`. The axes of the result are those that the op itself
         computes (root axes): they include reduction axes and precede splits and merges. By default,
@@ -604,8 +604,7 @@ class TensorOp(Op):
         return self.axis_map(operand_index)
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that must be split over devices in the same
-        way.
+        """Returns, per axis of `out`, the operand axis that devices must split in the same way.
 
         The entry is None if there is no such axis. By default, these are the corresponding axes
         (`axis_map_to`). An override adds axes of different sizes whose parts belong together, such
@@ -614,25 +613,24 @@ class TensorOp(Op):
         return self.axis_map_to(operand_index, out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
-        None.
+        """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
-        This is `alike_map` without axes that must not be split, because one part of the result
-        needs several parts of the operand along them.
+        The entry is None if there is no such axis. This is `alike_map` without the axes that must
+        not be split, because one part of the result needs several parts of the operand along them.
         """
         return self.alike_map(operand_index, out)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields pairs of corresponding axes of two results: (position in `out`, position in
-        `sibling`).
+        """Yields pairs of corresponding axes of two results of the op.
 
-        By default, axes correspond by position, and both results have equally many axes.
+        Each pair is (position in `out`, position in `sibling`). By default, axes correspond by
+        position, and both results have equally many axes.
         """
         assert len(out.domain.logical) == len(sibling.domain.logical), f"{out} beside {sibling}"
         return ((k, k) for k in range(len(out.domain.logical)))
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields pairs of axes of two results that must be split over devices in the same way.
+        """Yields pairs of axes of two results that devices must split in the same way.
 
         Each pair is (position in `out`, position in `sibling`). As in `alike_map`, the two axes may
         have different sizes.
@@ -781,7 +779,7 @@ class Fusion:
         return self._next_axis - 1
 
     def next_scalar(self) -> int:
-        """Returns an unused scalar number, such as 3 for `i3`.
+        """Returns an unused number for the name of a scalar, such as 3 for `i3`.
 
         A constant that the user defines also uses up a number, as in nvFuser.
         """
@@ -789,8 +787,7 @@ class Fusion:
         return self._next_scalar - 1
 
     def reserve(self, *, axis: int = -1, scalar: int = -1, tensor: int = -1) -> None:
-        """Marks numbers of an axis, a scalar and a tensor as used, so that new ones get larger
-        numbers.
+        """Marks the numbers of an axis, a scalar and a tensor as used: new ones get larger numbers.
 
         The parser calls this method for the numbers in a text.
         """
@@ -819,8 +816,7 @@ class Fusion:
         return Symbol(f"{prefix}{self.next_scalar()}", dtype, lo=lo)
 
     def may_have_made(self, symbol: Symbol) -> bool:
-        """Returns whether this fusion may have created `symbol`: whether it has used its number
-        already.
+        """Returns whether this fusion may have created `symbol`, that is, has used its number.
 
         An exact answer is impossible, because equal symbols of two fusions are one object. A symbol
         of another fusion is therefore accepted if this fusion has used the same number, too. Loop
@@ -874,8 +870,9 @@ class Fusion:
     # ------------------------------------------------------------ ops
     @property
     def exprs(self) -> tuple[TensorOp, ...]:
-        """All ops of the fusion in topological order: an op follows the ops that define its
-        operands.
+        """All ops of the fusion, in topological order.
+
+        An op follows the ops that define its operands.
         """
         if self._added:
             self._exprs = (*self._exprs, *self._added)
@@ -984,8 +981,7 @@ class Fusion:
 
     # ------------------------------------------------------------ inputs and outputs
     def require_open(self, what: str) -> None:
-        """Raises `DefinitionError` if the fusion has run already, because it must not change after
-        that.
+        """Raises `DefinitionError` if the fusion has already run, because it is then final.
 
         `what` describes the requested change, for the message.
         """
@@ -1142,7 +1138,8 @@ class Fusion:
     def canonical(self, x: Scalar) -> Scalar:
         """Returns `x` in a form that is the same for all extents that are known to be equal.
 
-        Of several equal symbols, one is the representative, and `x` contains only representatives.
+        Of several equal symbols, one is the representative. The result contains only
+        representatives.
         """
         return self.extents.canonical(x)
 
@@ -1292,8 +1289,7 @@ def fusion_math(fusion: Fusion, *, used_only: bool = True) -> str:
 
 
 def _by_use(fusion: Fusion) -> list[Op]:
-    """Returns the ops on which outputs depend, in the order of a depth-first search from the
-    outputs.
+    """Returns the ops on which outputs depend, by a depth-first search from the outputs.
 
     An op comes after the ops that define its operands.
     """
@@ -1368,9 +1364,7 @@ class Axis(Val):
 
     @property
     def size(self) -> Scalar:
-        """The size that users see: the expanded size of an expanded broadcast axis, else the
-        extent.
-        """
+        """The size that users see: that of an expanded broadcast axis, or else the extent."""
         return self.state.size
 
     @property
@@ -1393,7 +1387,7 @@ class Axis(Val):
 
     @property
     def is_device(self) -> bool:
-        """Whether the axis is split over the devices along a mesh dimension."""
+        """Whether the axis is split over the devices of a mesh dimension, one position for each."""
         return self.state.is_device
 
     @property
@@ -1426,8 +1420,7 @@ class Axis(Val):
 
     @checked
     def parallelize(self, parallel_type: ParallelType) -> None:
-        """Sets who executes the axis (its parallel type): a loop, a thread, a block, a device or a
-        stream.
+        """Sets the parallel type: who executes the axis (loop, thread, block, device or stream).
 
         An axis of any tensor may be split over devices or streams.
 

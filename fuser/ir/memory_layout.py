@@ -44,11 +44,11 @@ def expanded_positions(tv: TensorView) -> tuple[int, ...]:
 
 
 def memory_order(tv: TensorView) -> MemoryOrder:
-    """Returns pairs (position, contiguity flag) of the axes that users see, outermost in memory
-    first.
+    """Returns pairs (position, contiguity flag) of a tensor's axes, outermost in memory first.
 
-    The flag is True if there is no gap between neighbours along the axis, and None for a broadcast
-    axis. An axis that is split over devices or streams has only one pair.
+    Reduction axes are not counted. The flag is True if there is no gap between neighbours along the
+    axis, and None for a broadcast axis. An axis that is split over devices or streams has only one
+    pair.
 
     Raises:
         UnsupportedError: the declared memory order is not an order of the axes that users see.
@@ -97,11 +97,10 @@ def elements(tv: TensorView, extents: Iterable[Scalar] | None = None) -> Scalar:
 
 
 def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides of a tensor with these extents, in its declared memory order, without
-    gaps.
+    """Returns the strides of a tensor with these extents, without gaps.
 
-    `extents` and the result have one entry per axis that is not reduced. The stride of an expanded
-    axis is 0.
+    The axes have the order in memory that `tv` declares. `extents` and the result have one entry
+    per axis that is not reduced. The stride of an expanded axis is 0.
     """
     axes = tv.domain.no_reductions
     sizes = {a.number: n for a, n in zip(axes, extents, strict=True)}
@@ -111,8 +110,7 @@ def dense_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """Returns the strides that a tensor with these extents has, as far as its declaration tells
-    them.
+    """Returns the strides of a tensor with these extents, as far as its declaration says them.
 
     If an axis may have gaps between neighbours, its stride is unknown, and the result has a new
     symbol for it. `extents` and the result have one entry per axis that is not reduced.
@@ -129,9 +127,10 @@ def known_strides(tv: TensorView, extents: Sequence[Scalar]) -> tuple[Scalar, ..
 
 
 def dense_strides_of(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a tensor with these sizes, in its declared memory order, without gaps.
+    """Returns the strides of a tensor with these sizes, without gaps.
 
-    `dense_strides` does the same for symbolic sizes. This function is faster.
+    The axes have the order in memory that `tv` declares. `dense_strides` does the same for symbolic
+    sizes. This function is faster.
     """
     strides, step = [0] * len(sizes), 1
     try:
@@ -256,8 +255,7 @@ def declared_order(tv: TensorView) -> tuple[int, ...] | None:
 
 
 class LayoutClasses:
-    """Computes the layout classes of the tensors that calls pass for one input `tv` of a
-    definition.
+    """Computes the layout classes of the tensors that calls pass for the input `tv`.
 
     A layout class is an order of axes in memory and one flag per axis that says whether there are
     no gaps along it. Each class needs its own kernel.

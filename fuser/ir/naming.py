@@ -60,11 +60,9 @@ def in_words(text: str, tensors: Iterable[TensorView]) -> tuple[str, list[str]]:
 
 
 def _positions(domain: TensorDomain, number: int) -> set[int]:
-    """Returns the positions, as the user counts them, of the axes from which axis `number` is
-    derived.
+    """Returns the positions of those axes that users see from which axis `number` is derived.
 
-    Reduction axes are not counted. The set is empty if the axis is not derived from axes that users
-    see.
+    Reduction axes are not counted. The set is empty if there are no such axes.
     """
     logical = [a.number for a in domain.no_reductions]
     if number in logical:

@@ -76,8 +76,7 @@ def attr(*, kw_only: bool = True, **default: Any) -> Any:
 
 
 def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> Any:
-    """Declares a field of an op class: a nested tuple of ops (a region), such as the body of a
-    loop.
+    """Declares a field of an op class: a tuple of nested ops (a region), such as a loop's body.
 
     In the text of the op, the nested ops are indented, after the line `head` if it is not empty. An
     empty region with a `head` does not appear at all.
@@ -115,9 +114,7 @@ class Op:
 
     @classmethod
     def fields_of(cls, *kinds: Kind) -> tuple[str, ...]:
-        """Returns the names of the fields of the kinds `kinds`, such as "operand", in declaration
-        order.
-        """
+        """Returns the names of the fields of the given kinds, such as "operand", in order."""
         return tuple(
             f.name
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -127,10 +124,10 @@ class Op:
     @classmethod
     @functools.cache
     def rows(cls) -> Mapping[str, int]:
-        """Returns, by field name, how many values the text of an op groups together: `{ {a, b} {c,
-        d} }`.
+        """Returns, by field name, how many values of a field form a group in the text of an op.
 
-        Only fields declared with `operands(in_rows=..)` are included.
+        For `{ {a, b} {c, d} }`, this is 2. Only fields declared with `operands(in_rows=..)` are
+        included.
         """
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         return {f.name: f.metadata["in_rows"] for f in fields if f.metadata.get("in_rows")}
@@ -148,8 +145,7 @@ class Op:
     @classmethod
     @functools.cache
     def _value_names(cls, *kinds: Kind) -> tuple[tuple[str, bool], ...]:
-        """Returns (name, whether the field has a tuple of values) of the fields of the kinds
-        `kinds`.
+        """Returns (name, whether the value is a tuple) of the fields of the kinds `kinds`.
 
         By default, these are all operands and results.
         """
@@ -188,9 +184,7 @@ class Op:
     @classmethod
     @functools.cache
     def region_heads(cls) -> dict[str, str]:
-        """Returns, by field name, the line that precedes the nested ops of a field in the text of
-        the op.
-        """
+        """Returns, by field name, the line that precedes the nested ops in the text of the op."""
         return {
             f.name: f.metadata["head"]
             for f in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -199,9 +193,7 @@ class Op:
 
     @property
     def scalars(self) -> tuple[Any, ...]:
-        """The scalars in the attributes of the op. They are not operands. By default, there are
-        none.
-        """
+        """The scalars in the attributes of the op, which are not operands. By default, none."""
         return ()
 
     @property
@@ -272,12 +264,12 @@ class Op:
         return numbered("output", self, self.outputs, index)
 
     def verify(self) -> None:
-        """Checks the invariants of the op that the types of its fields do not express.
+        """Checks the rules for this op that the types of its fields do not express.
 
         By default, there are none.
 
         Raises:
-            VerifyError: an invariant does not hold.
+            VerifyError: a rule is broken.
         """
 
     def __str__(self) -> str:

@@ -35,12 +35,11 @@ def cache_after(
     propagate_allocation_domain: bool = True,
     cached_uses: Sequence[TensorOp] = (),
 ) -> TensorView:
-    """Inserts a copy between `tv` and the ops that read it (or only `cached_uses`). Returns the
-    copy.
+    """Inserts a copy between `tv` and the ops that read it, and returns the copy.
 
-    Schedules use this to load an input into registers or shared memory once. The copy has the loops
-    and the mesh of `tv`, and no reduction axes. It has the memory order of `tv` if
-    `propagate_allocation_domain` is True.
+    If `cached_uses` is not empty, only these ops read the copy. Schedules use this to load an input
+    into registers or shared memory once. The copy has the loops and the mesh of `tv`, and no
+    reduction axes. It has the memory order of `tv` if `propagate_allocation_domain` is True.
 
     Raises:
         DefinitionError: no op reads `tv`, `tv` already shares loops with the ops that read it, or

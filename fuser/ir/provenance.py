@@ -52,8 +52,7 @@ _ROW = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """The reason for one fact about a tensor: its mesh, the split of one axis, or its whole
-    placement.
+    """The reason for one fact about a tensor: its mesh, the split of an axis, or its placement.
 
     - `tensor` is the number of the tensor.
     - `what` is the kind of fact. A "cut" is the split of one axis over a mesh dimension or a stream

@@ -74,7 +74,7 @@ class ParallelType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The text of the type in the text of an axis: `deviceIdx.x`, `blockIdx.y`, `S`,"""
+        """The text of the type in the text of an axis, such as `deviceIdx.x`, `blockIdx.y`, `S`."""
         return _PTYPE_TEXT[self]
 
     @property
@@ -163,9 +163,7 @@ class MemoryType(IrEnum):
 
     @property
     def text(self) -> str:
-        """The name of this memory in texts of allocations and errors, such as `register` or
-        `global`.
-        """
+        """The name of this memory in texts of allocations and errors, such as `register`."""
         return {"l": "register", "s": "shared", "g": "global", "t": "tensor"}.get(
             self.value, "symmetric"
         )
@@ -176,7 +174,11 @@ setattr(MemoryType, "global", MemoryType.global_)
 
 
 class LoadStoreOpType(IrEnum):
-    """The kind of a copy: the hardware instruction that executes it, or its role."""
+    """The kind of a copy: the hardware instruction that executes it, or its role.
+
+    `set` is a plain copy. `segmenter_set` also separates two kernels: ops after it are in another
+    kernel than ops before it.
+    """
 
     set = "Set"
     segmenter_set = "SegmenterSet"

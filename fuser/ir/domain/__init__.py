@@ -1,11 +1,11 @@
-"""Iteration domains: the axes of a tensor and the transforms that derive them from one another.
+"""The axes of a tensor (iteration domains), and the splits and merges that derive them.
 
 Question: how do the axes of a tensor relate?
 Imports: `fuser.support`, `fuser.ir.scalar`, and types of `fuser.ir`.
 Files, in reading order:
 
 - `device_mesh`: a mesh of devices, and the text of sets of ranks.
-- `tensor_domain`: axes, and root, logical, allocation and loop domains.
+- `tensor_domain`: axes: those that users see, and those of the op, of memory and of the loops.
 - `axis_path`: computes an index, size or stride of an axis from that of the axes it derives from.
 - `equal_extents`: which extents of a fusion are equal.
 - `strided_layout`: strides of views, computed without a torch tensor.

@@ -45,14 +45,12 @@ class PathStep(NamedTuple):
 
 
 def forward(transforms: Iterable[Transform]) -> tuple[PathStep, ...]:
-    """Returns the path steps (transform and direction) that apply these transforms in order."""
+    """Returns the path steps (transform, direction) that apply these transforms in order."""
     return tuple(PathStep(t, True) for t in transforms)
 
 
 def backward(transforms: Sequence[Transform]) -> tuple[PathStep, ...]:
-    """Returns the path steps (transform and direction) that undo these transforms, the last one
-    first.
-    """
+    """Returns the path steps (transform, direction) that undo these transforms, last one first."""
     return tuple(PathStep(t, False) for t in reversed(transforms))
 
 
@@ -128,48 +126,77 @@ class Rules(Generic[V]):
     needs_all = True
 
     def split(self, t: SplitTransform, inp: V) -> tuple[V | None, V | None]:
-        """Returns the values of the (outer, inner) axes from the value of the axis before."""
+        """Returns the values of the (outer, inner) axes from the value of the axis that `t` splits.
+
+        A value is, for example, the index or the size of an axis.
+        """
         return None, None
 
     def merge(self, t: MergeTransform, outer: Any, inner: Any) -> V | None:
-        """Returns the value of the merged axis from the values of its two source axes."""
+        """Returns the value of the merged axis from the values of its two source axes.
+
+        A value is, for example, the index or the size of an axis.
+        """
         return None
 
     def resize(self, t: Resize, inp: V) -> V | None:
-        """Returns the value of the resized axis from the value of its source axis."""
+        """Returns the value of the resized axis from the value of its source axis.
+
+        A value is, for example, the index or the size of an axis. A resize pads or crops an axis.
+        """
         return None
 
     def swizzle(self, t: Swizzle1D, inp: V) -> V | None:
-        """Returns the value of the rotated axis from the value of its source axis."""
+        """Returns the value of the rotated axis from the value of its source axis.
+
+        A value is, for example, the index or the size of an axis. A rotation lets each device begin
+        a loop at its own position.
+        """
         return None
 
     def shift(self, t: Shift, rows: Any, inp: Any) -> tuple[V | None, V | None]:
         """Returns the values of (axis of rows, shifted axis) from those of the two source axes.
 
-        A `Shift` moves each row so that vector accesses are aligned.
+        A value is, for example, the index or the size of an axis. A `Shift` moves each row so that
+        vector accesses are aligned.
         """
         return None, None
 
     def unsplit(self, t: SplitTransform, outer: Any, inner: Any) -> V | None:
-        """Returns the value of the axis before a split from the values of (outer, inner)."""
+        """Returns the value of the axis before a split from the values of (outer, inner).
+
+        A value is, for example, the index or the size of an axis.
+        """
         return None
 
     def unmerge(self, t: MergeTransform, out: V) -> tuple[V | None, V | None]:
-        """Returns the values of the two merged axes (outer, inner) from the value of the merged
-        axis.
+        """Returns the values of the two axes (outer, inner) from the value of the merged axis.
+
+        A value is, for example, the index or the size of an axis.
         """
         return None, None
 
     def unresize(self, t: Resize, out: V) -> V | None:
-        """Returns the value of the axis before a resize from the value of the resized axis."""
+        """Returns the value of the axis before a resize from the value of the resized axis.
+
+        A value is, for example, the index or the size of an axis. A resize pads or crops an axis.
+        """
         return None
 
     def unswizzle(self, t: Swizzle1D, out: V) -> V | None:
-        """Returns the value of the axis before a rotation from the value of the rotated axis."""
+        """Returns the value of the axis before a rotation from the value of the rotated axis.
+
+        A value is, for example, the index or the size of an axis. A rotation lets each device begin
+        a loop at its own position.
+        """
         return None
 
     def unshift(self, t: Shift, same: Any, out: Any) -> tuple[V | None, V | None]:
-        """Returns the values of (axis of rows, axis in a row) before a shift from those after."""
+        """Returns the values of (axis of rows, axis in a row) before a shift from those after.
+
+        A value is, for example, the index or the size of an axis. A `Shift` moves each row so that
+        vector accesses are aligned.
+        """
         return None, None
 
     def apply(self, step: PathStep, values: Sequence[Any]) -> Sequence[V | None]:
@@ -254,12 +281,14 @@ class IndexRules(Rules[Scalar]):
         return self._coordinate(ptype)
 
     def split(self, t: SplitTransform, inp: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the indices of (outer, inner): (index / inner size, index % inner size)."""
+        """Returns the indices of (outer, inner) after a split.
+
+        They are (index / inner size, index % inner size).
+        """
         return self._apart(t.inner, inp)
 
     def unmerge(self, t: MergeTransform, out: Scalar) -> tuple[Scalar, Scalar]:
-        """Returns the indices of the merged axes (outer, inner): (index / inner size, index % inner
-        size).
+        """Returns the indices of the merged axes: (index / inner size, index % inner size).
 
         If a broadcast axis was merged with another axis in a loop, the loop runs only over the
         other axis, and the index of the broadcast axis is 0.
@@ -280,10 +309,10 @@ class IndexRules(Rules[Scalar]):
         return self._together(t.inner, outer, inner)
 
     def _only_concrete(self, t: MergeTransform) -> bool:
-        """Returns whether `t` merges a broadcast axis with another one, and iterates only over the
-        other.
+        """Returns whether a loop over the merge `t` iterates only over one of the two axes.
 
-        This holds for merges of loop axes, but not for merges by a reshape.
+        This holds if the other is a broadcast axis, which has only one element. It does not hold
+        for merges by a reshape.
         """
         outer, inner, out = (self._axes[n] for n in (t.outer, t.inner, t.out))
         return outer.is_broadcast != inner.is_broadcast and not out.rfactor
@@ -301,12 +330,18 @@ class IndexRules(Rules[Scalar]):
         return sc.sub(out, t.left)
 
     def swizzle(self, t: Swizzle1D, inp: Scalar) -> Scalar:
-        """Returns the index of the rotated axis: (index - coordinate) % size."""
+        """Returns the index of the rotated axis: (index - coordinate) % size.
+
+        `coordinate` is that of the executing device along a mesh dimension.
+        """
         size = self._axes[t.inp].size
         return sc.mod(sc.sub(sc.add(inp, size), self._coordinate_along(t.ptype)), size)
 
     def unswizzle(self, t: Swizzle1D, out: Scalar) -> Scalar:
-        """Returns the index before the rotation: (index + coordinate) % size."""
+        """Returns the index before the rotation: (index + coordinate) % size.
+
+        `coordinate` is that of the executing device along a mesh dimension.
+        """
         return sc.mod(sc.add(out, self._coordinate_along(t.ptype)), self._axes[t.inp].size)
 
     def _begin(self, t: Shift, row: Scalar) -> Scalar:
@@ -342,8 +377,7 @@ def indices_forward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns `indices`, extended by the indices of all axes that transforms derive from these
-    axes.
+    """Returns `indices`, extended by the indices of the axes that transforms derive from them.
 
     Keys are axis numbers. `transforms` defaults to all transforms of the domain, such as its
     splits. A transform is skipped if the index of one of its source axes is unknown. `coordinate`
@@ -361,8 +395,7 @@ def indices_backward(
     *,
     coordinate: Callable[[ParallelType], Scalar] | None = None,
 ) -> dict[int, Scalar]:
-    """Returns `indices`, extended by the indices of all axes from which transforms derive these
-    axes.
+    """Returns `indices`, extended by the indices of the axes from which transforms derive them.
 
     Keys are axis numbers. `transforms` defaults to all transforms of the domain: the function then
     computes from indices of loops the indices of the axes that users see and of the op's own axes.
@@ -375,7 +408,7 @@ def indices_backward(
 
 # ------------------------------------------------------------------ sizes and strides
 class SizeRules(Rules[Scalar]):
-    """Rules that compute the sizes of derived axes from those of the source axes, not the reverse.
+    """Rules that compute the sizes of derived axes from those of the source axes (forward only).
 
     `rewrite` is applied to the parameters of transforms, such as split factors. For example, it
     replaces symbols by values.
@@ -401,7 +434,7 @@ class SizeRules(Rules[Scalar]):
     def resize(self, t: Resize, inp: Scalar) -> Scalar:
         """Returns the size of the resized axis: size + elements added at the start and at the end.
 
-        Both numbers are negative if elements are removed.
+        These numbers are negative if elements are removed.
         """
         return sc.add(sc.add(inp, self._rewrite(t.left)), self._rewrite(t.right))
 
@@ -418,8 +451,7 @@ class SizeRules(Rules[Scalar]):
 
 
 class StrideRules(Rules[Scalar]):
-    """Rules that compute the strides of derived axes from those of the source axes, not the
-    reverse.
+    """Rules that compute the strides of derived axes from those of the source axes (forward only).
 
     `size` returns the size of the axis with a given number. The stride of a derived axis is None if
     its elements are not at equal distances in memory, as after a rotation.
@@ -463,11 +495,10 @@ def partial_splits(domain: TensorDomain, transforms: Iterable[Transform]) -> lis
 
 
 def with_exact_splits(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain in which each split factor is replaced by the size of the axis it
-    determines.
+    """Returns the domain with each split factor replaced by the size of the axis it determines.
 
-    That is the inner axis, or the outer axis if `inner_split` is False. The sizes may have changed
-    after the split, for example by a replaced symbol.
+    That is the inner axis, or the outer axis if `inner_split` is False. Factor and size differ, for
+    example, after all sizes have been replaced by those on one device.
     """
 
     def exact(t: Transform) -> Transform:

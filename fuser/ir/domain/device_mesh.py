@@ -66,8 +66,7 @@ def _flatten(nested: object, depth: int = 0) -> tuple[list[int], tuple[int, ...]
 
 
 class DeviceMesh:
-    """The ranks (processes of the job, one per device) that store a tensor, in an array of 1 to 3
-    axes.
+    """The ranks (one process per device) that store a tensor, as an array of 1 to 3 dimensions.
 
     `devices` is an integer torch tensor, or nested sequences of ints. A flat list becomes a
     one-dimensional mesh. `mesh_x` is the name of the *last* dimension, `mesh_y` that of the one
@@ -109,7 +108,7 @@ class DeviceMesh:
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """The number of devices of the mesh."""
         return len(self.devices)
 
     @property
@@ -186,8 +185,7 @@ class DeviceMesh:
 
     @checked
     def team(self, rank: int, ptypes: tuple[ParallelType, ...]) -> tuple[int, ...]:
-        """Returns the ranks that differ from `rank` only in their positions along the dimensions
-        `ptypes`.
+        """Returns the ranks with the coordinates of `rank` on all mesh dimensions except `ptypes`.
 
         `rank` itself is one of them. Such ranks take part in one collective communication. For the
         mesh [[0 1 2][3 4 5]], team(4, (mesh_x,)) = (3, 4, 5) and team(4, (mesh_y,)) = (1, 4).

@@ -48,11 +48,12 @@ class ExtentClasses:
         return new
 
     def unify(self, a: Scalar, b: Scalar, reason: str = "") -> None:
-        """Stores that two extents are equal. Afterwards, `canonical` returns the same for both.
+        """Stores that two extents are equal. Afterwards, `canonical` returns the same extent for
+        both.
 
-        `reason` describes who requires the equality, such as an op. It is shown if the inputs of a
-        call contradict it. If one is a symbol, the other represents both. Of two symbols, the one
-        with the lower number does.
+        If `a` or `b` is a symbol, this is the other extent. Of two symbols, it is the one with the
+        lower number. `reason` describes who requires the equality, such as an op. It is shown if
+        the inputs of a call contradict the equality.
         """
         a, b = self.canonical(a), self.canonical(b)
         if a == b:
@@ -83,8 +84,7 @@ class ExtentClasses:
         self._rules = {self._substituted(x): y for x, y in self._whole}
 
     def canonical(self, x: Scalar) -> Scalar:
-        """Returns an extent in the form that is the same for all extents that are known to be
-        equal.
+        """Returns an extent in the form that is the same for all extents known to be equal.
 
         Of several equal symbols, one is the representative, which replaces the others.
         """
@@ -127,10 +127,9 @@ class ExtentClasses:
         return self._relations
 
     def reason_of(self, x: Scalar, representative: Scalar) -> str:
-        """Returns who required an equality, such as `add of T0 and T1 at model.py:7`, or "" if
-        unknown.
+        """Returns who required an equality, such as `add of T0 and T1 at model.py:7`.
 
-        `x` and `representative` are a pair of `relations`.
+        `x` and `representative` are a pair of `relations`. Returns "" if the reason is unknown.
         """
         return self._reasons.get((x, representative)) or self._reasons.get(x, "")
 
@@ -145,9 +144,10 @@ class ExtentClasses:
             self.write(substitute(x, values), substitute(y, values), reason)
 
     def write(self, x: Scalar, y: Scalar, reason: str = "") -> None:
-        """Stores that two extents are equal, and prefers `y` as the one that represents both.
+        """Stores that two extents are equal, as `unify` does, but prefers `y`.
 
-        If both extents are symbols, `y` represents them. In all other cases, `unify` decides.
+        If both extents are symbols, `canonical` returns `y` for both. In all other cases, `unify`
+        decides.
         """
         x, y = self.canonical(x), self.canonical(y)
         if isinstance(x, Symbol) and isinstance(y, Symbol) and x != y:
@@ -157,11 +157,10 @@ class ExtentClasses:
 
 
 def _rank(x: Scalar) -> tuple[int, object]:
-    """Returns the key by which `unify` sorts two equal extents, before one of them replaces the
-    other.
+    """Returns the key by which `unify` sorts two equal extents, of which one replaces the other.
 
     Constants come first, then symbols by number, then other expressions. Of two symbols, the one
-    with the lower number thus represents both.
+    with the lower number thus replaces the other.
     """
     if isinstance(x, Const):
         return (0, ())

@@ -79,15 +79,15 @@ class StridedLayout:
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
+        """The number of axes of the tensor."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """Returns the number of axes."""
+        """Returns the number of axes of the tensor, as `torch.Tensor.dim` does."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Returns the number of elements."""
+        """Returns the number of elements of the tensor."""
         return self.span if self._is_contiguous else prod(self.shape)
 
     def size(self, axis: int) -> int:

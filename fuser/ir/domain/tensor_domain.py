@@ -39,7 +39,7 @@ class IterDomain:
     - `expanded` is the size that users see of a broadcast axis that is expanded. It is None for
       other axes.
     - `rfactor` marks an axis that the op derives from other axes of the tensor, by a reshape or by
-      `rfactor`.
+      splitting a reduction (`TensorView.rfactor`).
     """
 
     number: int
@@ -56,7 +56,7 @@ class IterDomain:
 
     @property
     def is_device(self) -> bool:
-        """Whether the axis is split over the devices along a mesh dimension."""
+        """Whether the axis is split over the devices of a mesh dimension, one position for each."""
         return self.ptype.is_device
 
     @property
@@ -66,9 +66,7 @@ class IterDomain:
 
     @property
     def size(self) -> Scalar:
-        """The size that users see: the expanded size of an expanded broadcast axis, else the
-        extent.
-        """
+        """The size that users see: that of an expanded broadcast axis, or else the extent."""
         return self.extent if self.expanded is None else self.expanded
 
     def is_reduction(self) -> bool:
@@ -124,14 +122,12 @@ class SplitTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters, by which splits are compared: the factor, and whether it is the inner
-        extent.
-        """
+        """The parameters by which two splits are compared: factor, whether it is the inner size."""
         return (self.factor, self.inner_split)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalars among the parameters: (factor,)."""
+        """The scalar parameters of the split: (factor,)."""
         return (self.factor,)
 
     def renumbered(self, fn: Renumber) -> SplitTransform:
@@ -164,12 +160,12 @@ class MergeTransform:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters, by which transforms are compared: (), because a merge has none."""
+        """The parameters by which two merges are compared: (), because a merge has none."""
         return ()
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalars among the parameters: (), because a merge has no parameters."""
+        """The scalar parameters of the merge: (), because a merge has none."""
         return ()
 
     def renumbered(self, fn: Renumber) -> MergeTransform:
@@ -206,16 +202,14 @@ class Resize:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters, by which resizes are compared: the elements added before and after the
-        others.
+        """The parameters by which two resizes are compared: the elements added on the left and
+        right.
         """
         return (self.left, self.right)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalars among the parameters: the numbers of elements added before and after the
-        others.
-        """
+        """The scalar parameters of the resize: the elements added on the left and on the right."""
         return (self.left, self.right)
 
     def renumbered(self, fn: Renumber) -> Resize:
@@ -251,12 +245,12 @@ class Swizzle1D:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters, by which rotations are compared: the mesh dimension of the coordinate."""
+        """The parameters by which two rotations are compared: the mesh dimension (`ptype`)."""
         return (self.ptype,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalars among the parameters: (), because a rotation has none."""
+        """The scalar parameters of the rotation: (), because it has none."""
         return ()
 
     def renumbered(self, fn: Renumber) -> Swizzle1D:
@@ -299,12 +293,12 @@ class Shift:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """The parameters, by which shifts are compared: the vector width, in elements."""
+        """The parameters by which two shifts are compared: the vector width, in elements."""
         return (self.width,)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalars among the parameters: the vector width, in elements."""
+        """The scalar parameters of the shift: the vector width, in elements."""
         return (self.width,)
 
     def renumbered(self, fn: Renumber) -> Shift:
@@ -317,8 +311,9 @@ class Shift:
 
 
 def shifted_extent(extent: Scalar, width: Scalar) -> Scalar:
-    """Returns the extent of an axis after a `Shift`, which aligns rows to vectors: extent + width -
-    1.
+    """Returns the extent of an axis after a `Shift`, which aligns rows to vectors.
+
+    This is extent + width - 1, because a row moves by at most width - 1 positions.
     """
     return sc.sub(sc.add(extent, width), 1)
 
@@ -329,8 +324,7 @@ Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
-    """Returns whether two transforms have the same type and equal parameters, such as split
-    factors.
+    """Returns whether two transforms have the same type and equal parameters, such as factors.
 
     The axes of the transforms may differ.
     """
@@ -447,7 +441,7 @@ class TensorDomain:
 
     # ------------------------------------------------------------ views
     def states(self, group: Iterable[int]) -> tuple[IterDomain, ...]:
-        """Returns the axes with the numbers `group`, in the order of `group`."""
+        """Returns the axes with the numbers `group`, in this order."""
         return tuple(map(self.axes.__getitem__, group))
 
     @remembered
@@ -475,9 +469,7 @@ class TensorDomain:
 
     @property
     def maybe_root(self) -> tuple[IterDomain, ...]:
-        """The axes that the op itself computes: the root axes if there are any, else the logical
-        axes.
-        """
+        """The axes that the op itself computes: root axes if there are any, else logical axes."""
         return self.root or self.logical
 
     @property
@@ -492,8 +484,7 @@ class TensorDomain:
 
     @remembered
     def is_undecided(self) -> bool:
-        """Whether the tensor is the result of a reshape whose splits and merges are not decided
-        yet.
+        """Whether the tensor results from a reshape whose splits and merges are not decided yet.
 
         They depend on the sizes of inputs, which are known in the first call. Until then, no
         transform connects the axes of the operand and of the result.
@@ -572,9 +563,7 @@ class TensorDomain:
         return self.axes[number]
 
     def above(self, group: Iterable[int]) -> set[int]:
-        """Returns the axis numbers `group`, and the numbers of all axes from which these are
-        derived.
-        """
+        """Returns the axis numbers `group`, and those of all axes from which these are derived."""
         found = set(group)
         for t in reversed(self.transforms):
             if not found.isdisjoint(t.outputs):
@@ -646,9 +635,7 @@ class TensorDomain:
         return self.having(allocation=(), contiguity=contiguity_for(self.logical))
 
     def map_axes(self, fn: Callable[[IterDomain], IterDomain]) -> TensorDomain:
-        """Returns a copy of the domain with `fn` applied to every axis. `fn` may change axis
-        numbers.
-        """
+        """Returns a copy of the domain with `fn` applied to every axis. Axis numbers may change."""
         made = {n: fn(a) for n, a in self.axes.items()}
         if all(made[n] is a for n, a in self.axes.items()):
             return self
@@ -698,8 +685,9 @@ class TensorDomain:
 
     @remembered
     def structure(self) -> Structure:
-        """The domain without axis numbers, as a hashable key: domains that differ only in them are
-        equal.
+        """A hashable key of the domain without axis numbers.
+
+        Two domains that differ only in axis numbers have equal keys.
         """
         places = {number: place for place, number in enumerate(sorted(self.axes))}
 
@@ -738,9 +726,7 @@ class TensorDomain:
 
     @remembered
     def problem(self) -> str | None:
-        """The error text for the first violated rule of this domain (`domain_problem`), or None;
-        cached.
-        """
+        """The error text for the first rule that this domain violates, or None. It is cached."""
         return domain_problem(self)
 
 

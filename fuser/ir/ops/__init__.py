@@ -1,6 +1,6 @@
 """The declarations of all ops of a fusion, by kind.
 
-Question: which fields, axis map and text does an op have?
+Question: which fields and text does an op have, and which of its axes correspond?
 Imports: `fuser.support` and the rest of `fuser.ir`.
 Files, in reading order:
 

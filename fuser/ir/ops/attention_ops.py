@@ -76,8 +76,7 @@ class AttentionOp(LibraryOp):
 
     @classmethod
     def own_letters(cls, field: str, *, enable_gqa: bool) -> str:
-        """Returns the letters of the axes that the tensor `field` must have, without additional
-        batches.
+        """Returns the letters of the axes that tensor `field` must have, without extra batches.
 
         Each axis has a letter, such as n for batches and h for heads. With `enable_gqa`, the heads
         of keys and values have the letter g, because there are fewer of them.
@@ -95,20 +94,19 @@ class AttentionOp(LibraryOp):
         return self.LEADING[len(self.LEADING) - max(more, 0) :] + own
 
     def result_letters(self, out: TensorView) -> str:
-        """Returns one letter per axis of the result `out`. Axes with equal letters correspond."""
+        """Returns one letter per axis of the result `out`. Equal letters correspond."""
         field = next(f for f in self.fields_of("result") if getattr(self, f) is out)
         return self.letters(field)
 
     def operand_letters(self, operand_index: int) -> str:
-        """Returns one letter per axis of operand `operand_index`. Axes with equal letters
-        correspond.
-        """
+        """Returns one letter per axis of operand `operand_index`. Equal letters correspond."""
         given = [f for f in self.fields_of("operand") if getattr(self, f) is not None]
         return self.letters(given[operand_index])
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose order of axes in memory `out` takes over, or None for
-        row-major.
+        """Returns the operand whose order of axes in memory `out` takes over.
+
+        Returns None if `out` is row-major.
         """
         followed = (f for field, f in self.FOLLOWED.items() if self._value(field) is out)
         return next(map(self._value, followed), None)
@@ -138,23 +136,20 @@ class AttentionOp(LibraryOp):
     def axis_map(self, operand_index: int) -> AxisMap:
         """Returns, per axis of the first result, the corresponding operand axis, or None.
 
-        The operand is `inputs[operand_index]`. Axes correspond if both are batches, both are heads,
-        etc.
+        The operand is `inputs[operand_index]`. Batches correspond to batches, heads to heads, etc.
         """
         return self.axis_map_to(operand_index, self.out_tensor)
 
     def axis_map_to(self, operand_index: int, out: TensorView) -> AxisMap:
         """Returns, per axis of the result `out`, the corresponding operand axis, or None.
 
-        The operand is `inputs[operand_index]`. Axes correspond if both are batches, both are heads,
-        etc.
+        The operand is `inputs[operand_index]`. Batches correspond to batches, heads to heads, etc.
         """
         mine = self.operand_letters(operand_index)
         return tuple(mine.index(c) if c in mine else None for c in self.result_letters(out))
 
     def alike_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that must be split over devices in the same
-        way.
+        """Returns, per axis of `out`, the operand axis that devices must split in the same way.
 
         The entry is None if there is no such axis. The heads of queries and the fewer heads of keys
         are such a pair, although their sizes differ: a device needs the heads of keys that its
@@ -165,8 +160,7 @@ class AttentionOp(LibraryOp):
         return tuple(mine.index(c) if c in mine else None for c in letters)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
-        None.
+        """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
         Only batches and heads may be split. All other entries are None.
         """
@@ -175,10 +169,10 @@ class AttentionOp(LibraryOp):
         return tuple(None if k in whole else position for k, position in found)
 
     def parallel_axes(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields pairs of corresponding axes of two results: (position in `out`, position in
-        `sibling`).
+        """Yields pairs of corresponding axes of two results of the op.
 
-        Axes correspond if both are batches, both are heads, etc.
+        Each pair is (position in `out`, position in `sibling`). Axes correspond if both are
+        batches, both are heads, etc.
         """
         theirs = self.result_letters(sibling)
         for k, c in enumerate(self.result_letters(out)):
@@ -186,7 +180,7 @@ class AttentionOp(LibraryOp):
                 yield k, theirs.index(c)
 
     def parallel_cuts(self, out: TensorView, sibling: TensorView) -> Iterator[tuple[int, int]]:
-        """Yields pairs of axes of two results that must be split over devices in the same way.
+        """Yields pairs of axes of two results that devices must split in the same way.
 
         Each pair is (position in `out`, position in `sibling`). The heads of queries and the fewer
         heads of keys are such a pair.
@@ -198,16 +192,16 @@ class AttentionOp(LibraryOp):
                 yield k, theirs.index(c)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the axes of `out` that must not be split over devices: all except batches and
-        heads.
+        """Returns the axes of `out` that must not be split over devices.
+
+        These are all axes except batches and heads, because other axes are not independent.
         """
         return tuple(k for k, c in enumerate(self.result_letters(out)) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the axes of an operand that must not be split over devices: all but batches and
-        heads.
+        """Returns the axes of operand `operand_index` that must not be split over devices.
 
-        The operand is `inputs[operand_index]`.
+        These are all axes except batches and heads, because other axes are not independent.
         """
         letters = self.operand_letters(operand_index)
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))

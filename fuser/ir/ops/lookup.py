@@ -79,19 +79,17 @@ class LookupOp(TensorOp):
         return tuple(range(self.index.ndim))
 
     def narrowed(self) -> tuple[int, ...]:
-        """Returns the axes along which the result may be shorter than the table, without looked-up
-        axis.
+        """Returns the axes along which the result may be shorter than the table.
 
-        Along such an axis, position k of the result reads position k of the table, as in
-        `torch.gather`. The last positions of the table are not read. By default, there are no such
-        axes.
+        The looked-up axis, along which the index selects positions, is none of them. Along the
+        returned axes, position k of the result reads position k of the table, as in `torch.gather`;
+        the last positions of the table are not read. By default, there are no such axes.
         """
         return ()
 
     # ------------------------------------------------------------ axes
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         The operand `inputs[operand_index]` is the table or the index. Axes of different length do
         not correspond.
@@ -104,11 +102,10 @@ class LookupOp(TensorOp):
         return tuple(found)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
-        None.
+        """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
-        The entry is None if the result may be shorter than the table along the axis. Then equal
-        parts of the result do not read equal parts of the table.
+        The entry is None if there is no such axis, or if the result may be shorter than the table
+        along it. Then equal parts of the result do not read equal parts of the table.
         """
         return _without(self.narrowed(), self.axis_map(operand_index))
 
@@ -133,7 +130,7 @@ class LookupOp(TensorOp):
         return tuple(k for k, to in enumerate(self.index_map()) if to in narrowed)
 
     def verify(self) -> None:
-        """Checks the dtype of the index, the looked-up axis, and the number of axes of each tensor.
+        """Checks the dtype of the index, that axis `dim` of the table exists, and numbers of axes.
 
         Raises:
             VerifyError: a check fails.
@@ -304,10 +301,10 @@ class TakeAlongAxisOp(_AlongAxisOp):
 
 
 class GatherOp(_AlongAxisOp):
-    """Reads a table along axis `dim`, as torch.gather: out[.., i, ..] = table[.., index[.., i, ..],
-    ..].
+    """Reads a table along axis `dim`, as torch.gather does.
 
-    Along the other axes, the index may be shorter than the table.
+    out[.., i, ..] = table[.., index[.., i, ..], ..]. Along the other axes, the index may be shorter
+    than the table.
     """
 
     out: TensorView = result()
@@ -324,15 +321,13 @@ class GatherOp(_AlongAxisOp):
     def narrowed(self) -> tuple[int, ...]:
         """Returns the axes, except `dim`, along which the index may be shorter than the table.
 
-        The result has the size of the index. It lacks the last positions of the table along such an
-        axis.
+        The result has the size of the index, so it lacks the last positions of a longer table.
         """
         found = _differing(self.table, self.index)
         return tuple(k for k in found if k != self.dim)
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, table) for each axis along which the index must not be longer than the
-        table.
+        """Yields (axis, table) for each axis along which the index must not exceed the table.
 
         Axes whose sizes are certainly equal, and `dim`, are omitted.
         """
@@ -382,8 +377,7 @@ class ScatterOp(LibraryOp):
         return "scatter"
 
     def limits(self) -> Iterator[tuple[int, TensorView]]:
-        """Yields (axis, tensor) for each axis along which the index must not be longer than the
-        tensor.
+        """Yields (axis, tensor) for each axis along which the index must not exceed the tensor.
 
         The tensor is inp or src. Axes whose sizes are certainly equal are omitted.
         """
@@ -392,16 +386,14 @@ class ScatterOp(LibraryOp):
             yield from ((k, self.src) for k in _differing(self.src, self.index))
 
     def _whole(self) -> set[int]:
-        """Returns the axes that must not be split over devices: `dim`, and axes of different
-        lengths.
+        """Returns the axes that must not be split over devices: `dim`, and axes of unequal lengths.
 
         If two tensors differ in length along an axis, equal parts of both do not correspond.
         """
         return {self.dim, *(k for k, _ in self.limits())}
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         All axes of inp correspond by position. For index and src, the entries of `dim` and of axes
         of different length are None.
@@ -410,8 +402,7 @@ class ScatterOp(LibraryOp):
         return places if operand_index == 0 else _without(self._whole(), places)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
-        None.
+        """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
         Axes correspond by position. The entries of `dim` and of axes along which tensors differ in
         length are None.
@@ -435,8 +426,7 @@ class ScatterOp(LibraryOp):
         return tuple(sorted(self._whole()))
 
     def verify(self) -> None:
-        """Checks the dtype of the index, that axis `dim` exists, and that all tensors have equally
-        many axes.
+        """Checks the dtype of the index, that axis `dim` exists, and the numbers of axes.
 
         Raises:
             VerifyError: a check fails.
@@ -478,8 +468,7 @@ class IndexPutAccumulateOp(LibraryOp):
         return "index_put_accumulate"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         All axes of acc correspond by position. For other operands, the entries of axis 0 (the rows)
         and of axes of size 1 are None.
@@ -489,8 +478,7 @@ class IndexPutAccumulateOp(LibraryOp):
         return self.cut_map(operand_index, self.out)
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
-        None.
+        """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
         Axes correspond by position. The entries of axis 0 (the rows) and of axes of size 1 are
         None.

@@ -141,8 +141,7 @@ class ProductOp(LibraryOp):
         return self.letters(fields[operand_index])
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         The operand is `inputs[operand_index]`. Axes with equal letters correspond, such as the rows
         m of mat1 and of the result. The axes of the result include the summed axis k.
@@ -151,17 +150,19 @@ class ProductOp(LibraryOp):
         return tuple(mine.index(c) if c in mine else None for c in self._root_letters())
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
-        None.
+        """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
-        For axes that must not be split, the entry is None.
+        The entry is None if there is no such axis, or if it must not be split.
         """
         whole = self.whole_axes(out)
         found = enumerate(self.axis_map(operand_index))
         return tuple(None if k in whole else place for k, place in found)
 
     def whole_axes(self, out: TensorView) -> tuple[int, ...]:
-        """Returns the axes of `out` that must not be split over devices, such as k (summed)."""
+        """Returns the axes of `out` that must not be split over devices.
+
+        An example is k, the axis that is summed over.
+        """
         return tuple(k for k, c in enumerate(self._root_letters()) if self.is_whole(c))
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
@@ -170,8 +171,7 @@ class ProductOp(LibraryOp):
         return tuple(k for k, c in enumerate(letters) if self.is_whole(c))
 
     def verify(self) -> None:
-        """Checks the axes and dtypes of all tensors, and that optional operands are passed
-        together.
+        """Checks axes and dtypes of all tensors, and that optional operands are passed together.
 
         For example, alpha, bias and beta need both scales.
 
@@ -283,9 +283,7 @@ class GroupedMmaOp(ProductOp):
 
     @property
     def ragged(self) -> str:
-        """The letter of the ragged axis, which the groups divide: m (rows), n (columns) or k
-        (summed).
-        """
+        """The letter of the axis that the groups divide: m (rows), n (columns) or k (summed)."""
         return self.FORMS[self.mat1.ndim, self.mat2.ndim][0]
 
     @classmethod
@@ -358,8 +356,9 @@ class ScaledMmaOp(ProductOp):
         return {"mat1": "mk", "mat2": "kn", "out": "mn"}
 
     def is_whole(self, letter: str) -> bool:
-        """Returns whether the axis with this letter must not be split over devices: only the summed
-        axis k.
+        """Returns whether the axis with this letter must not be split over devices.
+
+        This is only k, the axis that is summed over.
         """
         return letter == "k"
 
@@ -423,8 +422,7 @@ class GroupedScalesOp(LibraryOp):
         return "preprocess_grouped_matmul_input_sf"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         Both entries are None, because the op moves scales to other rows and columns.
         """
@@ -438,8 +436,9 @@ class GroupedScalesOp(LibraryOp):
         return (0, 1)
 
     def whole_operand_axes(self, operand_index: int) -> tuple[int, ...]:
-        """Returns the axes of operand `operand_index` that must not be split over devices: all
-        axes.
+        """Returns the axes of operand `operand_index` that must not be split over devices.
+
+        These are all axes, because the op moves scales to other rows and columns.
         """
         return tuple(range(self.inputs[operand_index].ndim))
 

@@ -182,8 +182,7 @@ class FullOp(TensorOp):
         return (self.value,) if category(self.value.dtype) == "int" else ()
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         All entries are None, because the op has no tensor operand.
         """
@@ -205,8 +204,7 @@ class IotaOp(TensorOp):
         return "iota"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         The only entry is None, because the op has no tensor operand.
         """
@@ -221,15 +219,14 @@ class IotaOp(TensorOp):
 
 
 class RandomOp(TensorOp):
-    """Random numbers. An element depends only on `seed`, `offset` and its index in a tensor of
-    `shape`.
+    """Random numbers, each of which depends only on `seed`, `offset` and its own position.
 
     - kind "uniform": numbers in [a, b), by default [0, 1).
     - kind "normal": numbers with mean a and standard deviation b, by default 0 and 1.
     - Without a seed, each call takes a new seed and offset from torch's generator.
-    - If out is a part of a larger tensor, such as the part that one device stores, `shape` is the
-      shape of the larger tensor. `begin` is then the index of out's first element in that tensor.
-      Otherwise `begin` is ().
+    - The position of a number is its index in a tensor of `shape`. This is the whole tensor, if out
+      is only a part of it, such as the part that one device stores. `begin` is then the index of
+      out's first element in the whole tensor. Otherwise `begin` is ().
     """
 
     out: TensorView = result()
@@ -276,16 +273,14 @@ class RandomOp(TensorOp):
         return "{out}\n   = " + spelled + "({shape}" + ends + ", {out.dtype}" + seed + begin + ");"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis of the result, the corresponding operand axis, or None if there is
-        none.
+        """Returns, per axis of the result, the corresponding operand axis, or None.
 
         All entries are None, because the op has no tensor operand.
         """
         return (None,) * len(self.out.domain.maybe_root)
 
     def verify(self) -> None:
-        """Checks that `shape` and `begin` have one entry per axis, and that operands are passed in
-        pairs.
+        """Checks that `shape` and `begin` have one entry per axis, and that pairs are complete.
 
         The pairs are (a, b) and (seed, offset): both operands are present, or both are None.
 
@@ -322,9 +317,7 @@ class LoadStoreOp(TensorOp):
 
     @property
     def name(self) -> str:
-        """The name of the op in messages: `permute` if it changes the order of the axes, else
-        `set`.
-        """
+        """The name of the op in messages: `permute` if the order of axes changes, else `set`."""
         return "permute" if self.out.domain.root else "set"
 
     def template(self) -> str:
@@ -349,8 +342,7 @@ class LoadStoreOp(TensorOp):
 
 
 class Reshard(TensorOp):
-    """A copy that distributes a tensor over devices in another way, or adds partial results of
-    devices.
+    """A copy that distributes a tensor over devices differently, or adds devices' partial results.
 
     One op makes one change, along the mesh dimensions `ptypes`:
 
@@ -588,14 +580,13 @@ class LibraryOp(TensorOp):
 
     @property
     def draws(self) -> bool:
-        """Whether results may depend on random numbers that torch draws in each run, as for
-        dropout.
-        """
+        """Whether results depend on random numbers that torch draws in each run, as in dropout."""
         return False
 
     def followed_by(self, out: TensorView) -> TensorView | None:
-        """Returns the operand whose order of axes in memory `out` takes over, or None for
-        row-major.
+        """Returns the operand whose order of axes in memory `out` takes over.
+
+        Returns None if `out` is row-major.
         """
         del out
         return None
@@ -632,8 +623,7 @@ class MatmulOp(Contraction):
         return "matmul"
 
     def axis_map(self, operand_index: int) -> AxisMap:
-        """Returns, per axis [batch.., m, n, k] of the result, the corresponding operand axis, or
-        None.
+        """Returns, per axis [batch.., m, n, k] of the result, the operand axis, or None.
 
         k is the axis that is summed over. `operand_index` 0 is a [batch.., m, k], and 1 is b
         [batch.., k, n]. Batch axes correspond from the last one on, as in broadcasting.
@@ -725,9 +715,7 @@ class LinearOp(Contraction):
 
     @property
     def bias_lacks(self) -> tuple[bool, ...]:
-        """One flag per axis of the result: True if the bias has no such axis, so that it is
-        broadcast.
-        """
+        """One flag per axis of the result: True if the bias has no such axis and is broadcast."""
         return tuple(p is None for p in self.axis_map(2)[: self.out.ndim])
 
 
@@ -829,7 +817,7 @@ class PadOp(TensorOp):
         return sc.Const(0, self.out.dtype()) if self.filler is None else self.filler
 
     def verify(self) -> None:
-        """Checks that every axis has two widths.
+        """Checks that every axis has two widths: the elements added before it and after it.
 
         Raises:
             VerifyError: the number of widths is wrong.
@@ -937,7 +925,7 @@ _CAST_TO = {
 
 
 def cast_spelling(src: DataType, dst: DataType) -> str:
-    """Returns the name of a cast from `src` to `dst` in IR text, as in nvFuser: `__half2float`,"""
+    """Returns the name of a cast from `src` to `dst` in texts of the IR, such as `__half2float`."""
     s, d = INFO[src].text, INFO[dst].text
     if is_complex(src) and category(dst) in ("int", "float"):
         return _CAST_TO.get(d, f"__to_{_CAST_NAMES.get(d)}").replace("__", "__real_then_", 1)

@@ -35,8 +35,7 @@ class AlongAxisOp(LibraryOp):
     KEEPS_EXPANDED: ClassVar[bool] = False
 
     def cut_map(self, operand_index: int, out: TensorView) -> AxisMap:
-        """Returns, per axis of `out`, the operand axis that may be split over devices with it, or
-        None.
+        """Returns, per axis of `out`, the operand axis that devices may split together with it.
 
         Axes correspond by position. The entry of `dim` is None, because results need all elements
         along it.
@@ -229,8 +228,9 @@ class TopKOp(AlongAxisOp):
         return self.cut_map(operand_index, self.found)
 
     def dtypes(self) -> tuple[DataType, ...]:
-        """Returns the dtype that each result must have: the operand's dtype, and Int for the
-        positions.
+        """Returns the dtype that each result must have.
+
+        This is the operand's dtype for the elements, and Int for their positions.
         """
         return (self.inp.dtype(), DataType.Int)
 

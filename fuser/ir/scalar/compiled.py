@@ -59,11 +59,10 @@ class Computed:
         return all(evaluate(x, values) for x in self.scalars) if found is None else all(found)
 
     def at_once(self, values: Mapping[Symbol, Number]) -> tuple[Number, ...] | None:
-        """Returns the values of all scalars by the compiled function, or None if it raises an
-        error.
+        """Returns the values of all scalars by the compiled function, or None if this fails.
 
-        In this case, `evaluate` may still succeed, because it computes only the selected branch of
-        a `where`.
+        It fails if some value cannot be computed. `evaluate` may still succeed, because it computes
+        only the selected branch of a `where`.
         """
         run = self._run
         if run is None:
@@ -98,8 +97,7 @@ class PythonText:
         self._known: dict[str, object] = {}
 
     def name(self, x: Scalar) -> str:
-        """Returns the Python variable of a scalar, after adding the statements that compute the
-        scalar.
+        """Returns the Python variable of a scalar, after adding the statements that compute it.
 
         A symbol without a variable is looked up in the parameter `values` of the function.
         """

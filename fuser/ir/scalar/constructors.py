@@ -212,8 +212,9 @@ def logical_not(a: ScalarLike) -> Scalar:
 
 
 def lt(a: ScalarLike, b: ScalarLike) -> Scalar:
-    """Returns the condition a < b as an expression, or a constant if the ranges of symbols decide
-    it.
+    """Returns the condition a < b as an expression, or a constant if it is always true or false.
+
+    The ranges of symbols decide this.
     """
     a, b = as_scalar(a), as_scalar(b)
     if is_int(a) and is_int(b):
@@ -369,9 +370,7 @@ def _rebuilt(x: Scalar, done: Mapping[Scalar, Scalar]) -> Scalar:
 
 
 def rebuild(x: Apply, args: Sequence[Scalar]) -> Scalar:
-    """Returns the op of `x` applied to the operands `args` instead of its own, and simplified
-    again.
-    """
+    """Returns the op of `x` applied to the operands `args` instead of its own, simplified."""
     if x.op.startswith("cast:"):
         return cast(args[0], x.dtype)
     special = {"<": lt, "<=": le, "==": eq, "&&": logical_and}

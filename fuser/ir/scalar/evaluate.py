@@ -81,8 +81,9 @@ def _bit_not(a: Number) -> Number:
 
 
 def _shift_left(a: Number, count: Number) -> Number:
-    """Returns the low 64 bits of `a << count` as a signed integer, or 0 for a count outside [0,
-    64).
+    """Returns the low 64 bits of `a << count`, as a signed integer.
+
+    For a count outside [0, 64), returns 0.
     """
     half = 1 << 63
     return ((int(a) << int(count)) + half) % (2 * half) - half if 0 <= count < 64 else 0

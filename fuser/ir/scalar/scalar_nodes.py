@@ -131,10 +131,10 @@ class Scalar:
         def __rdivmod__(self, other: ScalarLike) -> tuple[Scalar, Scalar]: ...
 
     def __bool__(self) -> bool:
-        """Raises `ArgumentError` in a user's definition: the value is unknown until the program
-        runs.
+        """Raises `ArgumentError` in a user's definition, because the value is not known yet.
 
-        In the compiler, a scalar whose dtype is not Bool is true, as any Python object is.
+        It is known when the program runs. In the compiler, a scalar whose dtype is not Bool is
+        true, as any Python object is.
         """
         if self.dtype is not DataType.Bool and not is_users_comparison():
             return True
@@ -212,10 +212,9 @@ def _arithmetic(op: str, a: ScalarLike, b: ScalarLike) -> Scalar:
 
 
 def _of_one_category(a: ScalarLike, b: ScalarLike) -> tuple[Scalar, Scalar]:
-    """Returns both operands as scalars. If only one has a floating dtype, the other is converted to
-    it.
+    """Returns both operands as scalars, converted to the floating dtype of one of them if needed.
 
-    Only integer and Bool operands are converted.
+    If only one has a floating dtype, an integer or Bool operand is converted to it.
     """
     a, b = as_scalar(a), as_scalar(b)
     if a.dtype is b.dtype:
@@ -270,8 +269,8 @@ def _interned(cls: type[_S], key: object, dtype: DataType, depth: int = 0) -> tu
 def _published(made: _S, key: object) -> _S:
     """Stores a new scalar in the table of all scalars, after the caller has set its fields.
 
-    Returns the stored scalar. If another thread has stored an equal one in the meantime, this is
-    that one.
+    Returns the stored scalar. This is another object if another thread has stored an equal scalar
+    in the meantime.
     """
     with _known_lock:
         return cast(_S, _known.setdefault(key, made))
@@ -417,10 +416,10 @@ Terms = tuple[tuple[Monomial, int], ...]
 
 
 class Poly(Scalar):
-    """An integer sum of products (a polynomial), as a sorted tuple of terms (monomial,
-    coefficient).
+    """An integer sum of products (a polynomial), as a sorted tuple of terms.
 
-    A monomial is the tuple of the factors of a product. The monomial of the constant term is ().
+    A term is (monomial, coefficient). A monomial is the tuple of the factors of a product; that of
+    the constant term is ().
     """
 
     __slots__ = ("terms",)

@@ -168,8 +168,7 @@ def has_index(x: Scalar) -> bool:
 
 
 def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
-    """Returns the largest (or, with `largest=False`, the smallest) value of `x` over all its
-    indices.
+    """Returns the largest (or, with `largest=False`, smallest) value of `x` over all its indices.
 
     Indices are symbols with an upper bound. Each is replaced by the end of its range that gives
     this value, so that the result contains no index, but maybe extents. Returns None if the value
@@ -192,8 +191,7 @@ def _extreme(x: Scalar, *, largest: bool) -> Scalar | None:
 
 
 def _atom_extreme(atom: Scalar, *, largest: bool) -> Scalar | None:
-    """Returns the largest (or, with `largest=False`, the smallest) value of `atom` over its
-    indices.
+    """Returns the largest (or, with `largest=False`, smallest) value of `atom` over its indices.
 
     `atom` is a symbol or an op other than a sum or product, and contains an index of a loop, a
     thread or a mesh dimension. Returns None if the value is unknown.
@@ -213,8 +211,7 @@ _ENDS_OF_DIVISION = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 def _ends_of_division(atom: Apply, *, largest: bool) -> Scalar | None:
-    """Returns the largest (or, with `largest=False`, the smallest) value of a quotient or a
-    remainder.
+    """Returns the largest (or, with `largest=False`, smallest) value of a quotient or remainder.
 
     `atom` contains an index of a loop, a thread or a mesh dimension, and the value is that over all
     positions of the index. The divisor must be positive. Returns None if the value is unknown.
@@ -255,8 +252,7 @@ def _is_smaller(a: Scalar, b: Scalar) -> bool:
 
 # ---------------------------------------------------------------- division
 def _split_by(a: Scalar, b: Scalar) -> tuple[Scalar, Scalar] | None:
-    """Returns (q, r) with a = q*b + r, where q*b has all terms of the sum `a` that are multiples of
-    b.
+    """Returns (q, r) with a = q*b + r, where q*b has all terms of `a` that are multiples of b.
 
     The quotient of `a` and b is then q plus that of r and b. If b is a sum, the result is (1, 0) if
     a equals b, else None.

@@ -189,8 +189,7 @@ class ValueParser:
         return TensorDomain.of(tuple(self.cursor.items("]", lambda: self._state(axes))))
 
     def _new_tensor(self, head: re.Match[str], domain: TensorDomain) -> TensorView:
-        """Creates a tensor, after reading the text that follows its axes: `ca_pos( 2 )
-        (DeviceMesh{0 1})`.
+        """Creates a tensor, after reading the text behind its axes: `ca_pos( 2 ) (DeviceMesh{0})`.
 
         `ca_pos` is the number of loops that it shares with its readers. `head` is the matched name,
         memory and dtype. The caller declares the tensor.
@@ -274,8 +273,7 @@ class ValueParser:
         return self._declare(tv, start)
 
     def _state(self, axes: dict[int, IterDomain]) -> IterDomain:
-        """Reads one of a tensor's axes at the cursor, and checks that its text is the same
-        everywhere.
+        """Reads an axis of a tensor at the cursor, and checks that its text is equal everywhere.
 
         An axis occurs in several places of a tensor's text. `axes` has the axes read so far, by
         number.
@@ -408,9 +406,7 @@ class Parser(ValueParser):
         attributes: Mapping[str, Attribute] | None = None,
         bounds: Mapping[str, int | None] | None = None,
     ) -> None:
-        """Starts to read at the position of `cursor`. The class docstring describes the other
-        parameters.
-        """
+        """Starts to read at the position of `cursor`. The class describes the other parameters."""
         super().__init__(cursor, fusion, bounds)
         self.templates = templates_of(ops or tensor_op_classes())
         self.attributes = {**ATTRIBUTES, **(attributes or {})}
@@ -482,8 +478,7 @@ class Parser(ValueParser):
         return index
 
     def region(self, start: int, head: str) -> tuple[Op, ...]:
-        """Reads the nested ops of an op, such as the body of a loop: the lines with deeper
-        indentation.
+        """Reads the nested ops of an op, such as a loop's body: the lines with deeper indentation.
 
         `start` is the position of the op. `head` is the line before the nested ops. Returns () if
         the text does not have this line.
@@ -557,9 +552,7 @@ class Parser(ValueParser):
         return read(self)
 
     def _rows(self, length: int) -> tuple[TensorView | Scalar, ...]:
-        """Reads values in groups of `length`, such as `{a, b} {c, d} }`, and returns them as one
-        tuple.
-        """
+        """Reads values in groups of `length`, such as `{a, b} {c, d} }`, and returns one tuple."""
         c = self.cursor
         found: list[TensorView | Scalar] = []
         while not c.take_if("}"):
@@ -591,10 +584,10 @@ class Parser(ValueParser):
         c.pos = home
 
     def relations(self) -> None:
-        """Reads the sections of a text that name tensors: updates of inputs, and reasons of
-        shardings.
+        """Reads the sections of a text about updates of inputs and about the reasons of shardings.
 
-        The tensors must have been read before. Afterwards, the cursor is at its old position.
+        The tensors that they name must have been read before. Afterwards, the cursor is at its old
+        position.
         """
         home = self.cursor.pos
         self._section("Aliases", self._alias, home)
@@ -625,17 +618,14 @@ class Parser(ValueParser):
         return False
 
     def end(self) -> None:
-        """Raises `ParseError` if neither a section, such as `Aliases :`, nor the end is at the
-        cursor.
-        """
+        """Raises `ParseError` if something other than a section, such as `Aliases :`, follows."""
         if not self._at_section():
             raise self.cursor.fail(
                 f"expected a section ({', '.join(_TITLES)}) or the end of the text"
             )
 
     def check_declared(self, tensors: Iterable[TensorView], section: int) -> None:
-        """Raises `ParseError` if the text does not describe all axes of one of `tensors` in a
-        section.
+        """Raises `ParseError` if no section of the text describes all axes of one of `tensors`.
 
         Without it, the memory layout of the tensor would be lost. `section` is the position that
         the error names.
@@ -706,10 +696,9 @@ class Parser(ValueParser):
                 )
 
     def reserve_symbols(self) -> None:
-        """Marks the numbers of all symbols that were read, such as 3 of `i3`, as used in the
-        fusion.
+        """Marks the numbers of all symbols that were read, such as 3 of `i3`, as used.
 
-        New symbols then get other numbers.
+        New symbols of the fusion then get other numbers.
         """
         for name in self.symbols:
             self._reserve_symbol(name)
@@ -954,7 +943,7 @@ def concretized_bounds(text: str) -> dict[str, int | None]:
     """Returns the lower bounds of the symbols in the text of a program for one class of inputs.
 
     The text does not contain them. Every extent is at least 1, even if it is a scalar input,
-    because the class decides which axes are empty. Other scalar inputs are unbounded (None).
+    because a program with empty axes is another class. Other scalar inputs are unbounded (None).
     """
     extents = {m[4] for m in _EXTENT.finditer(text)} | {m[1] for m in _EQUAL.finditer(text)}
     unbounded = [name for name in _scalar_inputs(text) if name not in extents]

@@ -23,7 +23,8 @@ def domain_text(tv: TensorView, indent: str = "") -> str:
     """Returns the text that describes all axes of one tensor, one line per kind of fact.
 
     The text has the axes that the op computes (root), that users see (logical), in memory order
-    (allocation) and of the loops, and contiguity and transforms.
+    (allocation) and of the loops. It also has the contiguity flags, and the splits and merges that
+    derive the axes.
     """
     domain: TensorDomain = tv.domain
     lines = [f"{indent}{tensor_text(tv)}"]
