@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.fusion import TensorView
+from fuser.ir.types import DEVICE_TYPES
 
 
 def tensor_words(tv: TensorView) -> str:
@@ -30,6 +31,46 @@ def axis_words(tv: TensorView, axis: IterDomain) -> str:
     words = f"{'axis' if len(found) == 1 else 'axes'} {numbers} of {tensor_words(tv)}"
     is_spread = axis.is_device or axis.is_stream
     return f"the part on {axis.ptype.name} of {words}" if is_spread else words
+
+
+def misfit_of_mesh(tv: TensorView, axis: IterDomain, extent: int) -> str:
+    """Returns the message for a device axis of extent `extent` that the tensor's mesh cannot hold.
+
+    Either the mesh lacks the dimension, or its number of devices there is not the extent. The
+    message says how to cut the axis, if the user put another axis on the devices by mistake.
+    """
+    mesh, ptype = tv.mesh, axis.ptype
+    assert mesh is not None, f"{tv} has no mesh"
+    if mesh.dim_of(ptype) is None:
+        names = [t.name for t in DEVICE_TYPES[: mesh.ndim]]
+        dimensions = f"{names[0]} alone" if len(names) == 1 else " and ".join(names)
+        return (
+            f"{mesh} of {tensor_words(tv)} has no dimension {ptype.name}, on which "
+            f"{axis_words(tv, axis)} is: the mesh is {mesh.ndim}-D and has {dimensions}, so use a "
+            "mesh with more dimensions"
+        )
+    count = mesh.size_of(ptype)
+    return (
+        f"{axis_words(tv, axis)} has extent {extent}, but {mesh} has {count} devices along "
+        f"{ptype.name}{_how_to_cut(tv.domain, axis, count)}"
+    )
+
+
+def _how_to_cut(domain: TensorDomain, axis: IterDomain, count: int) -> str:
+    """Returns the end of a message: the calls that cut an axis over `count` devices.
+
+    Returns "" for the outer part of a split, whose factor is wrong.
+    """
+    numbers = [a.number for a in domain.loop]
+    split = next((t for t in domain.splits.values() if t.inner == axis.number), None)
+    outer = None if split is None else domain.rotated(split.outer)
+    if outer is not None and outer.number in numbers and not (outer.is_device or outer.is_stream):
+        place = numbers.index(outer.number)
+        return f": this is the inner part of a split; parallelize the outer one, axis({place})"
+    if split is None and axis.number not in [a.number for a in domain.logical]:
+        return ""
+    place = numbers.index(axis.number)
+    return f": first call outer_split({place}, {count}), then parallelize axis({place})"
 
 
 def in_ir(*things: object) -> str:

@@ -30,7 +30,7 @@ from fuser.ir.binding import complete, size_of
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.dtypes import DataType, category
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
-from fuser.ir.naming import axis_words, in_ir
+from fuser.ir.naming import in_ir, misfit_of_mesh
 from fuser.ir.ops import nodes
 from fuser.ir.ops.lookup import GatherOp, LookupOp, ScatterOp, SelectOp
 from fuser.ir.ops.nodes import PadOp, ReshapeOp, SliceOp
@@ -386,14 +386,9 @@ def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
 def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
     """Raises `ShardingError` unless `extent` is the number of devices that the axis counts."""
     assert tv.mesh is not None, f"{tv} has no mesh"
-    count = tv.mesh.size_of(axis.ptype)
-    if extent != count:
+    if extent != tv.mesh.size_of(axis.ptype):
         line = tv.cut_lines.get(axis.ptype) or tv.user_line()
-        raise ShardingError(
-            f"{axis_words(tv, axis)} has extent {extent}, but it counts the devices of {tv.mesh} "
-            f"along {axis.ptype.name}, of which there are {count}{user_code(line)}"
-            f"{in_ir(axis, tv)}"
-        )
+        raise ShardingError(f"{misfit_of_mesh(tv, axis, extent)}{user_code(line)}{in_ir(axis, tv)}")
 
 
 def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:

@@ -14,7 +14,7 @@ from fuser.ir.domain.device_mesh import DeviceMesh as IrDeviceMesh
 from fuser.ir.domain.tensor_domain import SplitTransform, transform_text
 from fuser.ir.fusion import TensorView
 from fuser.ir.memory_layout import declared_order, stored_part
-from fuser.ir.naming import axis_words, tensor_words
+from fuser.ir.naming import axis_words, misfit_of_mesh, tensor_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import checked
@@ -25,7 +25,7 @@ from fuser.support.errors import (
     user_code,
     user_line,
 )
-from multidevice.sharding.placement import cut_line, is_allocated_per_step, misfit_of_mesh
+from multidevice.sharding.placement import cut_line, is_allocated_per_step
 
 if TYPE_CHECKING:
     import torch
@@ -173,10 +173,13 @@ def _split_view(
     """
     domain = tv.domain
     if tv.mesh is None:
-        raise ShardingError(
-            f"{tensor_words(tv)} has no DeviceMesh, so it has no shards: pass the whole tensor to "
-            "the program, or give the input a mesh by set_device_mesh"
+        is_input = tv.definition() is None
+        advice = (
+            "pass the whole tensor to the program, or give the input a mesh by set_device_mesh"
+            if is_input
+            else "execute returns the whole tensor, because no input has a mesh"
         )
+        raise ShardingError(f"{tensor_words(tv)} has no DeviceMesh, so it has no shards: {advice}")
     if is_allocated_per_step(tv):
         raise UnsupportedError(
             f"{tensor_words(tv)} is allocated anew in each step of a stream loop, so no single "

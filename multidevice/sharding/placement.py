@@ -31,7 +31,7 @@ from fuser.ir.domain.tensor_domain import (
 )
 from fuser.ir.dtypes import DataType
 from fuser.ir.fusion import Fusion, TensorView
-from fuser.ir.naming import axis_words, in_ir, tensor_words
+from fuser.ir.naming import axis_words, in_ir
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.scalar.constructors import Scalar
 from fuser.ir.types import DEVICE_TYPES, STREAM_TYPES, ParallelType
@@ -92,40 +92,6 @@ def cut_line(tv: TensorView, ptype: ParallelType) -> str:
     line that defines the tensor; "" if unknown. Used in error messages.
     """
     return tv.cut_lines.get(ptype) or tv.user_line()
-
-
-def misfit_of_mesh(tv: TensorView, axis: IterDomain, extent: int) -> str:
-    """Returns the message for a device axis of extent `extent` that the tensor's mesh cannot hold.
-
-    Either the mesh lacks the dimension, or its number of devices there is not the extent. The
-    message says how to cut the axis, if the user put another axis on the devices by mistake.
-    """
-    mesh, domain, ptype = tv.mesh, tv.domain, axis.ptype
-    assert mesh is not None, f"{tv} has no mesh"
-    if mesh.dim_of(ptype) is None:
-        there = [t.name for t in DEVICE_TYPES[: mesh.ndim]]
-        has = f"{there[0]} alone" if len(there) == 1 else " and ".join(there)
-        return (
-            f"{mesh} of {tensor_words(tv)} has no dimension {ptype.name}, on which "
-            f"{axis_words(tv, axis)} is: the mesh is {mesh.ndim}-D and has {has}, so use a mesh "
-            "with more dimensions"
-        )
-    count = mesh.size_of(ptype)
-    text = (
-        f"{axis_words(tv, axis)} has extent {extent}, but {mesh} has {count} devices along "
-        f"{ptype.name}"
-    )
-    numbers = [a.number for a in domain.loop]
-    split = next((t for t in domain.splits.values() if t.inner == axis.number), None)
-    if split is not None and domain.rotated(split.outer).number in numbers:
-        place = numbers.index(domain.rotated(split.outer).number)
-        return (
-            f"{text}: this is the inner part of a split; parallelize the outer one, axis({place})"
-        )
-    if axis.number in [a.number for a in domain.logical]:
-        place = numbers.index(axis.number)
-        return f"{text}: first call outer_split({place}, {count}), then parallelize axis({place})"
-    return text
 
 
 # ------------------------------------------------------------------ reading

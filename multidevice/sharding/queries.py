@@ -18,7 +18,7 @@ from fuser.ir.domain.axis_path import SizeRules, forward, indices_forward, repla
 from fuser.ir.domain.device_mesh import DeviceMesh, ranks_of
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
-from fuser.ir.naming import axis_words, in_ir, tensor_words
+from fuser.ir.naming import axis_words, in_ir, misfit_of_mesh, tensor_words
 from fuser.ir.op import Op
 from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp
 from fuser.ir.ops.nodes import Reshard
@@ -38,7 +38,6 @@ from multidevice.sharding.placement import (
     is_allocated_per_step,
     is_plain_broadcast,
     local_extent,
-    misfit_of_mesh,
     origin_root,
     placement,
     sharded_axis,

@@ -153,6 +153,21 @@ def refuse_to_compile(*_: object, **__: object) -> None:
     raise AssertionError("a kernel is compiled")
 
 
+def test_sizes_that_need_another_kernel_of_the_program_are_not_compiled() -> None:
+    with FusionDefinition() as fd:
+        fd.add_output(fd.ops.exp(fd.define_tensor([-1, -1], contiguity=True)))
+    large, small = torch.ones(512, 4096), torch.ones(2, 3)
+    options = ["schedules_for(h200)"]
+    fd.execute([large], _enable_options=options)
+    assert fd.fec.program_like([small]) is fd.fec.program_like([large])
+    assert not fd.fec.is_compiled([small])
+    with pytest.raises(fuser.NotCompiledError, match=r"float32\[512, 4096\].*float32\[2, 3\]"):
+        fd.fec.get_cuda_kernel([small])
+    fd.execute([small], _enable_options=options)
+    assert fd.fec.is_compiled([small]) and fd.fec.is_compiled([large])
+    assert fd.fec.get_cuda_kernel([small]) != fd.fec.get_cuda_kernel([large])
+
+
 def test_inputs_that_do_not_fit_are_not_compiled() -> None:
     with FusionDefinition() as fd:
         fd.add_output(fd.ops.exp(fd.define_tensor([-1, -1], contiguity=True)))

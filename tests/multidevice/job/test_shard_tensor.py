@@ -145,10 +145,37 @@ def test_the_sharding_of_a_result_is_read_from_the_compiled_program() -> None:
         world.run(run)
 
 
+def test_a_result_of_a_program_without_meshes_is_whole() -> None:
+    with FusionDefinition() as fd:
+        y = fd.ops.exp(fd.define_tensor([-1], contiguity=True))
+        fd.add_output(y)
+    with pytest.raises(ShardingError, match="so it has no shards: execute returns the whole"):
+        shard_tensor(torch.ones(4), y)
+
+
+def test_a_symbolic_axis_on_devices_says_how_to_cut() -> None:
+    def run() -> None:
+        with FusionDefinition() as fd:
+            x = fd.define_tensor([-1, 16], contiguity=True)
+            fd.add_output(fd.ops.neg(x))
+        x.set_device_mesh(range(2))
+        x.axis(0).parallelize(X)
+        words = r"extent 8, .*: first call outer_split\(0, 2\), then parallelize axis\(0\)"
+        with pytest.raises(ShardingError, match=words):
+            fd.execute([torch.ones(4, 16)])
+
+    with simulate(2) as world:
+        world.run(run)
+
+
 def test_a_device_axis_that_does_not_fit_the_mesh_says_how_to_cut() -> None:
-    unsplit, inner, no_dimension = tensor(2), tensor(2), tensor(2)
+    unsplit, inner, no_dimension, second = (tensor(2) for _ in range(4))
     for tv in (unsplit, inner, no_dimension):
         tv.set_device_mesh(mesh(2))
+    second.set_device_mesh(mesh(2, 2))
+    second.outer_split(0, 2)
+    second.axis(0).parallelize(Y)
+    second.axis(1).parallelize(X)
     unsplit.axis(1).parallelize(X)
     inner.outer_split(0, 2)
     inner.axis(1).parallelize(X)
@@ -157,6 +184,7 @@ def test_a_device_axis_that_does_not_fit_the_mesh_says_how_to_cut() -> None:
     for tv, words in (
         (unsplit, r"extent 6, .*: first call outer_split\(1, 2\), then parallelize axis\(1\)"),
         (inner, r"extent 4, .*inner part of a split; parallelize the outer one, axis\(0\)"),
+        (second, r"extent 4, .*: first call outer_split\(1, 2\), then parallelize axis\(1\)"),
         (no_dimension, r"no dimension mesh_y.*the mesh is 1-D and has mesh_x alone"),
     ):
         with pytest.raises(ShardingError, match=words):
