@@ -39,8 +39,8 @@ def mapped_axes(
 
     The operand is `op.inputs[operand_index]`, and `out` is the result, by default the first one.
     The operand axes are those that users see. The result axes are those that the op itself computes
-    (root axes). If the op broadcasts the operand, a pair may have a broadcast axis and an axis that
-    is none; `is_exact_pair` detects such pairs.
+    (root axes). If the op broadcasts the operand, one axis of a pair may be a broadcast axis and
+    the other not; `is_exact_pair` then returns False.
     """
     consumer = out if out is not None else op.out_tensor
     return _pairs(op, operand_index, consumer, op.axis_map_to(operand_index, consumer))
@@ -204,7 +204,8 @@ class AxisGraph:
         return self._fusion.canonical(self._axes[number].size)
 
     def _keys(self, t: Transform) -> tuple[tuple[object, ...], ...]:
-        """Returns keys of a transform: two transforms count as equal if they have a key in common.
+        """Returns keys of a transform, such as a split. Transforms with a common key count as
+        equal.
 
         Subclasses may add keys.
         """
@@ -230,8 +231,8 @@ class AxisGraph:
     def _close(self) -> None:
         """Puts axes into one class that equal transforms derive from axes of one class.
 
-        The reverse is also done, if the extents of the source axes are equal. This is repeated
-        until no class changes any more.
+        Transforms are splits, merges and others. The reverse is also done, if the extents of the
+        source axes are equal. This is repeated until no class changes any more.
         """
         keyed = [(key, t) for t in self._transforms for key in self._keys(t)]
         changed = True

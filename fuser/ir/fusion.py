@@ -251,8 +251,9 @@ class TensorView:
     def split(self, axis: int, factor: Scalar | int, inner_split: bool = True) -> TensorView:
         """Replaces a loop axis by two axes (outer, inner), and returns this tensor.
 
-        By default, the inner extent is `factor`, and the outer extent is ceilDiv(extent, factor).
-        With `inner_split=False`, the outer extent is `factor`.
+        Loop axes become loops and threads of a kernel. By default, the inner extent is `factor`,
+        and the outer extent is ceilDiv(extent, factor). With `inner_split=False`, the outer extent
+        is `factor`.
 
         Raises:
             DefinitionError: the axis is not serial, or the tensor already shares its loop with the
@@ -284,23 +285,30 @@ class TensorView:
 
     @checked
     def inner_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Splits a loop axis so that the inner extent is `factor`, and returns this tensor."""
+        """Splits a loop axis so that the inner extent is `factor`, and returns this tensor.
+
+        Loop axes become loops and threads of a kernel.
+        """
         return self.split(axis, factor)
 
     @checked
     def outer_split(self, axis: int, factor: Scalar | int) -> TensorView:
-        """Splits a loop axis so that the outer extent is `factor`, and returns this tensor."""
+        """Splits a loop axis so that the outer extent is `factor`, and returns this tensor.
+
+        Loop axes become loops and threads of a kernel.
+        """
         return self.split(axis, factor, inner_split=False)
 
     @checked
     def merge(self, axis_o: int, axis_i: int | None = None) -> TensorView:
         """Merges two loop axes, of which `axis_o` is the outer one, and returns this tensor.
 
-        `axis_i` defaults to `axis_o` + 1. The merged axis takes the smaller of the two positions.
+        Loop axes become loops and threads of a kernel. `axis_i` defaults to `axis_o` + 1. The
+        merged axis takes the smaller of the two positions.
 
         Raises:
             DefinitionError: both are the same axis, only one is a reduction, both are parallel (not
-                serial), or one is divided by a stream loop.
+                serial), or one is an axis over CUDA streams.
         """
         loop = self.domain.loop
         o = self._wrap(axis_o, len(loop))
@@ -333,7 +341,8 @@ class TensorView:
     def reorder(self, old2new: Mapping[int, int] | None = None) -> TensorView:
         """Moves loop axes, and returns this tensor. `old2new` maps old to new positions.
 
-        The axes that are not in `old2new` take the other positions in their old order.
+        Loop axes become loops and threads of a kernel. The axes that are not in `old2new` take the
+        other positions in their old order.
         """
         loop = self.domain.loop
         n = len(loop)
@@ -487,8 +496,9 @@ class TensorView:
     def rfactor(self, axes: Sequence[int]) -> TensorView:
         """Splits a reduction into two reductions, and returns the result of the first one.
 
-        The new tensor reduces the loop axes at the positions `axes`. This tensor then reduces the
-        other reduction axes of the new tensor. Kernels use this to reduce in parallel first.
+        Kernels use this to reduce in parallel first. The new tensor reduces the loop axes (of the
+        kernel's loops and threads) at the positions `axes`. This tensor then reduces the other
+        reduction axes of the new tensor.
         """
         return PRIMITIVES["rfactor"](self, axes)
 

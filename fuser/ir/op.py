@@ -91,7 +91,7 @@ def region(*, head: str = "", kw_only: Literal[True] = True, **options: Any) -> 
     field_specifiers=(operand, operands, result, results, attr, region, field),
 )
 class Op:
-    """Base of all ops, of fusions and of host programs (the list of actions of each rank).
+    """Base of all ops, of fusions and of host programs (the list of actions that every rank runs).
 
     A subclass declares its fields with `operand()`, `result()`, `attr()` etc. It becomes a frozen
     dataclass and is registered by its name, so that the parser can create it.

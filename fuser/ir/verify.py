@@ -1,4 +1,4 @@
-"""Checks the invariants of a fusion after every pass."""
+"""Checks the rules that hold for every correct fusion, after every pass."""
 
 from __future__ import annotations
 

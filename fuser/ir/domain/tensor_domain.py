@@ -324,9 +324,9 @@ Transform = SplitTransform | MergeTransform | Resize | Swizzle1D | Shift
 
 
 def same_form(a: Transform, b: Transform) -> bool:
-    """Returns whether two transforms have the same type and equal parameters, such as factors.
+    """Returns whether two transforms, such as splits, have the same type and equal parameters.
 
-    The axes of the transforms may differ.
+    An example of a parameter is the split factor. The axes of the transforms may differ.
     """
     return type(a) is type(b) and a.form == b.form
 
@@ -486,8 +486,8 @@ class TensorDomain:
     def is_undecided(self) -> bool:
         """Whether the tensor results from a reshape whose splits and merges are not decided yet.
 
-        They depend on the sizes of inputs, which are known in the first call. Until then, no
-        transform connects the axes of the operand and of the result.
+        They depend on the sizes of inputs, which are known in a call. Until then, no transform
+        connects the axes of the operand and of the result.
         """
         root = self.root_numbers
         if not root or any(n in root for n in self.logical_numbers):
@@ -622,7 +622,7 @@ class TensorDomain:
         """Returns a copy of the domain with another memory order and other contiguity flags.
 
         `allocation` has axis numbers, outermost first. If it is empty, memory has the order that
-        users see.
+        users see. A flag is True if there is no gap between neighbours along the axis.
         """
         return self.having(allocation=allocation, contiguity=contiguity)
 

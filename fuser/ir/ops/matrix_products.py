@@ -397,11 +397,11 @@ def tiles_of_groups(rows: Scalar, groups: Scalar) -> Scalar:
 
 
 class GroupedScalesOp(LibraryOp):
-    """Copies the scales of Float8 matrices into the order in which matrix units of GPUs read them.
+    """Copies the scales of Float8 blocks into the order in which matrix units of GPUs read them.
 
-    The scales are those of a product of matrices in groups. Group i has the rows of inp from
-    input_offsets[i] up to the first row of group i + 1. In out, these rows are stored from row
-    output_offsets[i] on. Rows of out that belong to no group are 0.
+    Each scale belongs to a block of elements of a matrix, whose rows are divided into groups. Group
+    i has the rows of inp from input_offsets[i] up to the first row of group i + 1. In out, these
+    rows are stored from row output_offsets[i] on. Rows of out that belong to no group are 0.
     """
 
     out: TensorView = result()

@@ -647,8 +647,8 @@ class LinearOp(Contraction):
     """A linear layer: out = x @ weight.T + bias. The bias is optional.
 
     The axes are x [*i, n_in], weight [*w, n_out, n_in] and bias [*w, n_out]. The result is [*w, *i,
-    n_out, n_in], where n_in is marked as a reduction axis. If a host program computes one output
-    feature per device or step, weight is [n_in], bias is [], and out is [*i, n_in].
+    n_out, n_in], where n_in is marked as a reduction axis. In a host program, the op may compute a
+    single output feature: weight is then [n_in], bias is [], and out is [*i, n_in].
     """
 
     out: TensorView = result()
