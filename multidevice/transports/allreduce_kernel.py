@@ -70,7 +70,7 @@ class MappedMemory(Protocol):
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
-        that memory.
+        it.
 
         The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
@@ -89,22 +89,25 @@ class MappedMemory(Protocol):
 
 
 class OrdersLaunches(Protocol):
-    """The interface of `LaunchOrder`; a caller of `AllreduceKernels` may pass another
-    implementation.
+    """The interface of `LaunchOrder`, which makes kernels run one after another on this rank's GPU.
 
-    An implementation makes the kernels of a team run one after another on this rank's GPU.
+    The kernels of several ranks are matched by their order alone. A caller of `AllreduceKernels`
+    may pass another implementation.
     """
 
     def before(self, stream: int) -> bool:
-        """Makes the next kernel launch on `stream` wait for the latest one, as
-        `LaunchOrder.before`.
+        """Makes the next kernel launch on `stream` wait for the latest one, also if that was on
+        another stream.
 
         Returns whether the launch is being captured into a CUDA graph.
         """
         ...
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Records the launch just made on `stream` as the latest one, as `LaunchOrder.after`."""
+        """Records the launch just made on `stream` as the latest one, for which the next one waits.
+
+        `is_captured` is the result of `before`.
+        """
         ...
 
     def is_capturing(self, stream: int) -> bool:
@@ -126,6 +129,7 @@ class _Area:
     - `me`: the position of this rank in the team.
     - `addresses`: the addresses of all ranks' areas in this process, in team order.
     - `report`: host memory to which a kernel writes when it gives up waiting for a rank.
+    - `order`: makes the kernels run one after another.
     - `kernels`, `launches`: the compiled kernels, and their prepared launches.
     - `tags`: the text of each call, with the number that identifies the call in a report.
     """
@@ -150,8 +154,8 @@ class _Area:
         return self.tags.setdefault(what, len(self.tags))
 
     def failure(self) -> str:
-        """Returns the error message about a kernel that gave up waiting; "" if no kernel has given
-        up.
+        """Returns the error message about a kernel that gave up waiting for another rank; "" if
+        none has.
         """
         if not self.words[0]:
             return ""
@@ -170,7 +174,8 @@ class _Area:
             raise CommunicationTimeout(self.failure())
 
     def mark_read(self) -> None:
-        """Marks the report as read, so that the kernel that gave up ends normally.
+        """Marks the report of a kernel that gave up waiting as read, so that the kernel ends
+        normally.
 
         If no one reads the report, the kernel fails after some seconds.
         """
@@ -251,12 +256,11 @@ class _KernelWork:
 
 
 class AllreduceKernels:
-    """Executes small allreduces of one backend as one kernel each, over memory that the ranks have
-    mapped.
+    """Executes small allreduces as one kernel each, over memory that the ranks have mapped.
 
     - `largest_nbytes`: the size of the largest message for which a kernel is used.
-    - `make_memory`, `make_order`: create the allocator of mapped memory and the launch order. They
-      are called when a team first needs these objects.
+    - `make_memory`, `make_order`: create the allocator of mapped memory, and the object that orders
+      the launches. They are called when a team first needs these objects.
     """
 
     def __init__(
@@ -346,11 +350,11 @@ class AllreduceKernels:
         return start
 
     def failure(self) -> str:
-        """Returns the error message about a kernel that gave up waiting, if no wait has raised it;
-        else "".
+        """Returns the error message about a kernel that gave up waiting for another rank; else "".
 
-        The first call after a new report returns "", so that a wait for the result can raise the
-        error first. The next call returns the message.
+        A message that a wait for the result has already raised is not returned. The first call
+        after a new report returns "", so that such a wait can raise the error first. The next call
+        returns the message.
         """
         for area in (*self._areas.values(), *self._kept):
             if area is None or not area.words[0] or area.words[REPORT_WORDS - 1]:
@@ -367,7 +371,7 @@ class AllreduceKernels:
 
     # ------------------------------------------------------------ teams
     def _launches(self, call: CollectiveCall) -> tuple[_Area, _Launches] | None:
-        """Returns the team's memory area and the prepared launches of an allreduce.
+        """Returns the memory area that a team shares, and the prepared launches of an allreduce.
 
         `takes(call)` must be True. Returns None if the ranks cannot map each other's memory. The
         first call for a team exchanges messages, so all ranks of the team must make that call.
@@ -407,7 +411,9 @@ class AllreduceKernels:
     def _connect(self, team: Team, key: Key) -> _Area | None:
         """Allocates this rank's memory area for a team, and maps the areas of the other ranks.
 
-        Returns None on all ranks of the team if this fails on any of them.
+        The kernels of the ranks exchange data through these areas. `key` describes the first
+        kernel, which is compiled at once. Returns None on all ranks of the team if this fails on
+        any of them.
         """
         area, hello = None, {"why": "FUSER_DISABLE=allreduce_kernel"}
         if not options.disabled("allreduce_kernel"):
@@ -462,10 +468,10 @@ class AllreduceKernels:
         return area, {"host": host(), "name": name, "at": at}
 
     def _forget(self, key: Calls) -> None:
-        """Drops the memory area of a team after a failed call, because its ranks may have launched
-        different numbers of kernels.
+        """Drops the memory area that a team shares after a failed call.
 
-        `key` names the sequence of calls that failed.
+        The reason is that its ranks may have launched different numbers of kernels. `key` names the
+        sequence of calls that failed.
         """
         area = self._areas.pop(key.team, None)
         if area is not None:

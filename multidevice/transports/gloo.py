@@ -54,6 +54,9 @@ _LISTEN_S = 1.5
 class StoreControl(JobControl):
     """The control channel of a job over torch's TCP store, which rank 0 or torchrun's agent serves.
 
+    Over a control channel, the ranks of a job exchange small messages, such as announcements of
+    failures.
+
     Raises:
         CommunicationError: the store cannot be reached, or its port is in use. The message names
             the host and the port.
@@ -104,8 +107,10 @@ class StoreControl(JobControl):
         return values
 
     def listen(self) -> None:
-        """Reads the new announcements of other ranks (failures and departures) from the TCP
-        store.
+        """Reads the messages by which other ranks have announced a failure, or that they leave the
+        job.
+
+        The messages are in the TCP store (a key-value server).
         """
         with self._listening:
             count = self.store.add("events", 0)
@@ -119,7 +124,9 @@ class StoreControl(JobControl):
                     self.peers.record(event)
 
     def announce(self, event: Event) -> None:
-        """Writes an announcement of this rank (a failure or a departure) to the TCP store."""
+        """Announces to the other ranks, through the TCP store, that this rank has failed or leaves
+        the job.
+        """
         try:
             self.store.set(f"event/{self._next_event()}", event.encode())
         except torch.distributed.DistError:
@@ -142,8 +149,8 @@ class StoreControl(JobControl):
             return  # Rank 0 served the store and has left after all others announced.
 
     def _leave_store(self) -> None:
-        """Counts this rank as gone. If this rank serves the TCP store, waits until all other ranks
-        are gone.
+        """Counts this rank as gone; the rank that serves the TCP store waits until all others are
+        gone.
         """
         gone = self.store.add("gone", 1)
         if self.rank != 0 or uses_agent_store():
@@ -154,9 +161,10 @@ class StoreControl(JobControl):
             gone = self.store.add("gone", 0)
 
     def abort(self, code: int) -> None:
-        """Ends this process with the exit code `code`.
+        """Ends this process with the exit code `code`; the launcher then ends the other processes.
 
-        The launcher ends the other processes. Ranks that wait for this one have its announcement.
+        The caller has announced the failure to the other ranks before. A rank that waits for this
+        one therefore raises an error that names the cause.
         """
         sys.stderr.flush()
         os._exit(code)
@@ -190,9 +198,7 @@ def _open_store(launch: LauncherInfo) -> Any:
 
 
 class _GlooWork:
-    """A started communication: torch's work handles of the gloo calls, which keep the buffers
-    alive.
-    """
+    """A started communication: torch's handles of the gloo calls, which keep the buffers alive."""
 
     def __init__(
         self, backend: GlooBackend, works: list[Any], call: CollectiveCall | Exchange
@@ -221,7 +227,7 @@ class _GlooWork:
         self._works = []
 
     def synchronize(self) -> None:
-        """Blocks until all gloo calls have ended, the same as `wait`, because CPU tensors have no
+        """Blocks until all gloo calls have ended, the same as `wait`: CPU tensors have no
         stream.
         """
         self.wait()
@@ -291,7 +297,8 @@ class GlooBackend(CheckedBackend):
         control.on_lost.append(self._forget)
 
     def _forget(self, key: Calls) -> None:
-        """Drops the process group that a failed sequence of calls used; `key` names the sequence.
+        """Drops the torch process group that a failed sequence of calls used; `key` names the
+        sequence.
 
         Otherwise a later call could receive messages of the failed call.
         """
@@ -347,9 +354,10 @@ class GlooBackend(CheckedBackend):
         return group
 
     def explain(self, error: RuntimeError, call: CollectiveCall | Exchange) -> CommunicationError:
-        """Returns the cause of the gloo error `error`: the failure that a peer of `call` announced.
+        """Returns the cause of the gloo error `error`: the failure that another rank of `call`
+        announced.
 
-        Waits a short time for announcements. If there is none, returns `error` as a
+        Waits a short time for such announcements. If there is none, returns `error` as a
         `CommunicationError`.
         """
         stop = time.monotonic() + _LISTEN_S
@@ -460,7 +468,7 @@ class _ReduceParts:
     """A reduce-scatter as an all-to-all of the parts, followed by a local reduction of received
     parts.
 
-    This method sends half as much data as an allreduce would.
+    This sends half as much data as an allreduce would.
     """
 
     def __init__(self, work: Any, parts: torch.Tensor, call: CollectiveCall) -> None:

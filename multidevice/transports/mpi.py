@@ -1,9 +1,9 @@
-"""Communication of CPU tensors over MPI (mpi4py), and the control channel of jobs that mpirun
-starts.
+"""Communication of CPU tensors over MPI (mpi4py), and the control channel of jobs of mpirun.
 
-All operations are nonblocking and polled, because a blocking MPI call has no deadline and occupies
-its core. No MPI communicator is created after start-up: creating one would block. After an error, a
-rank could never be sure that all other ranks take part.
+Over the control channel, the ranks exchange small messages. All operations are nonblocking and
+polled, because a blocking MPI call has no deadline and occupies its core. No MPI communicator is
+created after start-up: creating one would block. After an error, a rank could never be sure that
+all other ranks take part.
 
 MPI's own collectives are used in the team of all ranks, until an error interrupts one of them.
 Other teams, and all teams after such an error, exchange point-to-point messages, whose tags
@@ -80,8 +80,9 @@ def _no_mpi4py(error: Exception) -> str:
 
 
 class MpiControl(JobControl):
-    """The control channel of a job over MPI; also creates the MPI communicators for control and
-    data.
+    """The control channel of a job over MPI, by which the ranks exchange small messages.
+
+    Also creates the MPI communicators for control messages and for data.
 
     Raises:
         CommunicationError: mpi4py is missing, or uses another MPI than the launcher of this job.
@@ -154,8 +155,8 @@ class MpiControl(JobControl):
         return [bytes(part) for part in found.values()]
 
     def listen(self) -> None:
-        """Records the announcements of other ranks (failures and departures) that arrived as MPI
-        messages.
+        """Reads the messages by which other ranks have announced a failure, or that they leave the
+        job.
         """
         status = self.mpi.Status()
         # A matched probe, because the guard's thread may listen at the same time.
@@ -165,8 +166,8 @@ class MpiControl(JobControl):
             self.peers.record(Event.decode(bytes(data)))
 
     def announce(self, event: Event) -> None:
-        """Sends an announcement of this rank (a failure or a departure) to all other ranks, without
-        waiting.
+        """Announces to all other ranks that this rank has failed or leaves the job; does not
+        wait.
         """
         if self.mpi.Is_finalized():
             return
@@ -222,7 +223,7 @@ class MpiWork:
         self._requests = next(steps, None)
 
     def done(self) -> bool:
-        """Lets MPI make progress without waiting, and posts the next requests when the current ones
+        """Lets MPI make progress without waiting, and posts the next requests if the current ones
         have ended.
 
         Returns whether the whole communication has ended.
@@ -335,8 +336,8 @@ class MpiBackend(CheckedBackend):
         return [self.mpi.buffer.fromaddress(tensor.data_ptr(), nbytes), self.mpi.BYTE]
 
     def _numbers(self, tensor: torch.Tensor | None) -> Any:
-        """Returns the memory of a tensor as an MPI buffer of elements with the tensor's dtype; None
-        for None.
+        """Returns the memory of a tensor as an MPI buffer of elements of its dtype; None for
+        None.
         """
         if tensor is None:
             return None

@@ -68,8 +68,8 @@ _ABORT_LIMIT_S = 10.0
 
 
 class _StreamWork:
-    """A communication that was enqueued on a CUDA stream; later work of that stream runs
-    after it.
+    """A communication that was enqueued on a CUDA stream; later work of that stream runs after
+    it.
     """
 
     def __init__(
@@ -158,9 +158,10 @@ class NcclBackend(CheckedBackend):
             _abort([self._comms.pop(team)])
 
     def can_capture(self, what: str) -> bool:
-        """Returns False if `what` is "barrier", or if ranks of some team share a GPU.
+        """Returns whether a CUDA graph may repeat the communication `what`.
 
-        In both cases the host must wait for the device, which a CUDA graph cannot repeat.
+        Returns False if `what` is "barrier", or if ranks of some team share a GPU. In both cases
+        the host must wait for the device, which a CUDA graph cannot repeat.
         """
         return what != "barrier" and not any(self._shared.values())
 
@@ -174,7 +175,7 @@ class NcclBackend(CheckedBackend):
         `CommunicationError`.
 
         - `what()`: the name of the operation, for messages.
-        - `needs()`: the calls that peers must enter before the operation can complete.
+        - `needs()`: the calls that other ranks must enter before the operation can complete.
 
         Raises `CommunicationTimeout` at the deadline.
         """
@@ -214,11 +215,12 @@ class NcclBackend(CheckedBackend):
         return comm
 
     def _staging(self, team: Team) -> Staging | None:
-        """Returns the `Staging` by which a team communicates through host memory, if its ranks
-        share a GPU.
+        """Returns the object by which a team communicates through host memory, if its ranks share a
+        GPU.
 
-        Returns None if each rank has its own GPU. All ranks of the team get the same answer. The
-        first call for a team exchanges messages, so all ranks of the team must make that call.
+        NCCL cannot serve such a team. Returns None if each rank has its own GPU. All ranks of the
+        team get the same answer. The first call for a team exchanges messages, so all ranks of the
+        team must make that call.
         """
         if team not in self._shared:
             self._shared[team] = self._meet(team)
@@ -254,7 +256,8 @@ class NcclBackend(CheckedBackend):
         return staging
 
     def settle(self, call: CollectiveCall | Exchange) -> None:
-        """Blocks the host until the device has done all work that is now on the call's CUDA stream.
+        """Blocks the host until the device has done all work that is now on the CUDA stream of
+        `call`.
 
         Raises `UnsupportedError` if a CUDA graph is being captured on that stream.
         """
@@ -441,7 +444,7 @@ class NcclBackend(CheckedBackend):
 
 
 def _abort(comms: list[NcclComm]) -> None:
-    """Frees NCCL communicators in a thread, and waits for that thread up to `_ABORT_LIMIT_S`
+    """Frees NCCL communicators in a thread, and waits for that thread at most `_ABORT_LIMIT_S`
     seconds.
 
     The limit is needed because NCCL waits for each CUDA graph that uses the communicator. Such a
@@ -471,7 +474,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _reduction(call: CollectiveCall) -> tuple[int, int]:
-    """Returns the integers by which NCCL denotes the dtype of the call's operand, and its
+    """Returns the numbers by which NCCL denotes the dtype of the call's operand, and its
     reduction.
     """
     assert call.inp is not None and call.reduce is not None, "checked"
@@ -650,8 +653,9 @@ class Staging:
         return self._finishing(work, received, call.stream)
 
     def start_batch(self, batch: Exchange) -> Work:
-        """Starts sends and receives of CPU copies; `wait` of the returned handle copies received
-        data to the GPU.
+        """Starts sends and receives of CPU copies of GPU tensors.
+
+        `wait` of the returned handle copies received data to the GPU.
         """
         self._settle(batch)
         staged = [

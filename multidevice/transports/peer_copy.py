@@ -65,6 +65,8 @@ _DTYPES = {
 class Record:
     """The location of the data of one transfer, as the receiver reads it from the mailbox.
 
+    The mailbox is memory that all ranks of a team share, in which senders announce transfers.
+
     - `slot`: the entry of the mailbox that the transfer uses.
     - `elements`, `dtype`: the number of elements, and their dtype.
     - `offset`: the offset of the data in its memory, in bytes.
@@ -87,7 +89,8 @@ class Record:
 
 @dataclass(eq=False)
 class Sent:
-    """A send to the rank `peer` whose record this rank has written to the mailbox.
+    """A send to the rank `peer` that this rank has announced in the mailbox, the team's shared
+    memory.
 
     - `slot`, `use`: the entry of the mailbox, and how many transfers have used it.
     - `tag`: the number by which sender and receiver match the transfer.
@@ -106,8 +109,9 @@ class Sent:
 class Mailbox:
     """The mailbox of one team: shared memory in which the ranks announce and answer transfers.
 
-    Each ordered pair of ranks has SLOTS entries (slots), each for one record and its answer. The
-    mailbox also contains the ranks' votes on how to execute a run. An object belongs to one rank.
+    Each ordered pair of ranks has SLOTS entries (slots). An entry has room for one record, which
+    says where the sender's data is stored, and for the receiver's answer. The mailbox also contains
+    the ranks' votes on how to execute a run. An object belongs to one rank.
     """
 
     def __init__(self, words: memoryview, team: Team, control: Control) -> None:
@@ -140,7 +144,8 @@ class Mailbox:
         return (self.team.index(rank) * self._size + self._me) * _LINK_WORDS
 
     def free_slot(self, peer: int) -> int:
-        """Returns an entry of the mailbox for a send to `peer`; -1 if all entries are in use.
+        """Returns an entry of the mailbox for a send to the rank `peer`; -1 if all entries are in
+        use.
 
         An entry is free when its last transfer has been answered.
         """
@@ -177,10 +182,10 @@ class Mailbox:
         at: int,
         use: int,
     ) -> Sent:
-        """Writes the record of a send to the mailbox, for the rank `peer` to read.
+        """Writes to the mailbox where the data of a send is stored, for the rank `peer` to read.
 
         - `slot`: the entry of the mailbox.
-        - `tag`: the number under which the receiver finds the record.
+        - `tag`: the number under which the receiver finds the entry.
         - `name`, `at`: the name of the memory that contains `tensor`, and the offset in bytes.
         - `use`: how many transfers have used the entry, including this one.
         """
@@ -195,8 +200,9 @@ class Mailbox:
         return Sent(peer, slot, use, tag, tensor)
 
     def find(self, peer: int, tag: int) -> Record | None:
-        """Returns the record that the rank `peer` has written for the transfer number `tag`; None
-        if missing.
+        """Returns the location of the data of transfer number `tag` from the rank `peer`.
+
+        Returns None if that rank has not yet announced the transfer in the mailbox.
         """
         base = self._from(peer)
         tags = self._words[base : base + SLOTS].tolist()
@@ -208,19 +214,19 @@ class Mailbox:
         return Record(slot, elements, _DTYPES[dtype], at, use, tuple(name))
 
     def answer(self, peer: int, slot: int, tag: int, *, fits: bool = True) -> None:
-        """Writes the answer to a record of the rank `peer`: the data has been copied, or does not
-        fit.
+        """Writes into the mailbox that data of the rank `peer` has been copied, or does not fit.
 
-        `slot` is the mailbox entry of the record, and `tag` the number of the transfer. `fits` is
-        False if dtype or size differ on the two ranks.
+        The mailbox is memory that the ranks share. `slot` is the entry in which the sender
+        announced the data, and `tag` the number of the transfer. `fits` is False if dtype or size
+        differ on the two ranks.
         """
         self._words[self._from(peer) + SLOTS + slot] = tag if fits else tag | _MISFIT
 
     def unanswered(self) -> list[tuple[int, int]]:
-        """Returns the records of this rank that receivers have not answered yet, as (position,
-        tag).
+        """Returns the transfers that this rank has announced and no receiver has answered yet.
 
-        The position is the index of the record's tag in the memory of the mailbox, in 8-byte words.
+        Each is (position, tag): the index of the tag in the memory of the mailbox, in 8-byte words,
+        and the number of the transfer.
         """
         found: list[tuple[int, int]] = []
         for rank in self.team:
@@ -230,7 +236,7 @@ class Mailbox:
         return self.still_unanswered(found)
 
     def still_unanswered(self, some: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Selects those records in `some` that have no answer yet; `some` comes from
+        """Selects those transfers in `some` that have no answer yet; `some` comes from
         `unanswered`.
         """
         words = self._words
@@ -241,7 +247,8 @@ class Mailbox:
         ]
 
     def answered(self, sent: Sent) -> bool:
-        """Returns whether the receiver has answered the send `sent`.
+        """Returns whether the receiver has answered the send `sent`, so that its data may be
+        overwritten.
 
         Raises `CommunicationError` if the receiver found that dtype or size differ on the two
         ranks.
@@ -271,8 +278,12 @@ class Numbered:
 
 
 class PeerBackend(CheckedBackend):
-    """The part of the peer copy backends that does not depend on the device: mailboxes, votes,
-    numbers.
+    """The part of the peer copy backends that does not depend on the device.
+
+    A peer copy is one in which the receiver reads the sender's memory. The class numbers the
+    transfers, so that sender and receiver can match them, and exchanges the ranks' votes on how to
+    execute a run. It keeps a mailbox for each team: shared memory in which the ranks announce
+    transfers.
     """
 
     name = "cuda"
@@ -307,10 +318,9 @@ class PeerBackend(CheckedBackend):
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory for one rank's shard, which `side_by_side` can map beside other ranks'
-        shards.
+        """Allocates memory for one rank's part (shard) of a tensor, which other ranks can map.
 
-        This base class calls `empty`.
+        `side_by_side` can show the shards of a team as one tensor. This base class calls `empty`.
         """
         return self.empty(nbytes)
 
@@ -325,7 +335,7 @@ class PeerBackend(CheckedBackend):
     @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
-        that memory.
+        it.
 
         The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
@@ -334,12 +344,13 @@ class PeerBackend(CheckedBackend):
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
         """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
 
-        `what` names the operation in error messages.
+        A shard is the part of a tensor that one rank stores. `what` names the operation in error
+        messages.
         """
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Blocks until all ranks of a team have called the method with the same `what`, a
-        description.
+        """Blocks until all ranks of a team have called the method with the same description
+        `what`.
         """
         await_members(self.control, team, what)
 
@@ -347,23 +358,23 @@ class PeerBackend(CheckedBackend):
     def _carry_out(
         self, mailbox: Mailbox, steps: Iterable[list[Numbered]], call: CollectiveCall | Exchange
     ) -> Work:
-        """Starts the transfers of one communication, `call`.
+        """Starts the sends and receives of one communication, `call`.
 
         `steps` are lists of transfers. The transfers of a list begin when those of the previous
-        list have ended. `call` is needed for error messages.
+        list have ended. `mailbox` is the memory in which the ranks announce them. `call` is needed
+        for error messages.
         """
 
     # ------------------------------------------------------------ teams
     def connect(self, team: Team) -> None:
-        """Creates the mailbox of a team if there is none, so that its ranks can copy from each
-        other.
+        """Prepares a team for peer copies, in which a receiver reads the sender's memory.
 
         The first call for a team exchanges messages, so all ranks of the team must make that call.
         """
         self.mailbox(team)
 
     def mailbox(self, team: Team) -> Mailbox:
-        """Returns the mailbox of a team.
+        """Returns the mailbox of a team: shared memory in which its ranks announce transfers.
 
         The first call creates the mailbox, so all ranks of the team must make that call. Raises
         `UnsupportedError` if the ranks do not share a host.
@@ -382,16 +393,16 @@ class PeerBackend(CheckedBackend):
         return found
 
     def _connected(self, mailbox: Mailbox) -> None:
-        """Prepares the use of a new mailbox; all ranks of its team make the call.
+        """Prepares the use of a new mailbox, in which the ranks of a team announce transfers.
 
-        This base class does nothing.
+        All ranks of the team make the call. This base class does nothing.
         """
 
     def _forget(self, key: Calls) -> None:
-        """Drops the mailbox of a team after a failed call, because its ranks now count calls
-        differently.
+        """Drops the mailbox of a team, in which its ranks announce transfers, after a failed call.
 
-        `key` names the sequence of calls that failed.
+        The ranks then count their calls differently, so old announcements could match later calls.
+        `key` names the sequence of calls.
         """
         self._give_up([t for t in self._mailboxes if t == key.team])
 
@@ -403,20 +414,22 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ votes
     def vote(self, team: Team, kind: int) -> tuple[int, ...]:
-        """Exchanges the votes of a team on how to execute a run, through the mailbox; returns all
-        votes.
+        """Exchanges the votes of a team on how to execute a run; returns the votes of all its
+        ranks.
 
-        `kind` is this rank's vote. All ranks of the team must make the call. Raises the errors of
-        `CallTokens.tell`.
+        A run is executed by its recorded steps, or by launching a CUDA graph. `kind` is this rank's
+        vote. The votes are exchanged through shared memory. All ranks of the team must make the
+        call. Raises the errors of `CallTokens.tell`.
         """
         mailbox = self._voting = self.mailbox(team)
         return mailbox.said.tell(kind, self.control.ledger.enter(mailbox.votes))
 
     def start_over(self, team: Team) -> None:
-        """Creates a new mailbox for a team whose capture of a CUDA graph was given up.
+        """Cleans up after a capture of a CUDA graph that was given up: creates a new mailbox for
+        the team.
 
-        Otherwise records of the unfinished capture could match later transfers. All ranks of the
-        team must make the call.
+        In the mailbox, ranks announce transfers; announcements of the unfinished capture could
+        match later transfers. All ranks of the team must make the call.
         """
         self.control.begin_run(team)
         # Teams that are part of this one have mailboxes, too, with records that will not be
@@ -427,8 +440,9 @@ class PeerBackend(CheckedBackend):
     def take_back(self, team: Team) -> None:
         """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
-        This rank counts a failed repetition in its ledger of calls. The other ranks see the
-        different count, and drop the graphs.
+        Called when this rank failed to repeat a run that the others repeat by graphs. Ranks compare
+        how many calls each has made. This rank counts one call that the others have not made; they
+        notice the difference in the next comparison, and drop their graphs.
         """
         # The number of votes must not be decreased: old tokens with the same number would be taken
         # for new ones.
@@ -436,12 +450,12 @@ class PeerBackend(CheckedBackend):
 
     # ------------------------------------------------------------ transfers
     def _number(self, key: object) -> int:
-        """Returns the number of the next communication in this run, counted separately for each
-        `key`.
+        """Returns the number of the next communication in this run, by which ranks match transfers.
 
-        The numbers by which ranks match transfers contain the number of the run. So records of a
-        failed run match no later run. Ranks may have left the failed run at different
-        communications, but they agree on the number of the next run.
+        Communications are counted separately for each `key`. The tags of transfers also contain the
+        number of the run. So transfers of a failed run match none of a later run. Ranks may have
+        left the failed run at different communications, but they agree on the number of the next
+        run.
         """
         run = self.control.run
         if run is not self._run:
@@ -477,7 +491,8 @@ class PeerBackend(CheckedBackend):
         return self._carry_out(mailbox, [step], batch)
 
     def _post(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Writes the record of a send to the mailbox; returns the posted send.
+        """Announces a send in the mailbox, the shared memory that the receiver reads; returns the
+        send.
 
         If the receiver cannot map the memory of the data, the data is first copied to other memory.
         """
@@ -504,9 +519,11 @@ class PeerBackend(CheckedBackend):
         return mailbox.next_use(peer, slot)
 
     def _check_fits(self, mailbox: Mailbox, one: Numbered, record: Record) -> None:
-        """Raises `CommunicationError` if a receive and its record differ in dtype or size.
+        """Raises `CommunicationError` if dtype or size differ between a receive and the sender's
+        data.
 
-        Also writes an answer to the mailbox that makes the sender raise an error.
+        `record` describes the sender's data. Also writes an answer to the mailbox that makes the
+        sender raise an error.
         """
         tensor, peer = one.transfer.tensor, one.transfer.peer
         if (record.dtype, record.elements) == (tensor.dtype, tensor.numel()):
@@ -528,7 +545,8 @@ class PeerBackend(CheckedBackend):
         """Waits until `done()` returns True, with a deadline, as a part of the communication
         `call`.
 
-        Raises an error if a rank of the transfers `open_ones` has failed or left.
+        `open_ones` are the transfers for which another rank must still act. Raises an error if one
+        of these ranks has failed or left the job.
         """
 
         def needs() -> list[Need]:

@@ -67,7 +67,7 @@ class _Copies:
             self._is_posting = False
 
     def done(self) -> bool:
-        """Copies data that has arrived, and begins the next transfers as far as possible, without
+        """Copies data that has arrived, and begins the next transfers as far as possible without
         waiting.
 
         Returns whether all transfers have ended.
@@ -116,8 +116,9 @@ class _Copies:
 
 
 class CpuPeerBackend(PeerBackend):
-    """The backend for peer copies of CPU tensors, through memory that the processes of a host
-    share.
+    """The backend for peer copies of CPU tensors: a receiver reads the sender's memory.
+
+    The processes of a host share this memory.
     """
 
     def __init__(self, control: Control) -> None:
@@ -151,7 +152,7 @@ class CpuPeerBackend(PeerBackend):
         return self._memory.empty(nbytes)
 
     def tidy(self) -> None:
-        """Frees shared memory that has no user."""
+        """Frees shared memory that no tensor uses."""
         self._memory.tidy()
 
     def release(self) -> None:
@@ -162,12 +163,17 @@ class CpuPeerBackend(PeerBackend):
         """Returns the name of the shared memory that contains a tensor, and the tensor's offset in
         bytes.
 
-        Returns None if the tensor is not in shared memory.
+        Other processes map the memory by this name. Returns None if the tensor is not in shared
+        memory.
         """
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy."""
+        """Maps the parts (shards) that all ranks of a team store as one tensor, without a copy.
+
+        The parts are in team order. `tensor` is this rank's part. `what` names the operation in
+        error messages.
+        """
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def _carry_out(
@@ -185,17 +191,17 @@ class CpuPeerBackend(PeerBackend):
         return work
 
     def posted(self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange) -> Sent:
-        """Announces a send in the mailbox of the team, so that the receiver can copy the data.
+        """Announces a send in the mailbox, the team's shared memory, so that the receiver can copy
+        the data.
 
-        `call` is the communication to which the send belongs.
+        `one` is the send, and `call` the communication to which it belongs.
         """
         return self._post(mailbox, one, call)
 
     def received(self, mailbox: Mailbox, one: Numbered) -> bool:
-        """Copies the data of a receive, if the sender has announced the data; otherwise returns
-        False.
+        """Copies the data of the receive `one` if the sender has announced the data in the mailbox.
 
-        `one` is the receive.
+        The mailbox is the team's shared memory. Returns False if the data is not there yet.
         """
         peer, tensor = one.transfer.peer, one.transfer.tensor.detach()
         record = mailbox.find(peer, one.tag)

@@ -88,12 +88,13 @@ _READY, _DONE = 0, 1
 
 @dataclass
 class _Capture:
-    """The state of this backend while a run is captured into a CUDA graph, for launches on
-    `stream`.
+    """The state of this backend while its work is captured into a CUDA graph.
 
+    - `stream`: the stream on which the graph will be launched.
     - `held`: objects that must live as long as the graph.
     - `open`: sends whose data may not be overwritten yet: no stream waits for the receiver's copy.
-    - `writes`: flag writes that are delayed, to combine them with later flag operations.
+    - `writes`: delayed writes of flags (numbers by which GPUs signal each other), to combine them
+      with later flag operations.
     - `after`: the graph nodes after which the delayed writes must run.
     """
 
@@ -138,16 +139,17 @@ class _Enqueued:
             self._sent = []
 
     def synchronize(self) -> None:
-        """Blocks the host until the CUDA stream of the communication has done its work, or until
-        the deadline.
+        """Blocks the host until the CUDA stream of the communication has done its work, with a
+        deadline.
         """
         self._wait_on(self._call.stream)
         self._backend.synchronize(self._call)
 
 
 class CudaPeerBackend(PeerBackend):
-    """The backend for peer copies of the tensors of one GPU, on the current or a given CUDA
-    stream.
+    """The backend for peer copies between GPUs: a receiver reads the sender's memory.
+
+    It serves the tensors of one GPU, on the current or a given CUDA stream.
     """
 
     def __init__(self, control: Control, device: torch.device) -> None:
@@ -196,7 +198,7 @@ class CudaPeerBackend(PeerBackend):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocates GPU memory that other ranks can map, as a uint8 tensor.
 
-        During a capture, the memory belongs to the CUDA graph.
+        During the capture of a CUDA graph, the memory belongs to the graph.
         """
         capture = self._capture
         if capture is None:
@@ -210,8 +212,8 @@ class CudaPeerBackend(PeerBackend):
         """Allocates GPU memory that other ranks can map, for a buffer that a program keeps for many
         runs.
 
-        Outside a capture, a large buffer gets a separate allocation of the driver, which is freed
-        after use.
+        Outside the capture of a CUDA graph, a large buffer gets a separate allocation of the
+        driver, which is freed after use.
         """
         if self._capture is not None or self._captures_now(self._current()):
             return self.empty(nbytes)
@@ -231,10 +233,10 @@ class CudaPeerBackend(PeerBackend):
             self._shards.release()
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Allocates GPU memory for one rank's shard, which can be mapped beside other ranks'
-        shards.
+        """Allocates GPU memory for the part (shard) of a tensor that one rank stores.
 
-        If this GPU cannot share such memory, returns memory of `empty`.
+        The memory can be mapped beside other ranks' shards. If this GPU cannot share such memory,
+        returns memory of `empty`.
         """
         shards = self._find_shards()
         if shards.why_not:
@@ -247,12 +249,13 @@ class CudaPeerBackend(PeerBackend):
         return self._shards
 
     def _told(self) -> Callable[[], bool]:
-        """Returns a function that says whether other ranks have read all records that this rank has
-        written.
+        """Returns a function that says whether other ranks have mapped the memory that this rank
+        has named.
 
-        Only records that were in the mailboxes at the time of this call count. A rank that has read
-        a record has mapped the memory that the record names. The host cannot conclude this from its
-        own progress, because only a stream may wait for the other rank.
+        This rank names memory in the announcements of its transfers, and frees it only after that.
+        Only announcements that existed at the time of this call count. An answer proves that the
+        other rank has mapped the memory. The host cannot conclude this from its own progress,
+        because only a stream may wait for the other rank.
         """
         open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 
@@ -267,7 +270,7 @@ class CudaPeerBackend(PeerBackend):
     def _is_idle(self) -> bool:
         """Blocks the host until the GPU has done all its work, with a deadline; returns True then.
 
-        Returns False if a capture of a CUDA graph makes it impossible to wait for the device.
+        Returns False if the capture of a CUDA graph makes it impossible to wait for the device.
         """
         done: list[bool] = []
 
@@ -290,25 +293,24 @@ class CudaPeerBackend(PeerBackend):
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
         """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
-        that memory.
+        it.
 
         The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
         return self._memory.name_of(tensor)
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
+        """Maps the parts (shards) that all ranks of a team store as one tensor, without a copy.
 
-        First waits until the current stream has written this rank's shard `tensor`. `what` names
-        the operation in error messages.
+        The parts are in team order. First waits until the current stream has written this rank's
+        shard `tensor`. `what` names the operation in error messages.
         """
         # The data must be written before the other members continue.
         self._finish(what)
         return side_by_side(self.control, self._find_shards(), tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Blocks until all ranks of a team have called the method with the same `what`, a
-        description.
+        """Blocks until all ranks of a team have called the method with the same description `what`.
 
         First waits until the current stream has done its work.
         """
@@ -325,10 +327,10 @@ class CudaPeerBackend(PeerBackend):
 
     # ------------------------------------------------------------ flags
     def _connected(self, mailbox: Mailbox) -> None:
-        """Allocates this rank's flags for the mailbox of a new team, and maps the other ranks'
-        flags.
+        """Allocates this rank's flags for a new team, and maps the other ranks' flags.
 
-        A flag is a number in GPU memory by which one GPU signals another one.
+        A flag is a number in GPU memory by which one GPU signals another one. `mailbox` is the
+        memory in which the ranks of the team announce transfers.
         """
         team = mailbox.team
         flags = self._memory.empty(2 * len(team) * _FLAGS * _FLAG_NBYTES).zero_()
@@ -366,11 +368,13 @@ class CudaPeerBackend(PeerBackend):
     def _flag(
         self, mailbox: Mailbox, kind: int, of: int, about: int, slot: int, use: int
     ) -> tuple[int, int]:
-        """Returns the address of a flag, and the value that signals transfer number `use` of its
-        slot.
+        """Returns the address of a flag, and the value that signals that transfer number `use` is
+        ready or done.
 
-        The flag has the kind `kind` (_READY or _DONE) and is stored in the memory of rank `of`.
-        Rank `about` writes the flag. `slot` is the mailbox entry of the transfer.
+        A flag is a number in GPU memory by which one GPU signals another one. `kind` is _READY (the
+        data may be copied) or _DONE (it has been copied). The flag is stored in the memory of rank
+        `of`, and rank `about` writes it. `slot` is the mailbox entry of the transfer, which `use`
+        transfers have used.
         """
         base = self._flags[mailbox].data_ptr() if of == self.rank else self._theirs[mailbox][of]
         member = kind * len(mailbox.team) + mailbox.team.index(about)
@@ -380,8 +384,10 @@ class CudaPeerBackend(PeerBackend):
     def _set(self, mailbox: Mailbox, kind: int, of: int, slot: int, use: int, stream: int) -> None:
         """Enqueues a write of a flag in the memory of rank `of`, on a CUDA stream.
 
-        During a capture, a write of *ready* is delayed, to combine it with later flag operations.
-        The flag signals transfer number `use` of the mailbox entry `slot`.
+        A flag is a number by which one GPU signals another one that data is ready or has been
+        copied (`kind`). The flag signals transfer number `use` of the mailbox entry `slot`. During
+        the capture of a CUDA graph, a write of *ready* is delayed, to combine it with later flag
+        operations.
         """
         address, value = self._flag(mailbox, kind, of, self.rank, slot, use)
         capture = self._capture
@@ -399,10 +405,10 @@ class CudaPeerBackend(PeerBackend):
     def _await(
         self, mailbox: Mailbox, kind: int, uses: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
-        """Makes a CUDA stream wait for flags in this rank's memory.
+        """Makes a CUDA stream wait for flags in this rank's memory, by which other GPUs signal it.
 
-        `uses` has (rank that writes the flag, mailbox entry, number of the transfer in this entry)
-        for each flag.
+        `kind` says whether the flags signal that data is ready or has been copied. `uses` has (rank
+        that writes the flag, mailbox entry, number of the transfer in this entry) for each flag.
         """
         flags = [self._flag(mailbox, kind, self.rank, by, slot, use) for by, slot, use in uses]
         capture = self._capture
@@ -418,10 +424,11 @@ class CudaPeerBackend(PeerBackend):
             self._memory.use_flags(ops, stream)
 
     def _use_beside(self, capture: _Capture, waits: Sequence[FlagOp], stream: int) -> None:
-        """Writes the delayed flags of a capture, then waits for the flags in `waits`, as one graph
-        node.
+        """Adds one node to a CUDA graph that writes delayed flags, then waits for the flags in
+        `waits`.
 
-        The node runs after the work that the delayed flags report as done.
+        A flag is a number by which one GPU signals another one. The node runs after the work that
+        the delayed flags report as done.
         """
         ops, after = [*capture.writes, *waits], [*capture.after.values()]
         capture.writes.clear()
@@ -429,7 +436,10 @@ class CudaPeerBackend(PeerBackend):
         self._memory.beside(lambda: self._memory.use_flags(ops, stream), after, stream)
 
     def flush(self) -> None:
-        """Enqueues the flag writes that the current capture of a CUDA graph has delayed."""
+        """Enqueues the flag writes that the current capture of a CUDA graph has delayed.
+
+        A flag is a number by which one GPU signals another one.
+        """
         capture = self._capture
         if capture is not None and capture.writes:
             stream = capture.last
@@ -553,8 +563,8 @@ class CudaPeerBackend(PeerBackend):
         call: CollectiveCall | Exchange,
         stream: int,
     ) -> None:
-        """Makes a CUDA stream wait for the data of the receives `ones`, then copy the data of each
-        receive.
+        """Makes a CUDA stream wait until the senders' data is ready, then copy the data of all
+        receives `ones`.
 
         The copies run one after another.
         """
@@ -575,10 +585,11 @@ class CudaPeerBackend(PeerBackend):
     def _find(
         self, mailbox: Mailbox, one: Numbered, call: CollectiveCall | Exchange
     ) -> tuple[Record, Seen | None]:
-        """Waits for the sender's record of the receive `one`, maps the sender's memory, and
-        answers.
+        """Waits until the sender has announced the data of the receive `one`, and maps the sender's
+        memory.
 
-        Returns the record and the mapped memory. The memory is None if there is no data.
+        Also answers the announcement. Returns the announcement and the mapped memory; the memory is
+        None if there is no data.
         """
         peer = one.transfer.peer
         record = mailbox.find(peer, one.tag)

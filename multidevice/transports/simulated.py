@@ -1,5 +1,4 @@
-"""Simulated ranks: threads of one process instead of processes; exactly one thread runs at any
-time.
+"""Simulated ranks: threads of one process instead of processes; exactly one runs at any time.
 
 Another rank runs only when the running rank waits in a communication. The next rank is the one that
 has been ready longest, so a run is deterministic. When no rank can run, every rank raises
@@ -65,11 +64,11 @@ class _LazyPosition:
 
 
 class Baton:
-    """The scheduler of the simulated ranks of one run: the rank that holds the baton runs.
+    """The scheduler of the simulated ranks of one run: only the rank that holds the baton runs.
 
     - `pending`: the collectives that some ranks of a team have entered and others have not.
     - `mailboxes`: the sends and receives that wait for the matching transfer.
-    - `pages`: the shared memory of each team.
+    - `pages`: the memory that the ranks of each team share.
     - `generators`: the random number generators of the ranks.
     """
 
@@ -86,8 +85,9 @@ class Baton:
         self.generators = Generators(size)
 
     def start(self) -> None:
-        """Lets the first simulated rank run; called once, when the threads of all ranks have been
-        started.
+        """Lets the first simulated rank run.
+
+        Called once, when the threads of all ranks have been started.
         """
         self._pass_on()
 
@@ -122,7 +122,7 @@ class Baton:
         self._waiting.clear()
 
     def check(self) -> None:
-        """Raises the error of this run of simulated ranks, if any rank has failed or a deadlock was
+        """Raises the error of this run of simulated ranks, if a rank has failed or a deadlock was
         found.
         """
         if self._failure is not None:
@@ -175,7 +175,7 @@ class Rendezvous:
     - `entries`: the call of each rank, by position in the team.
     - `arrivals`: the CUDA event at which each rank's data is ready; None on the CPU.
     - `done`: whether all ranks of the team have entered.
-    - `error`: the error message if the ranks' calls do not match.
+    - `error`: the error message if the ranks' calls differ.
     - `finished`: the CUDA event after which the results are complete.
     """
 
@@ -203,9 +203,13 @@ def join_rendezvous(
 ) -> Rendezvous:
     """Enters a collective of simulated ranks, without waiting for the other ranks of the team.
 
-    The last rank to enter calls `complete` for all ranks. `entry` (this rank's call) and `arrival`
-    (the CUDA event when its data is ready) are stored in the returned rendezvous. Their index there
-    is `index`, the position of this rank in the team. `key` and `seq` identify the collective.
+    - `position`: describes the call in error messages.
+    - `key`, `seq`: identify the collective.
+    - `index`: the position of this rank in the team.
+    - `entry`, `arrival`: this rank's call, and the CUDA event at which its data is ready.
+    - `complete`: called by the last rank that enters, on behalf of all ranks.
+
+    Returns the object that all ranks of the collective share.
     """
     baton.check()
     rendezvous = baton.pending.setdefault((key, seq), Rendezvous())
@@ -311,8 +315,8 @@ class _SimulatedWork:
         self._call = call
 
     def is_done(self) -> bool:
-        """Returns whether all collectives and transfers of this communication have moved their
-        data.
+        """Returns whether the data of all collectives and transfers of this communication has
+        moved.
         """
         return all(part.done for part in self._parts)
 
@@ -331,8 +335,8 @@ class _SimulatedWork:
                 _current_stream(self._call.stream).wait_event(part.finished)
 
     def synchronize(self) -> None:
-        """Blocks the rank until the data has arrived, on CUDA also until the device has moved the
-        data.
+        """Blocks the rank until the data has arrived; on CUDA, also until the device has moved
+        it.
         """
         self.wait()
         for part in self._parts:
@@ -424,8 +428,9 @@ class SimulatedBackend(CheckedBackend):
 
 
 class SimulatedPeers(SimulatedBackend):
-    """The backend for peer copies of simulated ranks, which can read all memory because they are
-    threads.
+    """The backend for peer copies (a receiver reads the sender's memory) of simulated ranks.
+
+    The ranks can read all memory, because they are threads of one process.
     """
 
     name = "cuda"
@@ -441,19 +446,21 @@ class SimulatedPeers(SimulatedBackend):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocates memory that all simulated ranks can read, as a uint8 tensor.
 
-        On the CPU, the memory is shared memory of the host, which `side_by_side` can map. On CUDA,
-        it is ordinary memory of the device.
+        On the CPU, the memory is shared memory of the host, so that `side_by_side` can map parts of
+        several ranks as one tensor. On CUDA, it is ordinary memory of the device.
         """
         if self._device.type == "cpu":
             return self._memory.empty(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def lasting(self, nbytes: int) -> torch.Tensor:
-        """Calls `empty` to allocate memory for a buffer that a program keeps for many runs."""
+        """Allocates memory for a buffer that a program keeps for many runs, by calling `empty`."""
         return self.empty(nbytes)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Calls `empty` to allocate memory for one rank's shard."""
+        """Allocates memory for the part (shard) of a tensor that one rank stores, by calling
+        `empty`.
+        """
         return self.empty(nbytes)
 
     def release(self) -> None:
@@ -461,7 +468,7 @@ class SimulatedPeers(SimulatedBackend):
         self._memory.release()
 
     def tidy(self) -> None:
-        """Frees shared memory that has no user."""
+        """Frees shared memory that no tensor uses."""
         self._memory.tidy()
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
@@ -476,8 +483,8 @@ class SimulatedPeers(SimulatedBackend):
         return side_by_side(self.control, self._memory, tensor, team, what)
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Blocks until all ranks of a team have called the method with the same `what`, a
-        description.
+        """Blocks until all ranks of a team have called the method with the same description
+        `what`.
         """
         await_members(self.control, team, what)
 
@@ -524,8 +531,8 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
 def _complete(rendezvous: Rendezvous) -> None:
     """Moves the data of a collective that all ranks of the team have entered.
 
-    Then drops the ranks' calls from the rendezvous. Each rank's `Work` handle refers to the
-    rendezvous, and would otherwise keep the other ranks' tensors alive.
+    Then drops the ranks' calls from the shared object `rendezvous`. Each rank's `Work` handle
+    refers to it, and would otherwise keep the other ranks' tensors alive.
     """
     calls: list[CollectiveCall] = [rendezvous.entries[i] for i in range(len(rendezvous.entries))]
     last, arrivals = next(reversed(rendezvous.entries)), list(rendezvous.arrivals.values())
@@ -656,8 +663,7 @@ _MOVES = TransportTable[Callable[[Sequence[CollectiveCall]], None]](
 
 
 class Generators:
-    """Stores the states of torch's random number generators of each simulated rank that is not
-    running.
+    """The states of torch's random number generators of each simulated rank that is not running.
 
     Each rank thus has its own random numbers, as a process has. At first, every rank has the states
     of the caller.

@@ -1,9 +1,10 @@
 """The allreduce kernel over mapped GPU memory: its source text, memory layout and launch
 parameters.
 
-The algorithms are described at the top of `fuser/codegen/peer_allreduce.h`. All ranks of a team
-must make the same choices. Therefore the functions of this module depend only on the size of the
-team, the size of the message and its dtype.
+Each rank of a team has mapped a memory area of every other rank, through which the kernels of the
+ranks exchange data. The algorithms are described at the top of `fuser/codegen/peer_allreduce.h`.
+All ranks must make the same choices. Therefore the functions of this module depend only on the size
+of the team, the size of the message and its dtype.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Layout:
     kernels.
 
     Each rank of a team has one area, which the other ranks map. The area begins with counters of
-    the CUDA blocks. They are followed by a flag that says whether a kernel has given up.
+    the CUDA blocks. They are followed by a flag that says whether a kernel has given up waiting for
+    another rank.
     """
 
     flags_at: int
@@ -185,7 +187,8 @@ def allreduce_source(size: int, dtype: torch.dtype, reduce: RedOp, way: Way) -> 
 
     - the addresses of output and input;
     - the memory areas (`Layout`) of all ranks, and this rank's own area;
-    - the report: `REPORT_WORDS` words of 8 bytes, which the kernel writes if it gives up;
+    - the report: `REPORT_WORDS` words of 8 bytes, which the kernel writes if it gives up waiting
+      for another rank;
     - this rank's position in the team, and the number of elements;
     - the longest wait in ns, and a number that identifies the call in reports.
     """

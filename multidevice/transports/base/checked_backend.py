@@ -1,7 +1,8 @@
 """The checks, the staging buffers and the call counts that all communication backends share.
 
-A backend derives from `CheckedBackend` and moves data in its method `_start`. The `CollectiveCall`
-that `_start` receives has passed these checks:
+A staging buffer holds a copy of a tensor in another dtype. A backend derives from `CheckedBackend`
+and moves data in its method `_start`. The `CollectiveCall` that `_start` receives has passed these
+checks:
 
 - this rank is a member of the team;
 - the buffers are contiguous, have one dtype and fit in size;
@@ -50,9 +51,9 @@ class CollectiveCall:
 
     - `row`: the description of the collective, an entry of the table of collectives.
     - `index`: the position of this rank in the team.
-    - `key`, `seq`: the sequence of calls to which this call belongs, and the number of this call in
-      the sequence.
-    - `given`: the caller's input, if `inp` is a staging buffer of another dtype.
+    - `key`, `seq`: the sequence of calls (kind of call and team) to which this call belongs, and
+      the number of this call in the sequence. Ranks match their calls by these numbers.
+    - `given`: the caller's input, if `inp` is a staging buffer, a copy in another dtype.
     - `where`: the user's source line, for error messages.
     """
 
@@ -92,7 +93,10 @@ class CollectiveCall:
         return f"{self.row.method}{detail} over team {team_text(self.team)}{number}{line}"
 
     def needs(self) -> list[Need]:
-        """Returns the calls that the other ranks must enter before this collective can complete."""
+        """Returns the calls that the other ranks must enter before this collective can complete.
+
+        A wait for this collective fails if one of these ranks has left the job before its call.
+        """
         me = self.team[self.index]
         return [Need(rank, self.key, self.seq + 1) for rank in self.team if rank != me]
 
@@ -101,8 +105,8 @@ class CollectiveCall:
 class Exchange:
     """A batch of point-to-point transfers of this rank, which start together.
 
-    `index` is the position of this rank in the team. `sequence` has the sequence number of each
-    transfer.
+    `index` is the position of this rank in the team. `sequence` has a number for each transfer, by
+    which sender and receiver match it.
     """
 
     team: Team
@@ -121,7 +125,10 @@ class Exchange:
         return f"{'; '.join(parts)} in team {team_text(self.team)}"
 
     def needs(self) -> list[Need]:
-        """Returns the transfers that the other ranks must enter before this batch can complete."""
+        """Returns the transfers that the other ranks must enter before this batch can complete.
+
+        A wait for this batch fails if one of these ranks has left the job before its transfer.
+        """
         me = self.team[self.index]
         return [
             Need(t.peer, transfer_key(t, me, self.team, mirrored=True), seq + 1)
@@ -130,9 +137,10 @@ class Exchange:
 
 
 def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> Calls:
-    """Returns the key under which rank `me` counts a send or receive in its ledger of calls.
+    """Returns the key under which rank `me` counts a send or receive of its own.
 
-    If `mirrored` is True, returns the key under which the other rank counts the matching transfer.
+    Each rank counts its calls, so that the calls of different ranks can be matched. If `mirrored`
+    is True, returns the key under which the other rank counts the matching transfer.
     """
     sends = (transfer.kind == "send") != mirrored
     source, target = (me, transfer.peer) if transfer.kind == "send" else (transfer.peer, me)
@@ -142,8 +150,9 @@ def transfer_key(transfer: Transfer, me: int, team: Team, *, mirrored: bool) -> 
 def is_of(key: Calls, library: str, team: Team) -> bool:
     """Returns whether calls under `key` may use the communicator that `library` created for `team`.
 
-    `library` is the name of a backend, such as "nccl". The result is True for this backend's
-    collectives of the team, and for all sends and receives in the team.
+    `key` identifies a sequence of calls by kind and team. `library` is the name of a backend, such
+    as "nccl". The result is True for this backend's collectives of the team, and for all sends and
+    receives in the team.
     """
     return key.team == team and key.kind in (library, SEND, RECV)
 
@@ -191,8 +200,7 @@ DONE = DoneWork()
 
 
 class FinishingWork:
-    """The handle of a communication after which this rank must act, such as copy from a staging
-    buffer.
+    """The handle of a communication after which this rank must act, such as copy the received data.
 
     The function `finish` performs this action. The first `wait` calls `finish`, once.
     """
@@ -299,8 +307,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         root: int | None = None,
         stream: object = None,
     ) -> Work:
-        """Checks the arguments of a collective and starts it; the arguments are those of the
-        protocol.
+        """Checks the arguments of a collective and starts it; see `NamedCollectives.collective`.
 
         In a team of one rank, copies the input to the output.
         """
@@ -384,7 +391,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             raise
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Checks a batch of transfers once; returns a function that starts the batch without the
+        """Checks a batch of transfers once; returns a function that starts it again without the
         checks.
 
         Returns None for an empty batch, and for a backend that must check each batch.
@@ -394,10 +401,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return self._bind_batch(batch) if transfers else None
 
     def _bind_batch(self, batch: Exchange) -> PostBatch | None:
-        """Returns a function that starts the transfers of `batch` again, on other tensors of the
-        same size.
+        """Returns a function that starts the transfers of `batch` again, on tensors of the same
+        sizes.
 
-        This base class returns None: each batch is checked.
+        The function makes no checks, so that later runs of a program are faster. This base class
+        returns None: each batch is checked.
         """
         del batch
 
@@ -418,8 +426,7 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
     # Checks and staging
 
     def _begun(self, call: CollectiveCall, start: Callable[[CollectiveCall], Work]) -> Work:
-        """Starts a call that has been counted as entered; `start` is the function that starts
-        calls.
+        """Starts a call that has been counted as entered by this rank, by calling `start`.
 
         If the start fails, the call is no longer counted, because other ranks must not wait for a
         call that did not happen.
@@ -444,11 +451,11 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Checks a collective once; returns a function that starts the collective without the
+        """Checks the arguments of a collective once; returns a function that starts it without the
         checks.
 
-        Returns None if each call needs work on this rank: a copy of an operand, or a staging
-        buffer.
+        Returns None if each call needs work on this rank: a copy of an operand, or a staging buffer
+        (a copy in another dtype).
         """
         if row.has_one_buffer:
             return None  # the root copies its operand before each call
@@ -462,10 +469,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return self._bind(call) if reduce is None else self._bind_reduction(call)
 
     def _bind(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts the collective `call` again, on other buffers of the same
-        size.
+        """Returns a function that starts the collective `call` again, on buffers of the same sizes.
 
-        The buffers are used directly, without staging. This base class returns None: each call is
+        The function makes no checks, so that later runs of a program are faster. The buffers are
+        used directly, without copies in another dtype. This base class returns None: each call is
         checked.
         """
         del call
@@ -495,11 +502,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return index, out, inp
 
     def _bind_reduction(self, call: CollectiveCall) -> Post | None:
-        """Returns a function that starts the reduction `call` again, on other buffers of the same
-        size.
+        """Returns a function that starts the reduction `call` again, on buffers of the same sizes.
 
-        Returns None if the reduction needs a staging buffer, or work of this rank after the
-        collective.
+        The function makes no checks. Returns None if the reduction needs a staging buffer (a copy
+        in another dtype), or work of this rank after the collective.
         """
         if call.inp is not None and call.inp.dtype in COMPLEX:
             return self._bind_reduction(_as_pairs(call))
@@ -523,9 +529,9 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None,
         root: int | None,
     ) -> CollectiveCall:
-        """Counts a collective as entered by this rank; returns the call with its sequence number.
+        """Counts a collective as entered by this rank; returns the call with its number.
 
-        From now on, other ranks may wait for this call.
+        Ranks match their calls by these numbers. From now on, other ranks may wait for this call.
         """
         key = Calls(self.name, team)
         seq = self._ledger.enter(key)

@@ -1,10 +1,11 @@
 """Makes kernel launches on any CUDA streams run one after another, in the order of the host's
 calls.
 
-Between launches on two streams, the second stream waits for an event of the first. A launch that is
-captured in a CUDA graph runs when the graph is launched, on any stream. The graph waits for the
-event before its first such kernel, and records the event after its last one. So graphs, too, run in
-the order in which the host launches them. Within a graph, the edges of the graph define the order.
+The kernels wait for kernels of other GPUs, which are matched by their order alone. Between launches
+on two streams, the second stream waits for an event of the first. A launch that is captured in a
+CUDA graph runs when the graph is launched, on any stream. The graph waits for the event before its
+first such kernel, and records the event after its last one. So graphs, too, run in the order in
+which the host launches them. Within a graph, the edges of the graph define the order.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ class GraphDriver(Protocol):
         ...
 
     def record_node(self, event: int, graph: int, behind: Sequence[int]) -> int:
-        """Adds a node that records `event` to a CUDA graph; returns the node.
-
-        The node runs after the nodes `behind`.
+        """Adds a node that records `event` to a CUDA graph, after the nodes `behind`; returns the
+        node.
         """
         ...
 
@@ -81,7 +81,8 @@ class LaunchOrder:
     """Orders a family of kernel launches: each kernel runs after those that the host launched
     before.
 
-    The caller calls `before` and `after` around each launch.
+    The caller calls `before` and `after` around each launch. The launches may be on any CUDA
+    streams, and in CUDA graphs.
     """
 
     def __init__(self, driver: GraphDriver) -> None:
@@ -98,7 +99,8 @@ class LaunchOrder:
         self.is_done = driver.is_done
 
     def before(self, stream: int) -> bool:
-        """Makes the next launch on `stream` wait for the latest launch of the family.
+        """Makes the next launch on `stream` wait for the latest launch that this object has
+        ordered.
 
         Returns whether the launch is being captured into a CUDA graph; the caller passes this to
         `after`.
@@ -118,10 +120,9 @@ class LaunchOrder:
         return True
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Records the launch just made on `stream` as the latest of the family.
+        """Records the launch just made on `stream` as the latest one, for which the next one waits.
 
-        The next launch of the family waits for this launch. `is_captured` is the result of
-        `before`.
+        `is_captured` is the result of `before`.
         """
         driver = self._driver
         if not is_captured:

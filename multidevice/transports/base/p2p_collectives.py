@@ -45,8 +45,7 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def steps_of(call: CollectiveCall) -> Steps:
-    """Returns the generator of a collective's transfers on this rank (member `call.index` of the
-    team).
+    """Returns the sends and receives by which this rank takes part in a collective, as a generator.
 
     The generator yields lists of sends and receives. The caller completes all transfers of a list,
     then asks for the next list.
@@ -176,10 +175,11 @@ _STEPS = TransportTable[Callable[[CollectiveCall], Steps]](
 def _reduce_blocks(
     call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
 ) -> Steps:
-    """Yields the transfers by which the i-th rank receives block i of all ranks, then reduces the
+    """Yields the transfers by which each rank receives one block of all ranks, then reduces the
     blocks.
 
-    `blocks` are the blocks of this rank's operand. The result is written to `out`.
+    The i-th rank of the team receives block i. `blocks` are the blocks of this rank's operand. The
+    reduced block is written to `out`.
     """
     own = blocks[call.index]
     room = own.new_empty((len(blocks), own.numel()))
@@ -197,8 +197,8 @@ def _reduce_blocks(
 
 
 def _is_one_sum(call: CollectiveCall, own: torch.Tensor) -> bool:
-    """Returns whether one call of torch's sum gives the same bits as `_fold`, the reduction in team
-    order.
+    """Returns whether one call of torch's sum gives the same bits as a sum in the order of the
+    team.
 
     This is true for few blocks of 16-bit floats on a GPU, because torch adds them in order, in
     float32. `own` is this rank's block.

@@ -1,8 +1,8 @@
 """The interface of communication backends (MPI, gloo, NCCL, peer copies, simulated ranks).
 
-A team is an ordered tuple of global ranks: the processes that communicate. Roots and peers are
-global ranks, too. All tensors are contiguous. A buffer may have `len(team)` equal parts; part `i`
-belongs to the rank `team[i]`.
+A backend moves tensors between the processes (ranks) of a job. A team is an ordered tuple of global
+ranks: the processes that communicate. Roots and peers are global ranks, too. All tensors are
+contiguous. A buffer may have `len(team)` equal parts; part `i` belongs to the rank `team[i]`.
 
 Every member of the team must call the same collectives in the same order. A call returns at once
 with a `Work` handle. The backend uses the buffers until `wait()` of the handle has returned.
@@ -144,10 +144,10 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Reduces the `inp` of all ranks of the team elementwise, and gives each rank a part of the
-        result.
+        """Reduces the `inp` of all ranks elementwise, and stores one part of the result on each
+        rank.
 
-        `inp` has one part per rank, in team order. The i-th rank receives part i in `out`.
+        `inp` has one part per rank, in the order of `team`. The i-th rank receives part i in `out`.
         """
         return self.collective(REDUCE_SCATTER, out, inp, team=team, reduce=op, stream=stream)
 
@@ -182,10 +182,11 @@ class NamedCollectives(Protocol):
         team: Team,
         stream: object = None,
     ) -> Work:
-        """Divides the `inp` of the rank `root` into one part per rank; the i-th rank receives part
-        i in `out`.
+        """Divides the `inp` of the rank `root` into one part per rank, and sends each rank its
+        part.
 
-        Other ranks pass None for `inp`.
+        The i-th rank of the team receives part i in `out`. Other ranks than `root` pass None for
+        `inp`.
         """
         return self.collective(SCATTER, out, inp, team=team, root=root, stream=stream)
 
@@ -208,7 +209,7 @@ class NamedCollectives(Protocol):
     def alltoall(
         self, out: torch.Tensor, inp: torch.Tensor, *, team: Team, stream: object = None
     ) -> Work:
-        """Sends one part of `inp` to each rank of the team, and receives one part from each rank in
+        """Sends one part of `inp` to each rank of the team, and receives one part from each in
         `out`.
 
         Part i of the j-th rank's `inp` becomes part j of the i-th rank's `out`. All parts have the
@@ -221,48 +222,57 @@ class Backend(NamedCollectives, Protocol):
     """A communication backend: collectives and point-to-point copies among the ranks of a team.
 
     - `where`: the user's source line of the next communication, for error messages.
-    - `generation`: how often the backend has dropped its communicators (see `Captured`).
+    - `generation`: how often the backend has dropped its communicators; CUDA graphs captured before
+      then are invalid (see `Captured`).
     """
 
     where: str
     generation: int
 
     def can_capture(self, what: str) -> bool:
-        """Returns whether a CUDA graph may repeat the communication `what`, as
-        `Captured.can_capture`.
+        """Returns whether a CUDA graph may repeat the communication `what`, such as "barrier".
+
+        This is allowed if the communication needs nothing from the host once it is enqueued.
         """
         ...
 
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
-        """Returns the context in which a run is captured as a CUDA graph, as
-        `Captured.capturing`.
+        """Returns a context in which this rank captures its work as a CUDA graph.
+
+        The graph is to be launched on `stream`. The value of the context is a list of objects that
+        must live as long as the graph.
         """
         ...
 
     def flush(self) -> None:
-        """Enqueues the flag writes that a capture has delayed, as `Captured.flush`.
+        """Enqueues the flag writes that a capture of a CUDA graph has delayed.
 
-        A flag is a number in memory by which one GPU signals another one.
+        A flag is a number in memory by which one GPU signals another one. Writes are delayed to
+        combine them with later flag operations.
         """
         ...
 
     def noting(self) -> AbstractContextManager[Counter[Calls]]:
-        """Returns a context that counts the communications that this thread starts, as
-        `Captured.noting`.
+        """Returns a context that counts the communications that this thread starts inside it.
+
+        A CUDA graph that is captured in the context repeats these communications; `enter_again`
+        then counts them at each launch.
         """
         ...
 
     def enter_again(self, calls: Counter[Calls], sign: int = 1) -> None:
         """Adds the communications that a launched CUDA graph repeats to this rank's counts.
 
-        The arguments are those of `Captured.enter_again`.
+        Each rank counts the communications that it has entered, because ranks compare the counts to
+        detect errors. `calls` has the counts of one launch. With `sign` -1, they are subtracted,
+        for a capture that was given up.
         """
         ...
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Registers an owner of CUDA graphs, whose graphs the backend may have to drop.
+        """Registers an owner of CUDA graphs that contain communications of this backend.
 
-        The argument is that of `Captured.repeated_by`.
+        When the backend drops its communicators, it calls `repeats.forget`, which drops the graphs.
         """
         ...
 
@@ -302,20 +312,21 @@ class Backend(NamedCollectives, Protocol):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Checks a collective once; returns a function that starts the collective without the
+        """Checks the arguments of a collective once; returns a function that starts it without the
         checks.
 
-        This rank must have entered the collective before. The returned function accepts all buffers
-        with the dtypes and sizes of `out` and `inp`. Returns None if each call must be checked.
+        The function is for later runs of the same program. This rank must have entered the
+        collective before. The returned function accepts all buffers with the dtypes and sizes of
+        `out` and `inp`. Returns None if each call must be checked.
         """
         ...
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Checks a batch of transfers once; returns a function that starts the batch without the
-        checks.
+        """Checks a batch of transfers once; returns a function that starts it without the checks.
 
-        This rank must have entered the batch before. The returned function accepts all tensors with
-        the dtypes and sizes of those in `transfers`. Returns None if each batch must be checked.
+        The function is for later runs of the same program. This rank must have entered the batch
+        before. The returned function accepts all tensors with the dtypes and sizes of those in
+        `transfers`. Returns None if each batch must be checked.
         """
         ...
 
@@ -339,7 +350,8 @@ NAME_WORDS = 5
 class PeerMemory(Backend, Protocol):
     """A backend for peer copies: the receiver copies out of the sender's memory.
 
-    The receiver's process has mapped the memory of the sender into its own address space.
+    The receiver's process has mapped the memory of the sender into its own address space, so no
+    copy on the sender's side is needed.
     """
 
     def connect(self, team: Team) -> None:
@@ -351,15 +363,26 @@ class PeerMemory(Backend, Protocol):
         ...
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
-        """Exchanges the ranks' votes on whether a run launches a CUDA graph, as `Captured.vote`."""
+        """Sends this rank's vote on how to execute a run to a team; returns the votes of all its
+        ranks.
+
+        A run is one execution of a program: by its recorded steps, or by launching a CUDA graph.
+        The arguments and values are those of `Captured.vote`.
+        """
         ...
 
     def start_over(self, team: Team) -> None:
-        """Cleans up after a capture of a CUDA graph that did not end, as `Captured.start_over`."""
+        """Cleans up after a capture of a CUDA graph that ranks of a team have begun and not ended.
+
+        All ranks of the team must make the call.
+        """
         ...
 
     def take_back(self, team: Team) -> None:
-        """Makes the other ranks of a team drop their CUDA graphs, as `Captured.take_back`."""
+        """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
+
+        Called after this rank failed to repeat a run that the others repeated by graphs.
+        """
         ...
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -379,14 +402,16 @@ class PeerMemory(Backend, Protocol):
         ...
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """Allocates memory for one rank's shard of a tensor.
+        """Allocates memory for the part (shard) of a tensor that one rank stores.
 
-        Other ranks can map the memory, and `side_by_side` can concatenate the shards of a team.
+        Other ranks can map the memory, and `side_by_side` can show the shards of a team as one
+        tensor.
         """
         ...
 
     def release(self) -> None:
-        """Records that a host program was deleted, so that `tidy` of the next run frees its memory.
+        """Records that a host program was deleted, so that the next call of `tidy` frees its
+        memory.
 
         Other ranks need not call this method. Finalizers may call `release`, because it frees
         nothing itself.
@@ -414,8 +439,8 @@ class PeerMemory(Backend, Protocol):
         ...
 
     def rendezvous(self, team: Team, what: str) -> None:
-        """Blocks until all ranks of a team have called the method with the same `what`, a
-        description.
+        """Blocks until all ranks of a team have called the method with the same description
+        `what`.
         """
         ...
 
@@ -433,36 +458,43 @@ STEP_BY_STEP, NOT_CAPTURED, FIRST_GRAPH = 0, 2, 3
 class Vote:
     """The agreement of a team on how to execute a run: by its recorded steps or by a CUDA graph.
 
-    With peer copies, either all ranks launch a graph or none does. `voters()` returns the backend
-    over which the ranks exchange their votes.
+    With peer copies, either all ranks launch a graph or none does, because graphs contain the
+    addresses of other ranks' data. `voters()` returns the backend over which the ranks exchange
+    their votes.
     """
 
     voters: Callable[[], PeerMemory]
     team: Team
 
     def ask(self, kind: int) -> tuple[int, ...] | None:
-        """Sends this rank's vote `kind` to the team; returns all votes, as `Captured.vote`.
+        """Sends this rank's vote on how to execute a run to the team; returns the votes of all
+        ranks.
 
-        All ranks of the team must make the call.
+        `kind` and the result are those of `Captured.vote`. All ranks of the team must make the
+        call.
         """
         voters = self.voters()
         voters.connect(self.team)
         return voters.vote(self.team, kind)
 
     def start_over(self) -> None:
-        """Cleans up after a capture of a CUDA graph that did not end, as `Captured.start_over`.
+        """Cleans up after a capture of a CUDA graph that ranks of the team have begun and not
+        ended.
 
         All ranks of the team must make the call.
         """
         self.voters().start_over(self.team)
 
     def take_back(self) -> None:
-        """Makes the other ranks drop the graphs captured together, as `Captured.take_back`."""
+        """Makes the other ranks drop the CUDA graphs that the team captured together.
+
+        Called after this rank failed to repeat a run that the others repeated by graphs.
+        """
         self.voters().take_back(self.team)
 
 
 class Repeats(Protocol):
-    """The interface of an object that owns captured CUDA graphs."""
+    """The interface of an object that owns captured CUDA graphs, which repeat communications."""
 
     def forget(self) -> None:
         """Drops all CUDA graphs of this owner."""
@@ -472,8 +504,9 @@ class Repeats(Protocol):
 class Captured:
     """The methods of a backend that CUDA graphs use; this base class allows no capture.
 
-    `generation` counts how often the backend has dropped its communicators. A CUDA graph that was
-    captured under a smaller number is invalid, because the graph uses dropped communicators.
+    A CUDA graph may repeat communications without new calls of the backend. `generation` counts how
+    often the backend has dropped its communicators. A graph that was captured under a smaller
+    number is invalid, because it uses dropped communicators.
     """
 
     _ledger: Ledger
@@ -481,7 +514,10 @@ class Captured:
     _repeats: WeakSet[Repeats] | None = None
 
     def repeated_by(self, repeats: Repeats) -> None:
-        """Registers an owner of CUDA graphs that contain this backend's communications."""
+        """Registers an owner of CUDA graphs that contain this backend's communications.
+
+        `make_void` makes all owners drop their graphs.
+        """
         self._repeats = self._repeats or WeakSet()
         self._repeats.add(repeats)
 
@@ -508,9 +544,10 @@ class Captured:
         """Sends this rank's vote on how to execute a run to a team; returns all votes, in team
         order.
 
-        The vote `kind` is STEP_BY_STEP, NOT_CAPTURED or the number of a CUDA graph. Returns None if
-        the ranks need not agree: one rank may launch a graph while another one runs its recorded
-        steps. This base class returns None.
+        A run is one execution of a program. The vote `kind` is STEP_BY_STEP (execute the recorded
+        steps), NOT_CAPTURED, or the number of a CUDA graph to launch. Returns None if the ranks
+        need not agree: one rank may launch a graph while another one runs its recorded steps. This
+        base class returns None.
         """
         del team, kind
         return None
@@ -528,7 +565,7 @@ class Captured:
         """Enqueues the flag writes that a capture has delayed to combine them with later flag
         operations.
 
-        A flag is a number in memory by which one GPU signals another one.
+        A flag is a number in memory by which one GPU signals another one. This base class has none.
         """
 
     def start_over(self, team: Team) -> None:
@@ -542,17 +579,18 @@ class Captured:
         """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
         Called after this rank failed to repeat a run that the others repeated by graphs. The other
-        ranks notice the failure in their next exchange of messages, because the ranks' counts
-        differ.
+        ranks notice the failure in their next exchange of messages, because the ranks then compare
+        how many calls each has made, and these counts differ.
         """
         del team
 
     @contextmanager
     def noting(self) -> Generator[Counter[Calls]]:
         """Returns a context whose value counts the communications that this thread starts inside
-        the context.
+        it.
 
-        Each sequence of communications (`Calls`) has its own count.
+        A CUDA graph that is captured inside repeats these communications. Each sequence of calls
+        (`Calls`: kind and team) has its own count.
         """
         noted = self._ledger.noted[get_ident()] = Counter[Calls]()
         try:

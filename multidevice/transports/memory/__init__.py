@@ -5,7 +5,8 @@ Imports: `fuser.support` and `multidevice.coordination`.
 Files, in reading order:
 
 - `host_shared`: shared memory of a host.
-- `handles`: the memory of other ranks that this process has mapped; the shards of a team as one
-  range of addresses.
-- `cuda_ipc`, `cuda_vmm`: GPU memory mapped by CUDA IPC; several shards as one range of addresses.
+- `handles`: the memory of other ranks that this process has mapped; the parts that the ranks of a
+  team store, as one range of addresses.
+- `cuda_ipc`, `cuda_vmm`: GPU memory mapped by CUDA IPC; parts on several GPUs as one range of
+  addresses.
 """

@@ -79,8 +79,8 @@ class _Piece:
 class Seen:
     """A piece of another process's GPU memory that is mapped in this process, at `address`.
 
-    Objects that may still read the piece hold a reference to this object. The piece is unmapped
-    after the last reference is gone.
+    A piece is one allocation of the CUDA driver. Objects that may still read it hold a reference to
+    this object. The piece is unmapped after the last reference is gone.
     """
 
     address: int
@@ -92,8 +92,8 @@ class Hooks:
 
     - `is_idle`: waits until the GPU has done all its work; returns False if that is impossible now.
     - `drop_graphs`: drops all CUDA graphs, which may keep memory alive.
-    - `told`: returns a function that says whether other ranks have mapped certain pieces of memory.
-      These are the pieces that this rank had named to other ranks at the time of the call.
+    - `told`: returns a function that says whether other ranks have mapped the memory that this rank
+      had named to them at the time of the call to `told`. Only then may the memory be freed.
     """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)
@@ -102,10 +102,10 @@ class Hooks:
 
 
 class IpcPieces:
-    """The pieces of GPU memory that this process has allocated on one device for other processes to
-    map.
+    """The GPU memory that processes share by CUDA IPC, in pieces: allocations of the CUDA driver.
 
-    Also has the pieces of other processes that this process has mapped.
+    The object has the pieces that this process has allocated on one device, and the pieces of other
+    processes that it has mapped.
     """
 
     def __init__(self, device: torch.device, cuda: CudaCalls, hooks: Hooks) -> None:
@@ -163,7 +163,7 @@ class IpcPieces:
                 self.tidy()
 
     def share(self, begin: int, nbytes: int) -> _Piece:
-        """Registers an allocation of the CUDA driver as a piece that other processes can map.
+        """Registers an allocation of the CUDA driver as memory that other processes can map.
 
         Raises `UnsupportedError` if other processes cannot map the allocation.
         """
@@ -188,7 +188,7 @@ class IpcPieces:
         """Returns the name by which other processes map the memory at `address`, and the offset in
         bytes.
 
-        Returns None if the address is not in a piece of this process.
+        Returns None if this process does not share memory at the address.
         """
         with self._lock:
             place = bisect.bisect(self._begins, address) - 1
@@ -205,9 +205,9 @@ class IpcPieces:
         return name in self._mapped
 
     def find(self, name: Name, peer: int) -> Seen:
-        """Returns the mapped memory of a piece of the rank `peer`; the first call maps the piece.
+        """Returns memory of the rank `peer`, mapped in this process; the first call maps it.
 
-        `name` is the name of the piece that the rank has sent.
+        `name` is the name of the memory that the rank has sent.
 
         Raises:
             CommunicationError: the process of the rank has ended.
@@ -242,15 +242,15 @@ class IpcPieces:
 
     # ------------------------------------------------------------ what nobody has any more
     def release(self) -> None:
-        """Records that a user of such memory was deleted, so that the next `tidy` looks for unused
-        pieces.
+        """Records that a user of shared GPU memory was deleted, so that the next `tidy` frees
+        unused memory.
 
         Finalizers may call this method, because it frees nothing itself.
         """
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Unmaps pieces that other processes have returned, and frees own pieces that no process
+        """Unmaps memory that other processes no longer share, and frees own memory that no process
         maps.
 
         Must be called only when no other rank waits for work of this GPU, because the method waits
@@ -278,11 +278,11 @@ class IpcPieces:
             self._free(freed)
 
     def _retire(self) -> None:
-        """Prepares unused memory for `tidy`: own pieces without users, and returned pieces of other
-        processes.
+        """Collects unused memory for `tidy`: own memory without users, and memory that others stop
+        sharing.
 
-        Closes the files of the own pieces, which tells other processes to unmap them. Drops the
-        pieces of other processes that have closed the file.
+        Closes the files through which this process shares the own memory; other processes see this
+        and unmap it. Drops the memory of other processes that have closed the file.
         """
         if self._returned:
             returned = [self._returned.popleft() for _ in range(len(self._returned))]
@@ -323,7 +323,7 @@ class IpcPieces:
             self._looks = 0
 
     def close(self) -> None:
-        """Unmaps all pieces of other processes, at the end of this process."""
+        """Unmaps all memory of other processes, at the end of this process."""
         self._mapped.clear()
         for seen in list(self._alive):
             self._unused.append((seen.address, -1))
@@ -337,10 +337,10 @@ class IpcPieces:
 
 
 def _is_unmapped(piece: _Piece) -> bool:
-    """Returns whether no other process maps a piece any more, so that this process may free the
-    piece.
+    """Returns whether no other process maps the shared memory `piece`, so that it may be freed.
 
-    This is true if this process gets the exclusive lock on the piece's file.
+    Each process that maps it holds a lock on its file. The result is True if this process gets the
+    exclusive lock.
     """
     try:
         fcntl.flock(piece.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -360,12 +360,12 @@ FlagOp = tuple[str, int, int]
 
 
 class IpcMemory:
-    """Memory of one GPU that the other processes of the host can map, and copies and flags in such
-    memory.
+    """Memory of one GPU that the other processes of the host can map, and copies and flags in it.
 
-    Buffers that a program keeps for its runs are separate allocations of the driver, which are
-    freed after use (`IpcPieces`). Temporary and small allocations come from a pool of torch's
-    allocator. The pool is never returned to the driver, but torch reuses its memory as usual.
+    A flag is a number in memory by which one GPU signals another one. Buffers that a program keeps
+    for its runs are separate allocations of the driver, which are freed after use (`IpcPieces`).
+    Temporary and small allocations come from a pool of torch's allocator. The pool is never
+    returned to the driver, but torch reuses its memory as usual.
     """
 
     def __init__(self, device: torch.device, hooks: Hooks | None = None) -> None:
@@ -436,12 +436,15 @@ class IpcMemory:
     def set_flag(self, address: int, value: int, stream: int) -> None:
         """Enqueues a write of `value` to the flag at `address`, after all earlier work of the
         stream.
+
+        A flag is a number in memory by which one GPU signals another one.
         """
         self._check("cuStreamWriteValue32", self._write(stream, address, value, 0)[0])
 
     def wait_flag(self, address: int, value: int, stream: int) -> None:
-        """Makes later work of a CUDA stream wait until the flag at `address` is at least
-        `value`.
+        """Makes later work of a CUDA stream wait until the flag at `address` is at least `value`.
+
+        A flag is a number in memory by which one GPU signals another one.
         """
         # 0: greater or equal
         self._check("cuStreamWaitValue32", self._wait(stream, address, value, 0)[0])
@@ -449,6 +452,8 @@ class IpcMemory:
     def use_flags(self, ops: Sequence[FlagOp], stream: int) -> None:
         """Enqueues several waits for flags and writes of flags as one operation, in the given
         order.
+
+        A flag is a number in memory by which one GPU signals another one.
         """
         self._check(
             "cuStreamBatchMemOp", self._batch(stream, len(ops), [*map(self._op, ops)], 0)[0]
@@ -487,8 +492,8 @@ class IpcMemory:
         self._goes_on(stream, [*before, *self.captured(stream)])
 
     def captured(self, stream: int) -> list[Any]:
-        """Returns the nodes of the CUDA graph on which the next node of a captured stream will
-        depend.
+        """Returns the nodes of a CUDA graph that the next work captured on `stream` will depend
+        on.
         """
         found = self._cuda.cuStreamGetCaptureInfo(stream)
         self._check("cuStreamGetCaptureInfo", found[0])
@@ -591,9 +596,7 @@ for _one in (_held, _let_go):
 
 
 def raw_tensor(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Returns a uint8 tensor for the `nbytes` bytes at a memory address; the tensor keeps `owner`
-    alive.
-    """
+    """Returns a uint8 tensor for the `nbytes` bytes at a memory address; it keeps `owner` alive."""
     sizes, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     where = _Device(_DEVICES[device.type], device.index or 0)
     made = _Tensor(address, where, 1, _DType(_UNSIGNED, 8, 1), sizes, strides, 0)

@@ -1,10 +1,10 @@
 """Shows the shards of several GPUs as one range of addresses, by CUDA's virtual memory management.
 
-A shard is allocated as memory without an address, which has a handle. The CUDA driver exports the
-handle as a file, which the processes of the host take from each other (`take_file`). To show
-several shards as one range, a process reserves addresses and maps the handles there, one after
-another. The driver frees the memory when its last mapping and its last file are gone. Therefore
-each process unmaps shards when its own GPU is idle.
+A shard is the part of a tensor that one rank stores. It is allocated as memory without an address,
+which has a handle. The CUDA driver exports the handle as a file, which the processes of the host
+take from each other (`take_file`). To show several shards as one range, a process reserves
+addresses and maps the handles there, one after another. The driver frees the memory when its last
+mapping and its last file are gone. Therefore each process unmaps shards when its own GPU is idle.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
@@ -43,8 +43,8 @@ class _Range:
     """A reserved range of addresses, on which `parts` shards of equal size are mapped
     consecutively.
 
-    For one shard of this process, `serial` is its number, `fd` its file, and `stream` the CUDA
-    stream that uses it.
+    A shard is the part of a tensor that one rank stores. For one shard of this process, `serial` is
+    its number, `fd` its file, and `stream` the CUDA stream that uses it.
     """
 
     begin: int
@@ -56,8 +56,9 @@ class _Range:
 
 
 class GpuShards:
-    """The shards that this process has allocated on one GPU, and the ranges of shards that it has
-    mapped.
+    """The parts of tensors (shards) that this process has allocated on one GPU for others to map.
+
+    Also has the ranges of addresses at which it has mapped shards of several ranks.
     """
 
     unit = "units"
@@ -118,7 +119,8 @@ class GpuShards:
         """Allocates GPU memory of `nbytes` bytes for a shard that is used on `stream`, as a uint8
         tensor.
 
-        Raises `torch.OutOfMemoryError` if there is not enough memory.
+        A shard is the part of a tensor that one rank stores. Raises `torch.OutOfMemoryError` if
+        there is not enough memory.
         """
         self.tidy()
         size = max(-(-nbytes // self.unit_nbytes), 1) * self.unit_nbytes
@@ -161,8 +163,8 @@ class GpuShards:
             return self._cuda.call("cuMemCreate", size, self._properties(), 0)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Name, int] | None:
-        """Returns the name by which other processes map a shard, and the offset of `tensor` in the
-        shard.
+        """Returns the name by which other processes map this rank's shard, and the offset of
+        `tensor` in it.
 
         The offset is in bytes. Returns None if the tensor is not in a shard of this process.
         """
@@ -260,8 +262,9 @@ class GpuShards:
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Unmaps shards without users, if `release` was called since the last call of this
-        method.
+        """Unmaps the parts of tensors (shards) that no tensor uses.
+
+        Does nothing if `release` was not called since the previous call of this method.
         """
         if not self._is_untidy:
             return

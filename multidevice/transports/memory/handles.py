@@ -1,8 +1,9 @@
 """Maps the memory of other processes, and shows the shards of a team as one range of addresses.
 
-Memory is shared in pieces. Each piece has a file without a name, which the owner process keeps open
-while it shares the piece. Other processes open the file through `/proc` under the number of the
-owner process. The owner returns a piece by closing the file.
+A shard is the part of a tensor that one rank stores. Memory is shared in pieces. Each piece has a
+file without a name, which the owner process keeps open while it shares the piece. Other processes
+open the file through `/proc` under the number of the owner process. The owner returns a piece by
+closing the file.
 
 The owner sends the name of a piece to other ranks. The name also contains how many pieces the owner
 has closed so far. If that number has changed, the receiver checks which of the files still exist.
@@ -31,15 +32,19 @@ _SERIALS = itertools.count()
 
 
 def new_serial() -> int:
-    """Returns a number that no other piece of shared memory of this process has."""
+    """Returns a number that no other piece of shared memory of this process has.
+
+    File descriptors are reused; this number is not, so it distinguishes two pieces.
+    """
     return next(_SERIALS)
 
 
 def name_of_piece(fd: int, nbytes: int, serial: int, closed: int) -> Name:
     """Returns the name by which other processes map a piece of this process's memory.
 
-    The name has NAME_WORDS integers (see `protocol`). `fd` is the descriptor of the piece's file,
-    and `serial` the number of the piece. `closed` is how many pieces this process has closed.
+    The name has NAME_WORDS integers. `fd` is the descriptor of the file through which the piece is
+    shared, `nbytes` its size, and `serial` a number that no other piece has. `closed` is how many
+    pieces this process has closed.
     """
     return os.getpid(), fd, nbytes, serial, closed
 
@@ -54,9 +59,10 @@ def not_mapped(rank: int, error: OSError) -> CommunicationError:
 
 
 class Mapped(Generic[T]):
-    """The pieces of other processes' memory that this process has mapped, by name.
+    """The memory of other processes that this process has mapped, in pieces that are found by name.
 
-    A piece stays mapped until its owner returns the piece by closing the piece's file.
+    A piece is one allocation that its owner shares through a file. It stays mapped until the owner
+    closes the file.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class Mapped(Generic[T]):
         return len(self._found)
 
     def find(self, name: Name, peer: int) -> T:
-        """Returns the piece `name` of the rank `peer`; the first call maps the piece.
+        """Returns the piece `name` of the memory of rank `peer`; the first call maps it.
 
         Raises `CommunicationError` if the process of the rank has ended. Also raises the errors of
         `map_file`.
@@ -115,9 +121,10 @@ class Mapped(Generic[T]):
         return found[0]
 
     def forget_closed(self, pid: int | None = None) -> None:
-        """Drops the pieces whose owner process has closed the piece's file.
+        """Drops the mapped memory that its owner process no longer shares, because it has closed
+        the file.
 
-        `pid` is the owner process whose pieces are checked; None for all processes.
+        `pid` is the owner process to check; None for all processes.
         """
         gone = [
             name
@@ -130,7 +137,7 @@ class Mapped(Generic[T]):
             self._on_forgotten()
 
     def clear(self) -> None:
-        """Drops all pieces of other processes, which unmaps the pieces that no tensor uses."""
+        """Drops all memory of other processes, which unmaps the memory that no tensor uses."""
         self._found.clear()
 
 
@@ -162,7 +169,7 @@ class MemoryLocation:
 
 
 class Rows(Protocol):
-    """The interface of shared memory that can map the shards of several ranks one after another.
+    """The interface of shared memory that can map parts of several ranks' memory one after another.
 
     `unit` is the word for the unit of mapping in error messages, such as "pages".
     """
@@ -202,9 +209,9 @@ def side_by_side(
 ) -> torch.Tensor:
     """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
 
-    The ranks first send each other the locations of their shards. `memory` maps the shards. `what`
-    names the operation in error messages. Raises the same error on all ranks if the shards cannot
-    be mapped.
+    A shard is the part of a tensor that one rank stores; `tensor` is this rank's. The ranks first
+    send each other the locations of their shards. `memory` maps the shards. `what` names the
+    operation in error messages. Raises the same error on all ranks if the shards cannot be mapped.
     """
     place = memory.name_of(tensor)
     nbytes = tensor.numel() * tensor.element_size()
@@ -244,8 +251,8 @@ def side_by_side(
 
 
 def await_members(control: Control, team: Team, what: str) -> None:
-    """Blocks until all ranks of a team have called the function with the same `what`, a
-    description.
+    """Blocks until all ranks of a team have called the function with the same description
+    `what`.
     """
     _agree(team, what, _exchange(control, what, team, what), "calls")
 

@@ -1,7 +1,7 @@
 """Memory that the processes of a host share, allocated in files without a name.
 
-The shards of several ranks may also be mapped one after another (`SharedMemory.row`), if the shards
-consist of whole pages of memory.
+Parts of a tensor that several ranks store (shards) may also be mapped one after another
+(`SharedMemory.row`), if they consist of whole pages of memory.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 
 @dataclass(eq=False)
 class _Chunk:
-    """A piece of shared memory of this process, from which several tensors are allocated.
+    """One large allocation of shared memory of this process, from which several tensors are
+    allocated.
 
-    - `serial`: a number that no other piece of this process has.
-    - `fd`: the descriptor of the piece's file.
-    - `array`, `address`: the memory of the piece, and its address.
-    - `free`: the free ranges [start, stop) of the piece, in bytes.
+    Other processes map it through a file.
+
+    - `serial`: a number that no other allocation of this process has.
+    - `fd`: the descriptor of the file.
+    - `array`, `address`: the memory, and its address.
+    - `free`: the free ranges [start, stop) in it, in bytes.
     """
 
     serial: int
@@ -63,7 +66,7 @@ class _Chunk:
         return self.free == [(0, self.array.nbytes)]
 
     def take(self, nbytes: int) -> int:
-        """Allocates a range of `nbytes` bytes in this piece; returns its start.
+        """Allocates a range of `nbytes` bytes in this allocation; returns its start.
 
         Returns -1 if no free range is large enough.
         """
@@ -85,9 +88,7 @@ class _Chunk:
 
 
 class SharedMemory:
-    """Allocates memory that the other processes of the host can map, and maps memory of other
-    processes.
-    """
+    """Allocates memory that the other processes of the host can map, and maps memory of others."""
 
     unit, unit_nbytes, why_not = "pages", mmap.PAGESIZE, ""
 
@@ -133,10 +134,11 @@ class SharedMemory:
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Returns memory without users to the system, if `release` was called since the last call.
+        """Returns shared memory that no tensor uses to the system, by closing its files.
 
-        Data that another rank has not copied yet still counts as used. A piece that another process
-        has mapped exists until that process, too, finds that the piece's file was closed.
+        Does nothing if `release` was not called since the previous `tidy`. Data that another rank
+        has not copied yet still counts as used. Memory that another process has mapped exists until
+        that process, too, finds that the file was closed, and unmaps the memory.
         """
         if not self._is_untidy:
             return
@@ -180,11 +182,11 @@ class SharedMemory:
         return name_of_piece(chunk.fd, chunk.array.nbytes, chunk.serial, self._closed), at
 
     def mapped(self, name: tuple[int, ...], peer: int) -> torch.Tensor:
-        """Returns a piece of shared memory of the rank `peer` as a uint8 tensor; the first call
+        """Returns a part of the shared memory of the rank `peer` as a uint8 tensor; the first call
         maps it.
 
-        `name` is the name of the piece. Raises `CommunicationError` if the process of the rank has
-        ended.
+        `name` is the name that the rank has sent. Raises `CommunicationError` if the process of the
+        rank has ended.
         """
         return self._mapped.find(name, peer)
 
@@ -204,7 +206,7 @@ class SharedMemory:
         return found
 
     def close(self) -> None:
-        """Closes the files of all pieces of shared memory; tensors that still exist keep their
+        """Closes the files of all shared memory of this process; tensors that exist keep their
         memory.
         """
         self._mapped.clear()
@@ -256,7 +258,8 @@ def _row(places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
 def _map(at: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
     """Calls the system's mmap function, because Python's mmap cannot choose an address.
 
-    Returns the address of the mapped memory. `at` is the wanted address, None for any.
+    Returns the address of the mapped memory. `at` is the wanted address, None for any. The other
+    arguments are those of mmap.
     """
     if flags & mmap.MAP_ANONYMOUS:
         flags |= _MAP_NORESERVE
