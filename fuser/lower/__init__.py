@@ -1,4 +1,5 @@
-"""Lowering: turns a scheduled fusion into loops, indices, buffers and barriers.
+"""Lowering: turns a fusion whose loops have been chosen (scheduled) into statements with loops,
+indices, buffers and barriers.
 
 Question: which loops and statements compute this fusion?
 Imports: `fuser.support`, `fuser.ir`, `fuser.passes` and `fuser.schedule`.
@@ -6,7 +7,7 @@ Files, in reading order:
 
 - `kernel_ir`: the statements and expressions of a kernel.
 - `pipeline`: all steps of lowering, in order.
-- `loop_tree`: the loop nest of each stage, and the tree of the loops that several stages share.
+- `loop_tree`: the loops around each op whose result is stored, and the tree of shared loops.
 - `buffers`: the storage of intermediate tensors in registers and shared memory.
 - `context`: indices and predicates of tensor accesses.
 - `values`, `vector_access`: the code that computes a value; memory accesses by vectors.

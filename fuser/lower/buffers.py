@@ -1,11 +1,12 @@
-"""Buffers: the storage of stages, and the addresses of their elements.
+"""Buffers: where the results of stages are stored, and at which index each element is. A stage is
+an op whose result is stored.
 
-A local buffer has one element for each iteration of the serial loops inside the buffer's
-declaration. A stage that reads a local buffer must read exactly the elements that the same thread
-wrote. The code proves this by comparing the index expressions of writer and reader.
+A local buffer is in registers. It has one element for each iteration of the serial loops inside the
+buffer's declaration. A stage that reads a local buffer must read exactly the elements that the same
+thread wrote. This is proved by a comparison of the index expressions of writer and reader.
 
-A shared buffer is addressed by the logical index of the tensor, so any thread of the CUDA block may
-read any element.
+A shared buffer is in shared memory and is addressed by the logical index of the tensor, so any
+thread of the CUDA block may read any element.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ INDEX_CTYPE = "nvfuser_index_t"
 
 
 def accumulator_dtype(stage: Stage) -> DataType:
-    """Returns the dtype in which a reduction accumulates.
+    """Returns the dtype in which the reduction `stage` adds up its values.
 
-    16-bit floating-point types are accumulated in Float, and all other types in their own dtype.
+    16-bit floating-point types are accumulated in Float, because sums of 16 bits would lose
+    precision. All other types are accumulated in their own dtype.
     """
     assert isinstance(stage.op, ReductionOp | WelfordOp)
     dtype = stage.op.inp.dtype() if isinstance(stage.op, WelfordOp) else stage.tv.dtype()
@@ -40,28 +42,32 @@ def accumulator_dtype(stage: Stage) -> DataType:
 
 
 def welford_ctype(dtype: DataType, name: str = "Welford") -> str:
-    """Returns the C type of a Welford accumulator whose mean has dtype `dtype`.
+    """Returns the C type of an accumulator for mean and variance (Welford's algorithm), such as
+    `Welford<float, nvfuser_index_t>`.
 
-    `name` is the C template: the accumulator or the functor that combines accumulators. The count
-    of an accumulator has the kernel's index type, which can hold the number of iterations.
+    `dtype` is the dtype of the mean. `name` is the C++ template: `Welford` for an accumulator,
+    `WelfordOp` for the functor that combines two of them. The count of values has the kernel's
+    index type, which can hold the number of iterations.
     """
     return f"{name}<{c_type(dtype)}, {INDEX_CTYPE}>"
 
 
 def no_values(dtype: DataType) -> Expr:
-    """Returns the value of a Welford accumulator to which no number has been added."""
+    """Returns the expression for an empty accumulator of a mean and variance (Welford): no number
+    has been added to it.
+    """
     return Compute(welford_ctype(dtype) + "{{0, 0, 0, 0}}", (), dtype)
 
 
 @dataclass
 class Buffer:
-    """The storage of the result of one stage, in registers or shared memory.
+    """The storage of the result of one stage, in registers or shared memory. A stage is an op whose
+    result is stored.
 
     - `loops`, for registers: the loops whose indices address an element, from outer to inner.
     - `size`: the number of elements of a register array, or None for a scalar variable.
-    - `axes`, for shared memory: pairs (number of the axis (id) in the tensor's domain, axis size).
-      These axes
-      address an element, from outer to inner.
+    - `axes`, for shared memory: the axes that address an element, from outer to inner, as pairs
+      (number (id) of the axis in the tensor's domain, axis size).
     - `count`, `offset`: a shared buffer's number of elements, and its position in bytes.
     - `ctype`: the C type of an element.
     """
@@ -83,12 +89,14 @@ class Buffer:
 
     @property
     def nbytes(self) -> Scalar:
-        """The size of a buffer in shared memory, in bytes."""
+        """The size in bytes of a buffer in shared memory."""
         return sc.mul(self.count, nbytes_of(self.dtype))
 
     # ------------------------------------------------------------ addressing
     def own_index(self) -> Scalar:
-        """Returns the index of the register that the stage writes in the current iteration."""
+        """Returns the index, in the register array, of the element that is written in the current
+        iteration of the loops.
+        """
         if self.axes is not None:
             raise AssertionError(
                 f"internal error: {self.stage.tv} is in shared memory, but a kernel addresses it "
@@ -98,10 +106,11 @@ class Buffer:
         return self.index_at({})
 
     def index_at(self, symbols: dict[Scalar, Scalar]) -> Scalar:
-        """Returns the index of a register in the buffer's register array, for given loop indices.
+        """Returns the index of an element in the register array, for given values of the loop
+        indices.
 
-        `symbols` maps the symbol of a loop to the value to use for the loop's index. A loop without
-        an entry keeps its symbol.
+        `symbols` maps the index symbol of a loop to the value to use instead. A loop without an
+        entry keeps its symbol, which stands for the current iteration.
         """
         total: Scalar = sc.ZERO
         for loop in self.loops:
@@ -110,10 +119,10 @@ class Buffer:
         return total
 
     def element(self, index: Scalar, tv: TensorView) -> Var | Element:
-        """Returns the expression that reads or writes the element at `index`.
+        """Returns the expression that reads or writes the element at `index` of this buffer.
 
-        A Welford stage has three results in one struct, so the expression selects the field of
-        `tv`.
+        `tv` is the tensor to access. It matters for a Welford op, whose three results (mean,
+        variance, count) are fields of one struct: the expression selects the field of `tv`.
         """
         member = _member(self.stage, tv)
         if self.size is None and not self.is_shared:
@@ -121,7 +130,9 @@ class Buffer:
         return Element(self.name, index, self.value_dtype(tv), member, self.is_shared)
 
     def value_dtype(self, tv: TensorView) -> DataType:
-        """Returns the dtype of the stored value of `tv`, which is Int for a Welford count."""
+        """Returns the dtype of the stored values of `tv`. This is the buffer's dtype, or Int if
+        `tv` is the number of values of a mean and variance (Welford).
+        """
         if isinstance(self.stage.op, WelfordOp) and tv is self.stage.op.n:
             return DataType.Int
         return self.dtype
@@ -129,10 +140,11 @@ class Buffer:
     def read(
         self, ctx: Context, tv: TensorView, index: Index, *, reader: Stage, guard: Scalar
     ) -> Expr:
-        """Returns the expression with which stage `reader` reads `tv` at the logical index `index`.
+        """Returns the expression with which the op of `reader` reads the element of `tv` at
+        `index`.
 
-        Where `guard` is false, the index may be outside of the buffer, so the expression is 0 and
-        reads nothing.
+        `index` has one entry per axis that the user sees. Where `guard` is false, `index` may be
+        outside of the buffer. The expression then reads nothing, and its value is 0.
         """
         candidate = None if self.is_shared else self._own_element(ctx, index, reader)
         if candidate is not None:
@@ -149,8 +161,9 @@ class Buffer:
         return convert(Select(guard, element, nothing, element.dtype), tv.dtype())
 
     def shared_index(self, ctx: Context, index: Index) -> Scalar:
-        """Returns where the element at logical index `index` is in the shared buffer, counted in
-        elements.
+        """Returns the position of an element in a shared-memory buffer, counted in elements.
+
+        `index` is the element's index along the axes that the user sees.
         """
         assert self.axes is not None
         known = ctx.indexer.forward(self.stage.tv, index)
@@ -160,12 +173,12 @@ class Buffer:
         return ctx.simplify(total)
 
     def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
-        """Returns the register index that the stage writes in the current iteration, if that
-        register holds the element at `index`.
+        """Returns the index of the register that is written in the current iteration of the loops,
+        if this register holds the element at `index`.
 
-        The reader can then use the register without any index computation. Returns None if the
-        register holds another element, or if the loops of `reader` do not correspond to the
-        buffer's loops one to one.
+        `reader`, the op that reads the buffer, can then use the register without any index
+        computation. Returns None if the register holds another element, or if the loops of `reader`
+        and of the buffer do not correspond one to one.
         """
         for candidate in self._paired(reader):
             written = tuple(
@@ -177,13 +190,15 @@ class Buffer:
         return None
 
     def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Returns the index of the register that holds the element at logical index `index`.
+        """Returns the index, in the register array, of the element at the logical index `index`,
+        which has one entry per axis that the user sees.
 
-        The logical index determines the loop indices of the stage, and these determine the
-        register. In two cases the reader must recompute a local tensor instead, so this raises
-        `NewAssumptionError`:
+        From the logical index follow the loop indices at which the element is written, and from
+        these the register. In two cases no register can be used, and `NewAssumptionError` is
+        raised, so that lowering starts again and `reader` computes the element itself:
 
-        - The register index contains a division, so registers would be addressed at run time.
+        - The register index contains a division. The compiler could then not replace it by a
+          constant.
         - Another thread or iteration holds the element.
         """
         symbols = self._traced(ctx, index)
@@ -200,10 +215,11 @@ class Buffer:
         )
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
-        """Returns the ways to pair each loop of the buffer, in order, with a serial loop of the
-        reader.
+        """Returns the possible assignments of the buffer's loops to serial loops of `reader`, which
+        keep their order.
 
-        Each pairing maps the symbol of a buffer loop to the symbol of a reader loop.
+        Each assignment maps the index symbol of a buffer loop to that of a loop of `reader`. With
+        it, the indices at which an element is written and read can be compared.
         """
         theirs = [
             loop
@@ -218,11 +234,12 @@ class Buffer:
         ] or ([{}] if not self.loops else [])
 
     def _traced(self, ctx: Context, index: Index) -> dict[Scalar, Scalar] | None:
-        """Computes the loop indices at which the stage writes the element at logical index `index`.
+        """Computes the loop indices at which the element at `index` is written. `index` has one
+        entry per axis that the user sees.
 
-        Returns a dict from loop symbols to indices. Returns None if a loop outside of the buffer
-        would need another index than in the current iteration. Another thread or iteration then
-        holds the element.
+        Returns a dict from loop symbols to indices. Returns None if a loop around the buffer's
+        declaration would need another index than in the current iteration, because another thread
+        or iteration then holds the element.
         """
         if self.stage.reference is not None:
             return None
@@ -253,9 +270,10 @@ def _member(stage: Stage, tv: TensorView) -> str:
 
 
 def allocate(ctx: Context) -> dict[Stage, Buffer]:
-    """Returns the buffer of every stage whose result is not in global memory.
+    """Returns the buffer of every stage whose result is in registers or shared memory.
 
-    The offsets of shared buffers are assigned later, by `place_shared`.
+    A stage is an op whose result is stored. The offsets of shared buffers are assigned later, by
+    `place_shared`.
     """
     return {s: _allocate(ctx, s) for s in ctx.nesting.stages if s.storage != "global"}
 
@@ -290,11 +308,12 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
 
 
 def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
-    """Returns the shared buffer of a stage, addressed by its allocation domain, or else its loop
-    axes.
+    """Returns the shared-memory buffer of a stage. An element's position follows from its index
+    along the axes of the declared memory order, or else along the axes of the loops. A stage is an
+    op whose result is stored.
 
-    Two kinds of axes are left out, because they do not distinguish elements that one CUDA block
-    holds at one time: grid axes, and serial loops around the buffer's declaration.
+    Two kinds of axes are left out, because a CUDA block holds elements of only one of their
+    positions at a time: axes over CUDA blocks, and serial loops around the buffer's declaration.
     """
     domain = stage.tv.domain
     if stage.reference is not None:
@@ -325,9 +344,11 @@ def _position(stage: Stage, loop: Loop) -> int:
 
 
 def place_shared(buffers: dict[Stage, Buffer], start: Scalar) -> Scalar:
-    """Assigns offsets to the shared buffers, starting at `start` bytes.
+    """Assigns positions in shared memory to the shared buffers, one after another from byte `start`
+    on.
 
-    Returns the number of bytes up to the end of the last buffer, which includes `start`.
+    Returns the position of the end of the last buffer, which is the kernel's need of shared memory
+    in bytes.
     """
     end = start
     for buffer in buffers.values():

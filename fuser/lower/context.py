@@ -1,5 +1,5 @@
-"""State shared by the lowering functions of one kernel: loop nests, assumptions, indices,
-predicates.
+"""The state that the lowering functions of one kernel share: loop nests, assumptions, tensor
+indices and predicates.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from fuser.support.record import record
 class NewAssumptionError(Exception):
     """Raised when lowering adds an assumption, such as "this size is a multiple of 4".
 
-    Code that lowering has already built may not use the new assumption. The pipeline therefore
-    starts again, with the larger set of assumptions.
+    Statements that lowering has already built do not use the new assumption. The caller therefore
+    lowers the fusion again from the start, with the larger set of assumptions.
     """
 
 
 @dataclass
 class Assumptions:
-    """The assumptions under which a kernel is lowered, which only grow from one attempt to the
-    next.
+    """The facts that lowering assumes about sizes and storage. Each attempt to lower a kernel may
+    add some, and none is removed.
 
     - `divisible`: sizes and strides, each with a number that divides it. A guard checks this at
       launch.
-    - `recomputed`: local tensors without storage. Each reader computes these tensors again, because
-      the reader needs elements that the storage would not hold.
+    - `recomputed`: local tensors that are not stored. Each reader computes these tensors again,
+      because it needs elements that its own thread would not store.
     """
 
     divisible: dict[Symbol, int] = field(default_factory=dict[Symbol, int])
@@ -74,7 +74,7 @@ class Assumptions:
         raise NewAssumptionError
 
     def recompute(self, tv: TensorView) -> None:
-        """Assumes that `tv` has no storage, so that its readers recompute it.
+        """Assumes that `tv` is not stored, so that each op that reads `tv` computes it again.
 
         Raises:
             NewAssumptionError: always, so that lowering restarts.
@@ -83,22 +83,22 @@ class Assumptions:
         raise NewAssumptionError
 
     def quotients(self) -> dict[Scalar, Scalar]:
-        """Returns what to substitute for each size that is assumed to be a multiple of a number.
+        """Returns the substitutes for sizes that are assumed to be multiples of a number.
 
-        The substitute is the number times a symbol for the quotient: `i2` becomes `4 * i2_div4`.
-        Divisions by the number then simplify.
+        For a size `i2` that is a multiple of 4, the substitute is `4 * i2_div4`, with a symbol for
+        the quotient. Divisions of the size by 4 then simplify to the symbol.
         """
         return {s: sc.mul(by, quotient_symbol(s, by)) for s, by in self.divisible.items()}
 
     def guards(self) -> list[Scalar]:
-        """Returns the conditions that the assumed divisors divide their sizes, which a launch must
-        check.
+        """Returns the conditions of a launch: each size in `divisible` is a multiple of the number
+        with which it is stored there.
         """
         return [sc.eq(sc.mod(s, by), 0) for s, by in self.divisible.items()]
 
 
 def quotient_symbol(symbol: Symbol, by: int) -> Symbol:
-    """Returns the symbol for the quotient `symbol / by`, such as `i2_div4`."""
+    """Returns the symbol that stands for the quotient `symbol / by`, such as `i2_div4`."""
     return sc.name_for(f"{symbol.name}_div{by}", sc.ceildiv(symbol, by))
 
 
@@ -110,7 +110,7 @@ class Context:
     - `alignments`: for each tensor that is read or written by vectors, the number of bytes of which
       its address must be a multiple.
     - `reduction_bytes`: the bytes of shared memory that reductions over threads need.
-    - `workspaces`: global scratch memory.
+    - `workspaces`: arrays in global memory in which CUDA blocks exchange partial results.
     """
 
     nesting: Nesting
@@ -140,20 +140,22 @@ class Context:
                 self._require_whole_vectors(stage)
 
     def may_be_partial(self, stage: Stage) -> bool:
-        """Whether some vectors of a stage may contain elements outside of the tensor, or of their
+        """Whether some vectors of a stage may contain elements outside of the tensor, or of another
         row.
 
-        A row is the vectorised axis for one index of the other axes. The kernel tests such vectors,
-        and processes the existing elements one by one where elements are missing.
+        A stage is an op whose result is stored. A row is the vectorised axis for one index of the
+        other axes. The kernel tests such vectors, and processes the elements inside the row one by
+        one where others are missing.
         """
         is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
         return stage.vector is not None and is_tested
 
     def _require_whole_vectors(self, stage: Stage) -> None:
-        """Adds guards that the vectorised axis of a stage is a multiple of the vector's width.
+        """Adds guards that the vectorised axis of a stage is a multiple of the vector's width, so
+        that no vector crosses the end of the axis. A stage is an op whose result is stored.
 
-        No vector then crosses the end of the axis. A stage whose vectors are tested in the kernel
-        (`may_be_partial`) needs no guard.
+        A guard is a condition on sizes that is checked before a launch. A stage whose vectors are
+        tested in the kernel (`may_be_partial`) needs no guard.
         """
         if self.may_be_partial(stage):
             return
@@ -165,22 +167,31 @@ class Context:
                 self.guards[sc.eq(sc.mod(size, split.factor), 0)] = None
 
     def simplify(self, x: Scalar) -> Scalar:
-        """Returns `x` with each divisible size replaced by its divisor times a quotient symbol."""
+        """Returns `x` with each size that is assumed to be a multiple of a number replaced by this
+        number times a symbol for the quotient.
+        """
         return sc.substitute(x, self._replacements) if self._replacements else x
 
     def size(self, tv: TensorView, number: int) -> Scalar:
-        """Returns the size of the axis of `tv` with this number (id).
+        """Returns the size of the axis of `tv` whose number (id) is `number`.
 
-        Sizes that are known to be equal are replaced by one representative.
+        If several size symbols are known to be equal, the result contains only one of them, so that
+        equal sizes have equal expressions.
         """
         return self.nesting.fusion.canonical(tv.domain.axes[number].size)
 
     def shifts(self, tv: TensorView) -> list[Shift]:
-        """Returns the loop transforms of `tv` that shift rows to aligned addresses (`Shift`)."""
+        """Returns the shifts among the steps that derive the loops of `tv` from its axes.
+
+        A shift moves the start of a row to an aligned address, so that vectors can be loaded from
+        rows that begin anywhere.
+        """
         return shifts_of(self.indexer.loop_transforms(tv))
 
     def _is_whole(self, size: Scalar, factor: Scalar) -> bool:
-        """Whether a guard or an assumption ensures that `size` is a multiple of `factor`."""
+        """Whether a guard or an assumption ensures that `size` is a multiple of `factor`, so that a
+        split of this size by `factor` has no incomplete part.
+        """
         if (size, factor) in self._whole:
             return True
         by = self.assumptions.divisible.get(size) if isinstance(size, Symbol) else None
@@ -188,12 +199,11 @@ class Context:
         return by is not None and parts is not None and by % parts == 0
 
     def partial_splits(self, tv: TensorView, *, of_operand: bool = False) -> list[SplitTransform]:
-        """Returns the splits of `tv` whose factor may not divide the axis, so that the last part is
-        incomplete.
+        """Returns the splits of axes of `tv` whose factor may not divide the axis, so that the last
+        part is incomplete. The kernel must test the index along each such axis.
 
-        The kernel must test the index of each such axis. With `of_operand`, `tv` is a reduction.
-        The splits of the operand's axes that became axes of the reduction (rfactor) are then
-        included.
+        `of_operand` is set for a reduction `tv`. Splits that separate the reduced axes into several
+        reductions (rfactor) are then included.
         """
         found = self._partial.get((tv, of_operand))
         if found is None:
@@ -212,10 +222,12 @@ class Context:
 def _without_implied(
     transforms: Sequence[Transform], tested: list[SplitTransform]
 ) -> list[SplitTransform]:
-    """Returns the splits of `tested` without those whose bounds check follows from another check.
+    """Returns the splits in `tested`, except those whose bounds check follows from the check of
+    another split.
 
-    For x = block * factor + inner, if x is less than the extent, `block` is less than the number of
-    blocks. The elements of a shifted axis are tested in any case.
+    For x = block * factor + inner, if x is less than the extent, then `block` is less than the
+    number of blocks. Axes that a shift moves to aligned addresses are tested in any case, so their
+    splits are left out.
     """
     implied = {t.out for t in shifts_of(transforms)}
     kept: list[SplitTransform] = []
@@ -239,7 +251,8 @@ Index = tuple[Scalar, ...]
 
 
 class Indexer:
-    """Computes, for the stages of one kernel, the index at which each tensor is read or written.
+    """Computes, for the stages of one kernel, the index at which each tensor is read or written. A
+    stage is an op whose result is stored.
 
     Results that depend on one tensor only are cached.
     """
@@ -254,8 +267,11 @@ class Indexer:
 
     # ------------------------------------------------------------ stages
     def stage_axes(self, stage: Stage) -> Mapping[int, Scalar]:
-        """Returns the index of every axis of the stage's tensor, by axis number (id), in terms of
-        loop symbols.
+        """Returns the index along every axis of the stage's tensor, as expressions of the loop
+        indices. A stage is an op whose result is stored.
+
+        The keys are axis numbers (ids), of the axes that the user sees and of all axes derived from
+        them.
         """
         found = self._stage_axes.get(stage)
         if found is None:
@@ -269,18 +285,19 @@ class Indexer:
         return found
 
     def stage_index(self, stage: Stage) -> Index:
-        """Returns the logical index of the element that a stage writes in the current iteration.
-        Reduction axes have no entry.
+        """Returns the index of the element that a stage writes in the current iteration: one entry
+        per axis that the user sees, without reduction axes. A stage is an op whose result is
+        stored.
         """
         known = self.stage_axes(stage)
         return tuple(known[a.number] for a in stage.tv.domain.no_reductions)
 
     def _promoted_axes(self, stage: Stage, reader: Stage) -> dict[int, Scalar]:
-        """Computes the axis indices of a broadcast tensor that is computed in the loops of
-        `reader`.
+        """Computes the index along each axis of a broadcast tensor that is computed in the loops of
+        its reader.
 
-        The broadcast has no loops with these extents itself, so its index is the index at which
-        `reader` reads it.
+        The broadcast axes have size 1, so the tensor has no loops with the reader's extents. Its
+        index is therefore the index at which `reader` reads it.
         """
         renamed = {
             theirs.symbol: mine.symbol
@@ -297,8 +314,8 @@ class Indexer:
     def _find_operand(
         self, wanted: TensorView, op: TensorOp, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index | None:
-        """Returns the index at which `op` reads `wanted`, directly or through tensors without
-        storage.
+        """Returns the index at which `op` reads `wanted`, directly or through tensors that are not
+        stored.
 
         `axes` has the indices of the axes of `out`, a result of `op`. Returns None if `op` does not
         read `wanted`.
@@ -322,8 +339,8 @@ class Indexer:
         return None
 
     def _reaches(self, tv: TensorView, wanted: TensorView) -> bool:
-        """Whether `tv` is `wanted`, or is computed from `wanted` through tensors without storage
-        only.
+        """Whether `tv` is `wanted`, or is computed from `wanted` through tensors that are not
+        stored.
         """
         if tv is wanted:
             return True
@@ -335,7 +352,11 @@ class Indexer:
 
     # ------------------------------------------------------------ tensors and ops
     def tensor_axes(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Returns the indices of the logical and root axes of `tv` at the logical index `index`."""
+        """Returns the index along each axis of `tv` for one element, by axis number (id).
+
+        `index` has one entry per axis that the user sees. The result also has the root axes, which
+        are the axes before a reshape derived the visible ones.
+        """
         domain = tv.domain
         known = {a.number: i for a, i in zip(domain.no_reductions, index, strict=True)}
         if not domain.root:
@@ -349,9 +370,10 @@ class Indexer:
     def operand_index(
         self, op: TensorOp, position: int, out: TensorView, axes: Mapping[int, Scalar]
     ) -> Index:
-        """Returns the logical index at which `op` reads its operand number `position`.
+        """Returns the index at which `op` reads its operand number `position`.
 
-        `axes` has the indices of the root axes of `out`, the result of `op`.
+        `out` is the result of `op`. `axes` has the element's index along the root axes of `out`,
+        which are the axes that `op` itself computes, before a reshape derives others from them.
         """
         producer = op.inputs[position]
         sources = producer.domain.no_reductions
@@ -363,7 +385,9 @@ class Indexer:
         return tuple(index)
 
     def loop_transforms(self, tv: TensorView) -> tuple[Transform, ...]:
-        """Returns the transforms from the logical domain to the loop domain of `tv`."""
+        """Returns the splits, merges and shifts that derive the loops of `tv` from the axes that
+        the user sees.
+        """
         found = self._loop_transforms.get(tv)
         if found is None:
             found = transforms_between(tv.domain, tv.domain.logical, tv.domain.loop)
@@ -371,17 +395,22 @@ class Indexer:
         return found
 
     def forward(self, tv: TensorView, index: Index) -> Mapping[int, Scalar]:
-        """Returns the index of each logical axis, and of each axis derived from these, for one
-        element. `index` is the element's logical index.
+        """Returns the index of one element along the axes that the user sees, and along all axes
+        derived from these by splits and merges.
+
+        `index` is the element's index along the visible axes. The keys of the result are axis
+        numbers (ids).
         """
         known = {a.number: i for a, i in zip(tv.domain.no_reductions, index, strict=True)}
         return indices_forward(tv.domain, known)
 
     # ------------------------------------------------------------ addresses
     def strides(self, tv: TensorView) -> tuple[tuple[IterDomain, Scalar], ...]:
-        """Returns pairs (allocation axis, stride in elements) of a tensor in global memory.
+        """Returns pairs (axis, stride in elements) for the axes in which a tensor in global memory
+        is laid out.
 
-        The stride of a non-contiguous axis is a kernel parameter.
+        The stride of an axis that is not contiguous is a kernel parameter, because it is known only
+        at launch.
         """
         found = self._strides.get(tv)
         if found is None:
@@ -402,8 +431,10 @@ class Indexer:
         return memory_strides(tv, lambda a: self.fusion.canonical(a.size), gap)
 
     def offset(self, tv: TensorView, index: Index) -> Scalar:
-        """Returns how many elements the element at logical index `index` is away from the tensor's
-        first. `tv` is a tensor in global memory.
+        """Returns the distance, in elements, from the first element of the tensor `tv` in global
+        memory to the element at `index`.
+
+        `index` has one entry per axis that the user sees.
         """
         known: Mapping[int, Scalar]
         if tv.domain.allocation:
@@ -435,8 +466,9 @@ Lanes = Literal["all", "any", "each"]
 class Predicate:
     """The condition under which a statement runs.
 
-    `cond` is a condition over indices. `flags` names the C variables of grid reductions that must
-    be set: a variable is true in the CUDA block that has the result.
+    `cond` is a condition over indices. `flags` names C variables that must be true, too. Such a
+    variable belongs to a reduction over CUDA blocks (a grid reduction), and is true in the block
+    that has the result.
     """
 
     cond: Scalar
@@ -446,10 +478,12 @@ class Predicate:
 def range_conditions(
     ctx: Context, stage: Stage, *, lanes: Lanes = "all", of_operand: bool = False
 ) -> list[Scalar]:
-    """Returns the tests that keep the iterations of a stage inside the bounds of its tensor.
+    """Returns the tests that keep the iterations of a stage inside the bounds of its tensor. A
+    stage is an op whose result is stored.
 
-    With `of_operand`, the bounds are those of a reduction's operand. `lanes` selects the elements
-    of a vector that must be inside: all, at least one (any), or the current element (each).
+    For a reduction, `of_operand` selects the bounds of the operand in place of those of the result.
+    For a stage that processes vectors, `lanes` selects the elements that must be inside: all, at
+    least one (any), or the current element (each).
     """
     begins: list[Scalar] = []
     if stage.reference is not None:
@@ -485,9 +519,10 @@ def range_conditions(
 
 
 def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
-    """Returns the tests of thread and block coordinates against the extents of `loops`.
+    """Returns the tests that a thread or CUDA block has an iteration of each loop in `loops`.
 
-    A launch may have more threads or blocks than one of the loops has iterations.
+    They are necessary because a launch may have more threads or blocks than one of the loops has
+    iterations.
     """
     conds: list[Scalar] = []
     for loop in loops:
@@ -499,8 +534,8 @@ def _partial_launch(nesting: Nesting, loops: list[Loop]) -> list[Scalar]:
 def stage_predicate(ctx: Context, stage: Stage, *, lanes: Lanes = "all") -> Predicate:
     """Returns the condition under which the innermost statement of a stage runs.
 
-    A stage is an op whose result has storage. `lanes` selects the elements of a vector that must be
-    inside the tensor; see `range_conditions`.
+    A stage is an op whose result is stored. For vectors, `lanes` selects the elements that must be
+    inside the tensor: all, at least one (any), or the current element (each).
     """
     conds = range_conditions(ctx, stage, lanes=lanes, of_operand=stage.is_reduction)
     if stage.storage not in ("global", "shared"):
@@ -512,11 +547,13 @@ def writer_predicate(
     ctx: Context, stage: Stage, loops: list[Loop], conds: list[Scalar]
 ) -> Predicate:
     """Returns the predicate under which exactly one thread writes an element that several threads
-    hold.
+    have computed. A stage is an op whose result is stored.
 
-    `loops` are the loops that distinguish the elements, `conds` further conditions. On a thread
-    axis without a loop, only thread 0 writes. After a grid reduction, only the CUDA block that has
-    the result writes.
+    - `loops`: the loops of the stage. Along a thread axis without a loop all threads have the same
+      element, so only thread 0 writes.
+    - `conds`: further conditions, which the result includes.
+
+    After a reduction over CUDA blocks, only the block that has the result writes.
     """
     finished = _grid_reductions(ctx.nesting, stage)
     by_flag = {p for s in finished for p in grid_axes(s)}
@@ -539,10 +576,10 @@ def writer_predicate(
 
 
 def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
-    """Returns the parallel types of the grid axes of a reduction whose result one CUDA block
-    receives.
+    """Returns the axes (as parallel types) along which a reduction combines CUDA blocks, if only
+    one of these blocks receives the result.
 
-    Returns no types for a cluster, because all blocks of a cluster receive the result.
+    Returns an empty tuple for a cluster, because all blocks of a cluster receive the result.
     """
     if not stage.is_reduction or stage.tv.fusion.cluster > 1:
         return ()
@@ -554,7 +591,9 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
 
 
 def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
-    """Returns the grid reductions that a stage depends on, which may include the stage itself."""
+    """Returns the reductions over CUDA blocks on which a stage depends. The stage itself may be one
+    of them. A stage is an op whose result is stored.
+    """
     seen: dict[Stage, None] = {}
 
     def visit(s: Stage) -> None:
@@ -569,10 +608,12 @@ def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
 
 
 def inside_pad(ctx: Context, op: PadOp, index: tuple[Scalar, ...]) -> Scalar:
-    """Returns the condition that an element of a padded tensor is an element of the pad's operand.
+    """Returns the condition that an element of a padded tensor comes from the pad's operand and is
+    not padding.
 
     `index` is the element's index in the operand's coordinates: it is negative in the left padding.
-    Only sides that add elements are tested. On a side that drops elements, every index is inside.
+    A pad with a negative width drops elements. Such a side needs no test, because every index is
+    inside.
     """
     canonical, simplify = ctx.nesting.fusion.canonical, ctx.simplify
     conds: list[Scalar] = []

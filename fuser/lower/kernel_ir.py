@@ -1,7 +1,8 @@
-"""The kernel IR: the result of lowering, which code generation prints as text.
+"""The kernel IR: the result of lowering, from which the source text of a kernel is generated.
 
 The kernel IR is a tree of statements over named scalars, register arrays, shared arrays and global
-tensors. Indices and conditions are `Scalar`s over loop symbols; values are `Expr`s.
+tensors. Indices and conditions are `Scalar`s over loop indices and sizes; the values of tensor
+elements are `Expr`s.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class ScalarArg:
 
 @record
 class StrideArg:
-    """A kernel argument: the stride, in elements, of the axis at position `axis` of a tensor.
+    """A kernel argument: the stride, in elements, of the axis at position `axis` of the tensor
+    `tv`.
 
-    Reduction axes are not counted in the position.
+    `axis` does not count reduction axes.
     """
 
     tv: TensorView
@@ -49,7 +51,9 @@ class StrideArg:
 
 @record
 class WorkspaceArg:
-    """A kernel argument: the address of the scratch memory `LoweredKernel.workspaces[index]`."""
+    """A kernel argument: the address of the array `LoweredKernel.workspaces[index]`, in which CUDA
+    blocks exchange partial results.
+    """
 
     index: int
 
@@ -59,7 +63,7 @@ Arg: TypeAlias = TensorArg | ScalarArg | StrideArg | WorkspaceArg
 
 @record
 class Workspace:
-    """Global scratch memory of a launch, through which CUDA blocks exchange partial results.
+    """An array in global memory through which the CUDA blocks of a launch exchange partial results.
 
     `ctype` is the C type of an element. All bytes are zero before the first launch, and each launch
     leaves all bytes zero, so that no launch must clear the memory first.
@@ -83,21 +87,25 @@ class Fold:
 
 @record
 class LoweredKernel:
-    """A kernel before code generation: body, arguments in order, launch shape, and launch
-    conditions.
+    """A kernel before its text is generated: statements, arguments in order, launch shape, and
+    conditions of a launch.
 
     - `args`: the arguments for `tensors`, then for `workspaces`, then for `scalars`. The body uses
       the names in `scalars`.
+    - `grid`, `block`: the numbers of CUDA blocks, and of threads per block, along x, y and z.
+    - `threads`: the number of threads of a block.
     - `guards`: conditions over sizes and strides (`stride_symbol`) that must hold for a launch.
     - `alignments`: pairs (tensor, bytes). The tensor's address must be a multiple of the bytes.
     - `min_blocks`: CUDA blocks per multiprocessor for which the compiler must leave registers; 0
       lets the compiler decide.
     - `goes_backwards`: whether the CUDA blocks process the elements of the tensors from the last to
       the first.
+    - `cluster`: the number of CUDA blocks that form a cluster, or 1 without clusters.
     - `parts`: the kernels that a horizontally fused launch contains. If there are any, `body` is
       empty.
     - `limits`: the guards for the device's maximum numbers of CUDA blocks. Empty with a `fold`,
       because such a kernel accepts any number.
+    - `fold`: set if all CUDA blocks are counted along x, and a block may do the work of several.
     """
 
     name: str
@@ -133,20 +141,21 @@ class LoweredKernel:
 
     @property
     def waits(self) -> bool:
-        """Whether the threads of a CUDA block synchronise or use shared memory."""
+        """Whether the threads of a CUDA block wait for one another or use shared memory."""
         return self.needs_smem or any(isinstance(s, Sync | ThreadReduce) for s in walk(self.body))
 
 
 @record
 class KernelPart:
-    """One kernel of a horizontally fused launch, whose CUDA blocks are numbered along x.
+    """One of the kernels that share a launch (horizontal fusion). The CUDA blocks of the launch are
+    numbered along x.
 
     - `first` names the kernel parameter with the number of this kernel's first CUDA block. The
       blocks of the next kernel follow. For the first kernel, `first` is "".
-    - `across` names the parameter with this kernel's number of blocks along x. Blocks are counted
+    - `across` names the parameter with this kernel's number of blocks along x. Blocks are numbered
       along x first, then y. If the kernel has one block along y, `across` is "".
     - `renamed` maps scalars of this kernel to the names of their parameters in the launch. Scalars
-      with unchanged names are missing.
+      that keep their names are missing.
     """
 
     kernel: LoweredKernel
@@ -156,14 +165,18 @@ class KernelPart:
 
 
 def stride_symbol(tv: TensorView, axis: int) -> Symbol:
-    """Returns the symbol for the stride of the non-contiguous axis `axis`, such as `T0_s1`."""
+    """Returns the symbol for the stride of the non-contiguous axis `axis` of `tv`, such as
+    `T0_s1`.
+    """
     return Symbol(f"T{tv.number}_s{axis}", DataType.Index, lo=0)
 
 
 # ------------------------------------------------------------------ values
 @record
 class Var:
-    """The value of a scalar variable, or of a field of a struct variable (`T5.avg`)."""
+    """The value of a scalar variable of the kernel, or of a field of a struct variable
+    (`T5.avg`).
+    """
 
     name: str
     dtype: DataType
@@ -173,7 +186,7 @@ class Var:
 class Element:
     """The value `name[index]` of an array in registers, or in shared memory if `shared` is set.
 
-    If elements are structs, `member` names the field to read.
+    If the elements are structs, `member` names the field; otherwise it is "".
     """
 
     name: str
@@ -185,7 +198,9 @@ class Element:
 
 @record
 class GlobalLoad:
-    """The value `name[index]` of a tensor in global memory; zero where `guard` does not hold."""
+    """The value `name[index]` of a tensor in global memory; zero where the condition `guard` is
+    false, because nothing is loaded there.
+    """
 
     name: str
     index: Scalar
@@ -211,7 +226,8 @@ class Convert:
 
 @record
 class Compute:
-    """The C expression `template`, in which the texts of `args` replace the placeholders.
+    """The C expression `template`, in which the texts of `args` replace the placeholders `{0}`,
+    `{1}`, ...
 
     `dtype` is the dtype of the result.
     """
@@ -250,7 +266,8 @@ def convert(value: Expr, dtype: DataType) -> Expr:
 def _is_exact(value: ScalarValue) -> bool:
     """Whether the dtype of `value` represents its scalar without rounding.
 
-    If so, `convert` can give the scalar another dtype directly, without a conversion in the kernel.
+    If so, `convert` can declare the scalar with the wanted dtype from the start, and the kernel
+    needs no conversion.
     """
     scalar, dtype = value.scalar, value.dtype
     if not isinstance(scalar, Const):
@@ -276,7 +293,8 @@ class Body:
 class For:
     """A loop over `symbol` from 0 to `extent - 1`, or in the opposite order if `backward` is set.
 
-    `pragma` is the macro printed before the loop, or "" for no macro.
+    `pragma` is the C macro in front of the loop in the kernel's text, or "" for no macro. `unroll`
+    says that the compiler must unroll the loop.
     """
 
     symbol: Symbol
@@ -289,7 +307,9 @@ class For:
 
 @dataclass
 class If:
-    """Runs `then` if `cond` holds and all C variables in `flags` are true, else `otherwise`."""
+    """Runs `then` if `cond` holds and all C variables in `flags` are true; runs `otherwise` (if
+    there is one) in other cases.
+    """
 
     cond: Scalar
     then: Body
@@ -318,8 +338,8 @@ class Let:
 
 @dataclass
 class LetValue:
-    """The statement `const T symbol = value`, which makes a loaded value usable in index
-    expressions.
+    """The statement `const T symbol = value`. It gives a value that the kernel loads a symbol, so
+    that index expressions can contain the value.
     """
 
     symbol: Symbol
@@ -401,8 +421,8 @@ class VectorLoad:
 
 @dataclass
 class Prefetch:
-    """Prefetches an element of a global tensor into the cache; a later statement loads the
-    element.
+    """Moves an element of a global tensor into the cache. A later statement loads the element, and
+    then waits less.
     """
 
     name: str
@@ -411,10 +431,10 @@ class Prefetch:
 
 @dataclass
 class Forget:
-    """Makes the compiler compute again all values that it has derived from the register array
-    `array`.
+    """Tells the compiler that the register array `array` may have changed, although it has not. The
+    compiler then computes again all values derived from the array.
 
-    Otherwise the compiler would keep both the array and these values in registers.
+    Otherwise it would keep both the array and these values, for which there are too few registers.
     """
 
     array: str
@@ -439,12 +459,13 @@ class VectorStore:
 
 @dataclass
 class Accumulate:
-    """Combines `value` into the accumulator `target`.
+    """Adds `value` to the accumulator `target`, by the operation of a reduction.
 
-    - `kind`: the kind of a `ReductionOp`, or `welford`.
+    - `kind`: the kind of the reduction (such as `add` or `max`), or `welford` for mean and
+      variance.
     - `functor`: the C type that combines two values.
     - `nan_flag`: the C variable that records whether a value was NaN, or "" for no such variable.
-      With the variable, the accumulator may ignore NaNs.
+      With the variable, the accumulator itself may ignore NaNs.
     """
 
     target: Var | Element
@@ -456,7 +477,9 @@ class Accumulate:
 
 @dataclass
 class AccumulateBlock:
-    """Combines the first `count` elements of a register array into a Welford accumulator."""
+    """Adds the first `count` elements of a register array to a Welford accumulator (for mean and
+    variance).
+    """
 
     target: Var
     array: str
@@ -465,7 +488,8 @@ class AccumulateBlock:
 
 @dataclass
 class AccumulateBatch:
-    """Combines elements of a register array into a Welford accumulator, with one division.
+    """Adds elements of a register array to a Welford accumulator (for mean and variance), with one
+    division for all of them.
 
     - `mask`: the C variable whose set bits select the elements, or "" for all elements.
     - `held`: the C variable with the number of values that the accumulator holds already.
@@ -479,9 +503,10 @@ class AccumulateBatch:
 
 @record
 class ReducePart:
-    """One accumulator that a `ThreadReduce` combines.
+    """One of the accumulators that a `ThreadReduce` statement combines over threads.
 
-    `functor` is the C type that combines two values, and `identity` the value that changes nothing.
+    `functor` is the C type that combines two values. `identity` is the neutral value of the
+    reduction, such as 0 for a sum.
     """
 
     name: str
@@ -492,10 +517,12 @@ class ReducePart:
 
 @dataclass
 class DrawTicket:
-    """Draws the ticket of a CUDA block: its number among the blocks that have begun.
+    """Takes the ticket of a CUDA block, which is its number among the blocks that have begun so
+    far.
 
-    Grid reductions over the axes in `grid_axes` (x, y, z) use the ticket to decide which block gets
-    the result. `name` is the C variable for the ticket, `begun` the workspace that counts blocks.
+    Reductions over CUDA blocks use the ticket to decide which block gets the result. `grid_axes`
+    says along which of x, y and z they combine blocks. `name` is the C variable for the ticket,
+    `begun` the array in global memory that counts the blocks.
     """
 
     name: str
@@ -510,10 +537,12 @@ class ThreadReduce:
     - `parts`: the accumulators.
     - `size`: the number of elements of each accumulator array, or None if accumulators are scalars.
     - `thread_axes`, `grid_axes`: whether to combine along x, y and z, over threads and over blocks.
-    - `same_axes`: whether along x, y and z all threads of a block hold the same value, once the
-      values of the block are combined.
-    - `packets`, `packets_offset`: the workspace through which blocks exchange values.
-    - `ticket`: the C variable with the block's ticket, which decides which block has the result.
+    - `same_axes`: whether along x, y and z all threads of a block hold the same value, after the
+      threads of the block have combined their values.
+    - `packets`, `packets_offset`: the array in global memory through which blocks exchange values,
+      and the position of this exchange in it.
+    - `ticket`: the C variable with the block's number in the order of their begins, which decides
+      which block has the result.
     - `done`: the C variable that is true in the block that has the result.
     - `cluster`: the number of blocks in a cluster. In a cluster of several blocks, each block
       receives the result.
@@ -563,9 +592,10 @@ Rewrite: TypeAlias = Callable[[Scalar], Scalar]
 
 
 def map_expr(expr: Expr, fn: Rewrite, value: Callable[[ScalarValue], Expr]) -> Expr:
-    """Returns a copy of `expr` with rewritten scalars.
+    """Returns a copy of `expr` in which scalars have been replaced.
 
-    `fn` rewrites indices and conditions. `value` rewrites the operands that are `ScalarValue`s.
+    `fn` returns the replacement of an index or condition. `value` returns the replacement of an
+    operand that is a `ScalarValue`.
     """
     match expr:
         case Var():
@@ -610,7 +640,10 @@ _VALUE_FIELDS: dict[type, tuple[str, ...]] = {
 def map_statement(
     statement: Statement, fn: Rewrite, value: Callable[[ScalarValue], Expr]
 ) -> Statement:
-    """Returns a copy of a statement without a body, with its scalars rewritten as by `map_expr`."""
+    """Returns a copy of a statement, with its scalars replaced as by `map_expr`.
+
+    The statement must not contain other statements.
+    """
     changes: dict[str, object] = {}
     for name in _SCALAR_FIELDS.get(type(statement), ()):
         scalar = getattr(statement, name)
@@ -632,7 +665,9 @@ def with_changes(statement: StatementT, changes: dict[str, object]) -> Statement
 
 
 def bodies(statement: Statement) -> tuple[Body, ...]:
-    """Returns the bodies directly inside a statement: of a loop, or of both branches of an `If`."""
+    """Returns the bodies (lists of statements) directly inside a statement: that of a loop, or both
+    branches of an `If`.
+    """
     match statement:
         case For() | Unswitch():
             return (statement.body,)
@@ -676,6 +711,8 @@ def expr_parts(expr: Expr) -> Iterator[Expr]:
 
 
 def values_of(statement: Statement) -> Iterator[Expr]:
-    """Yields every expression that a statement reads or writes, with all subexpressions."""
+    """Yields every expression that a statement reads or writes, and all parts of these
+    expressions.
+    """
     for name in _VALUE_FIELDS.get(type(statement), ()):
         yield from expr_parts(getattr(statement, name))

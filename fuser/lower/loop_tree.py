@@ -1,8 +1,8 @@
-"""Stages, their loop nests, and the tree of loops that several nests share.
+"""Stages, the loops around each of them, and the tree of loops that several stages share.
 
-A *stage* is an op whose result has storage. Results with storage are fusion outputs, shared
-tensors, reductions, and local tensors that their consumers do not inline completely. The stages
-that read the result of any other op compute that op themselves.
+A *stage* is an op whose result is stored. Stored are fusion outputs, shared-memory tensors,
+reductions, and local tensors that their consumers do not inline completely. The result of any other
+op is computed by each stage that reads it.
 
 The loop nest of a stage is its list `loops`. The stage's buffer is declared inside the outermost
 `depth` loops. Every stage that reads the buffer shares these loops.
@@ -41,7 +41,7 @@ StageMemory = Literal["global", "shared", "local", "reduction"]
 class NoNestError(Exception):
     """Raised if a local tensor cannot be stored at the loop position that the schedule chose.
 
-    The pipeline then lowers the fusion again, and the readers of the tensor compute it themselves.
+    Lowering then starts again, and the ops that read the tensor compute it themselves.
     """
 
     def __init__(self, tv: TensorView) -> None:
@@ -50,10 +50,11 @@ class NoNestError(Exception):
 
 
 def _refuse(stage: Stage, message: str) -> NoReturn:
-    """Raises the error for a stage whose loop nest cannot be built.
+    """Raises the error for a stage whose loop nest cannot be built. A stage is an op whose result
+    is stored.
 
     Raises:
-        NoNestError: the stage is a local tensor, which its readers can recompute.
+        NoNestError: the stage is a local tensor, which its readers can compute themselves.
         UnsupportedError: the stage is of another kind. The text is `message`.
     """
     if stage.storage == "local":
@@ -62,11 +63,12 @@ def _refuse(stage: Stage, message: str) -> NoReturn:
 
 
 class Loop:
-    """A loop of one stage, which can be joined with loops of other stages.
+    """A loop of one stage, which can be joined with loops of other stages: they are then one loop
+    of the kernel. A stage is an op whose result is stored.
 
     Joined loops have one extent, parallel type and symbol. `symbol` is the index, or 0 for a loop
-    of extent 1. `is_reduction` is not common to joined loops, because a stage that does not reduce
-    may share a loop with a reduction.
+    of extent 1. Each keeps its own `is_reduction`, because a stage that does not reduce may share a
+    loop with a reduction.
     """
 
     def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
@@ -83,7 +85,7 @@ class Loop:
 
     @property
     def ptype(self) -> ParallelType:
-        """The parallel type, common to all joined loops."""
+        """The parallel type (serial, thread axis, ...), common to all joined loops."""
         return self.find()._ptype
 
     @property
@@ -116,9 +118,8 @@ class Loop:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether the kernel needs no loop statement for this loop.
-
-        The index is then a thread or block coordinate, a kernel argument, or always 0.
+        """Whether the kernel needs no loop statement for this loop, because its index is a thread
+        or block coordinate, a kernel argument, or always 0.
         """
         is_argument = self.ptype is ParallelType.stream
         return self.is_parallel or is_argument or sc.int_value(self.extent) == 1
@@ -126,16 +127,17 @@ class Loop:
 
 @dataclass(eq=False)
 class Stage:
-    """One op whose result has storage, and the loop nest of the op.
+    """An op whose result is stored, and the loop nest of the op.
 
     - `compute_at`: the number of outer loop axes that the schedule shares with the readers.
     - `reads`: the stages whose buffers this stage reads.
+    - `loops`: the loops around the op, from outer to inner, without `vector`.
     - `vector`: the loop over the elements of one vector access, or None.
     - `depth`: the number of loops around the declaration of the buffer.
     - `positions`: for each loop axis, the position of its loop in the nest.
-    - `axis_loops`: number of an axis (id) -> loop.
-    - `reference`: the stage whose loop extents replace this stage's own, or None. Only a broadcast
-      that is computed in the nest of its consumer has a `reference`.
+    - `axis_loops`: the loop of each axis, by axis number (id).
+    - `reference`: another stage whose loop extents this stage uses, or None. Set only for a
+      broadcast that is computed in the loop nest of its consumer.
     """
 
     number: int
@@ -157,33 +159,35 @@ class Stage:
 
     @property
     def axes(self) -> tuple[IterDomain, ...]:
-        """The axes over which the stage loops: the loop domain of its first result."""
+        """The axes over which the stage loops, as the schedule has split and merged them."""
         return self.tv.domain.loop
 
     @property
     def is_reduction(self) -> bool:
-        """Whether the op is a reduction, so that its storage is an accumulator."""
+        """Whether the op is a reduction, so that its result is stored in an accumulator."""
         return isinstance(self.op, REDUCING)
 
     @property
     def all_loops(self) -> list[Loop]:
-        """The loops of the nest, then the loop over the elements of a vector, if the stage has such
-        a loop.
+        """All loops of the stage from outer to inner: those of the nest, then the loop over the
+        elements of a vector, if there is one.
         """
         return self.loops if self.vector is None else [*self.loops, self.vector]
 
     @property
     def own_loops(self) -> list[Loop]:
-        """The loops inside the declaration of the stage's buffer, which readers need not share."""
+        """The loops inside the declaration of the stage's buffer. Stages that read the buffer need
+        not share them.
+        """
         return self.all_loops[self.depth :]
 
 
 @dataclass
 class Nesting:
-    """The stages of a fusion in program order.
+    """The stages of a fusion in program order. A stage is an op whose result is stored.
 
-    `stage_of` maps a tensor with storage to its stage. `extents` has the launch extent of each
-    parallel type.
+    `stage_of` maps a tensor that is stored to its stage. `extents` has the number of threads or
+    CUDA blocks that a launch has along each parallel axis.
     """
 
     fusion: Fusion
@@ -194,7 +198,8 @@ class Nesting:
 
 @dataclass
 class Node:
-    """A node of the loop tree: either a loop with its children, or the innermost work of one stage.
+    """A node of the tree of loops: either a loop with its children, or the innermost statements of
+    one stage (an op whose result is stored).
 
     `stages` are all stages in the subtree.
     """
@@ -207,9 +212,11 @@ class Node:
 
 # ------------------------------------------------------------------ stages
 def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> Nesting:
-    """Selects the stages of a scheduled fusion and builds their loop nests.
+    """Selects the ops of a scheduled fusion whose results are stored (stages), and builds the loops
+    around each.
 
-    Local tensors in `recomputed` get no storage, although the schedule would allow it.
+    Local tensors in `recomputed` are not stored, although the schedule would allow it: each of
+    their readers computes them.
     """
     nesting = Nesting(fusion, [], {})
     frontier: dict[TensorView, tuple[Stage, ...]] = {}
@@ -238,10 +245,11 @@ def nest_stages(fusion: Fusion, *, recomputed: Collection[TensorView] = ()) -> N
 
 
 def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView, set[Stage]]:
-    """Returns, for each tensor, the stages whose loops compute or read the tensor.
+    """Returns, for each tensor, the stages whose loops compute or read the tensor. A stage is an op
+    whose result is stored.
 
-    A stage reads a tensor directly, or through other tensors without storage. The tensors are in
-    program order.
+    A stage may read a tensor directly, or through other tensors that are not stored. The tensors
+    are in program order.
     """
     found: dict[TensorView, set[Stage]] = {}
     for op in reversed(exprs):
@@ -258,14 +266,15 @@ def _computed_by(nesting: Nesting, exprs: Sequence[TensorOp]) -> dict[TensorView
 
 
 def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
-    """Whether the local tensor `tv` gets storage in registers; otherwise its readers compute it.
+    """Whether the local tensor `tv` is stored in registers; otherwise each of its readers computes
+    it.
 
     Two conditions must hold:
 
-    - The schedule inlines `tv` at a position (`compute_at`) above 0, or makes one of its inner
-      loops parallel, unrolled or vectorised.
-    - `tv` has axes inside that position, and their extents are constant (except those of thread and
-      block axes). The reason is that registers cannot be addressed at run time.
+    - The schedule computes `tv` inside at least one loop of its consumer (`compute_at` > 0), or
+      makes one of its inner loops parallel, unrolled or vectorised.
+    - `tv` has axes inside those loops, and their extents are constant (except those of thread and
+      block axes), because registers cannot be addressed at run time.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
@@ -301,7 +310,9 @@ def _stage_for(
 
 # ------------------------------------------------------------------ nests
 class _Nests:
-    """Builds the loop nests of all stages, starting from the last consumer."""
+    """Builds the loops around all stages (ops whose results are stored), starting from the last
+    consumer, because a producer may share the loops of its consumers.
+    """
 
     def __init__(self, nesting: Nesting) -> None:
         self.nesting = nesting
@@ -315,7 +326,9 @@ class _Nests:
         return self._graph
 
     def size(self, axis: IterDomain) -> Scalar:
-        """Returns the number of iterations of an axis, which is 1 for an expanded broadcast."""
+        """Returns the number of iterations of a loop over an axis. For a broadcast axis this is 1,
+        even if it is expanded to a larger size.
+        """
         return self.nesting.fusion.canonical(axis.extent)
 
     def new_loop(self, axis: IterDomain) -> Loop:
@@ -368,10 +381,11 @@ class _Nests:
         self._take_vector(stage)
 
     def _promote(self, stage: Stage, reader: Stage, own: Sequence[IterDomain]) -> list[Loop]:
-        """Returns loops for a broadcast whose own axes have extent 1, with the extents of the
-        reader's loops.
+        """Returns the inner loops of a broadcast that is computed in the loops of its reader.
 
-        `own` are the loop axes of `stage` that the reader does not share.
+        `own` are the loop axes of `stage` that the reader does not share. They have extent 1,
+        because the axes are broadcast. The returned loops have the extents of the reader's loops
+        instead.
         """
         models = reader.all_loops[stage.depth :]
         if stage.storage != "local" or len(models) != len(own):
@@ -386,9 +400,10 @@ class _Nests:
         ]
 
     def places(self, stage: Stage, reader: Stage) -> list[int]:
-        """Returns the positions of the loops that `stage` shares with `reader`.
+        """Returns the positions, in the loop nest of `reader`, of the loops that `stage` shares
+        with it.
 
-        There is one position in the reader's nest for each shared loop axis of `stage`.
+        There is one position for each shared loop axis of `stage`.
         """
         shared = stage.axes[: stage.compute_at]
         targets = reader.axes
@@ -441,10 +456,10 @@ class _Nests:
             a.join(b)
 
     def _take_vector(self, stage: Stage) -> None:
-        """Moves the innermost loop out of the nest, to `stage.vector`, if its iterations are one
-        access.
+        """Moves the innermost loop out of the nest, to `stage.vector`, if one vector access
+        replaces all its iterations. A stage is an op whose result is stored.
 
-        The loop must be vectorised by the schedule, and the stage must load from memory or write to
+        The schedule must have vectorised the loop, and the stage must load from memory or write to
         memory.
         """
         if not stage.loops or stage.loops[-1].ptype is not ParallelType.vectorize:
@@ -465,7 +480,9 @@ class _Nests:
 
 
 def _leading(axes: Sequence[IterDomain]) -> int:
-    """Returns the number of axes in front of the first reduction axis."""
+    """Returns the number of axes in front of the first reduction axis; all axes if none is
+    reduced.
+    """
     return next((k for k, a in enumerate(axes) if a.is_reduction()), len(axes))
 
 
@@ -482,10 +499,11 @@ def _build_nests(nesting: Nesting) -> _Waits:
 
 
 class _Waits:
-    """The number of outer loops that two stages may share if one waits for the other's result.
+    """For two stages of which one waits for the other's result: the number of outer loops that both
+    may share. Inside these loops, the first completes its inner loops before the second begins.
 
-    Stages are added from consumers to producers. All readers of a stage are added before the stage,
-    and the depth of an added stage is final.
+    Stages (ops whose results are stored) are added from consumers to producers. All readers of a
+    stage are added before the stage, and the depth of an added stage is final.
     """
 
     def __init__(self) -> None:
@@ -500,8 +518,8 @@ class _Waits:
         self._limits[stage] = found
 
     def limits(self, source: Stage) -> dict[Stage, float]:
-        """Returns each stage that waits for `source`, with the number of outer loops that both may
-        share.
+        """Returns each stage that waits for the result of `source`, with the number of outer loops
+        that both may share. A stage is an op whose result is stored.
         """
         return self._limits[source]
 
@@ -510,7 +528,7 @@ class _Waits:
 
 
 class _Sharing:
-    """Joins equal loops of two stages into one loop.
+    """Joins equal loops of different stages into one loop. A stage is an op whose result is stored.
 
     Two loops stay separate if one stage must complete its loop before the other can begin.
     """
@@ -525,7 +543,9 @@ class _Sharing:
                 self._members.setdefault(loop.find(), set()).add(stage)
 
     def fuse_readers(self, stages: tuple[Stage, ...]) -> None:
-        """Joins equal outer loops of several stages that compute the same inlined tensor."""
+        """Joins equal outer loops of several stages, so that a value which all of them compute or
+        read is computed once. A stage is an op whose result is stored.
+        """
         first = stages[0]
         for other in stages[1:]:
             for level, (a, b) in enumerate(zip(first.loops, other.loops, strict=False)):
@@ -537,7 +557,8 @@ class _Sharing:
                     break
 
     def _join(self, a: Loop, b: Loop, level: int) -> bool:
-        """Joins loops `a` and `b` at nest position `level`, and returns whether this was possible.
+        """Joins loops `a` and `b`, which have `level` loops around them. Returns whether this was
+        possible. A stage is an op whose result is stored.
 
         The loops stay separate if a stage in one of them must complete the loop before a stage in
         the other can begin.
@@ -555,7 +576,9 @@ class _Sharing:
 
 
 def _assign_symbols(nesting: Nesting) -> None:
-    """Computes the launch extent of each parallel type, and gives each loop its index symbol."""
+    """Computes how many threads or CUDA blocks a launch has along each parallel axis, and gives
+    each loop its index symbol.
+    """
     for stage in nesting.stages:
         for loop in stage.all_loops:
             if loop.is_parallel:
@@ -586,7 +609,8 @@ def _assign_symbols(nesting: Nesting) -> None:
 
 # ------------------------------------------------------------------ the tree
 def loop_tree(nesting: Nesting) -> list[Node]:
-    """Returns the tree of the loops that stages share, with the stages as leaves.
+    """Returns the tree of the loops that stages share, with the stages as leaves. A stage is an op
+    whose result is stored.
 
     At every level, producers are in front of their consumers.
     """
@@ -635,7 +659,9 @@ _NAME = "streamIdx"
 
 
 def steps_of(fusion: Fusion) -> Scalar | None:
-    """Returns the number of iterations of the host's stream loop, or None without a stream axis.
+    """Returns how many launches compute a tensor that is computed in steps: the number of
+    iterations of the stream loop on the host. Returns None if the fusion has no axis for such a
+    loop.
 
     One launch of the kernel computes one of these iterations.
     """
@@ -645,9 +671,10 @@ def steps_of(fusion: Fusion) -> Scalar | None:
 
 
 def with_stream_index(fusion: Fusion) -> Fusion:
-    """Returns a copy of the fusion whose last input is the index of the host's stream loop.
+    """Returns a copy of the fusion whose last input is the iteration number of the stream loop.
+    This is a loop on the host, of which each launch of the kernel computes one iteration.
 
-    A fusion without a stream axis, or with this input, is returned itself.
+    A fusion without an axis for such a loop, or with this input already, is returned itself.
     """
     if steps_of(fusion) is None or _stream_input(fusion) is not None:
         return fusion
@@ -658,7 +685,8 @@ def with_stream_index(fusion: Fusion) -> Fusion:
 
 
 def stream_index(fusion: Fusion, tv: TensorView) -> Symbol:
-    """Returns the symbol for the index of the host's stream loop, an input of the kernel.
+    """Returns the symbol for the iteration number of the stream loop, which is an input of the
+    kernel. The stream loop is a loop on the host, of which each launch computes one iteration.
 
     `tv` is the tensor that the error message names.
 

@@ -1,5 +1,5 @@
-"""Lowers a scheduled fusion to a kernel, by a list of passes over the kernel IR in a fixed
-order.
+"""Lowers a scheduled fusion to a kernel: builds the statements, then runs passes over them in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ HELD_BYTES_TOGETHER = 144
 
 @dataclass
 class State:
-    """A kernel that is being lowered, as the passes receive it. Each pass changes some of these
-    fields.
+    """A kernel that is being lowered: the fields that the passes read and change.
+
+    `hoister` moves index arithmetic out of loops. `smem_bytes` is the kernel's need of shared
+    memory in bytes.
     """
 
     ctx: Context
@@ -176,7 +178,8 @@ def lower_kernel(
     """Lowers a scheduled fusion to a kernel named `name`.
 
     `index_dtype` is the type of index arithmetic, Int or Int32. With `folded`, the kernel accepts
-    any number of CUDA blocks (`passes.launch_grid`). Equal arguments give equal kernels.
+    any number of CUDA blocks, also more than the device can launch, because a block may then do the
+    work of several. Equal arguments give equal kernels.
 
     Raises:
         UnsupportedError: the schedule cannot be carried out. The message names the tensor.
@@ -290,7 +293,7 @@ def _finish(state: State, name: str, index_dtype: DataType, device: DeviceInfo) 
 
 
 def _touched_tensors(state: State) -> tuple[TensorView, ...]:
-    """Returns the global tensors that the body reads or writes.
+    """Returns the global tensors that the kernel reads or writes, which are its arguments.
 
     Inputs are first, then outputs, both in the order of the fusion.
     """
@@ -312,10 +315,10 @@ def _launch(
 
 
 def _min_blocks(state: State, threads: int) -> int:
-    """Returns the number of CUDA blocks for which the compiler must leave registers per
-    multiprocessor.
+    """Returns the number of CUDA blocks per multiprocessor for which the compiler must leave
+    registers (the second argument of `__launch_bounds__`); 0 lets the compiler decide.
 
-    Returns 0 to let the compiler decide. `threads` is the number of threads per block.
+    `threads` is the number of threads per block.
 
     An iteration may accumulate several loads. The compiler then tends to save registers: the kernel
     waits for the first loads of an iteration before it issues the last loads. Measured on an H200:
@@ -333,7 +336,9 @@ def _min_blocks(state: State, threads: int) -> int:
 
 
 def _sums_in_steps(body: Body) -> bool:
-    """Whether the body has a loop that accumulates several loaded values in each iteration."""
+    """Whether a kernel has a loop that accumulates several loaded values in each iteration. Such
+    kernels need many registers for outstanding loads.
+    """
     loops = [s for s in walk(body) if isinstance(s, For) and not s.unroll]
     steps = [s.body for s in loops if any(isinstance(i, Accumulate) for i in walk(s.body))]
     unrolled = [u for step in steps for u in walk(step) if isinstance(u, For) and u.unroll]
@@ -341,7 +346,7 @@ def _sums_in_steps(body: Body) -> bool:
 
 
 def _held_bytes(state: State) -> int:
-    """Returns the size in bytes of all register arrays that one thread holds."""
+    """Returns the size in bytes of all register arrays of one thread."""
     arrays = [b for b in state.buffers.values() if b.size is not None and not b.is_shared]
     return sum(b.size * element_layout(b)[0] for b in arrays if b.size is not None)
 
@@ -357,7 +362,7 @@ def _loads(loop: For) -> bool:
 def _int32_guards(state: State, tensors: tuple[TensorView, ...]) -> list[Scalar]:
     """Returns the conditions under which every index of the kernel fits in 32 bits.
 
-    Indices past the end of a tensor, which an incomplete last block computes, must fit, too.
+    An incomplete last block computes indices past the end of a tensor. These must fit, too.
     """
     ctx = state.ctx
     bounds: dict[Scalar, None] = {}

@@ -1,10 +1,11 @@
 """Reductions: declares accumulators, and combines them over threads and CUDA blocks.
 
-The parallel types of the reduction loops decide how values are combined:
+The parallel types of the loops over the reduced axes decide how values are combined:
 
 - Serial, unrolled and vectorised loops accumulate in registers.
 - Thread axes are combined by `block_reduce`.
-- Grid axes are combined by `grid_reduce`, or by `cluster_reduce` if the blocks form a cluster.
+- Grid axes (over CUDA blocks) are combined by `grid_reduce`, or by `cluster_reduce` if the blocks
+  form a cluster.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def _type(axis: str, kind: str) -> ParallelType:
 
 
 def identity_of(buffer: Buffer) -> Expr:
-    """Returns the identity of the buffer's reduction: the value that changes nothing, such as 0 for
-    a sum.
+    """Returns the neutral value of a reduction, which changes no result: for example 0 for a sum.
+
+    `buffer` is the accumulator of the reduction.
     """
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
@@ -55,6 +57,8 @@ def identity_of(buffer: Buffer) -> Expr:
 def functor_of(buffer: Buffer) -> str:
     """Returns the C type of the functor that combines two values of a reduction, such as
     `SumOp<float>`.
+
+    `buffer` is the accumulator of the reduction.
     """
     op = buffer.stage.op
     if isinstance(op, WelfordOp):
@@ -67,17 +71,17 @@ def functor_of(buffer: Buffer) -> str:
 
 
 def declare_accumulator(buffer: Buffer) -> Declare:
-    """Returns the declaration of an accumulator, whose initial value is the reduction's
-    identity.
+    """Returns the declaration of an accumulator. Its initial value is the neutral value of the
+    reduction, such as 0 for a sum.
     """
     return Declare(buffer.name, buffer.ctype, buffer.size, identity_of(buffer))
 
 
 def element_layout(buffer: Buffer) -> tuple[int, int]:
-    """Returns the size and the alignment of one accumulator in bytes.
+    """Returns the size and the alignment of one accumulator in bytes. Both are upper bounds.
 
-    A Welford accumulator is {T, T, T, count}. The count has the kernel's index type, and the larger
-    index type is assumed, so the numbers are upper bounds.
+    The accumulator of a mean and variance (Welford) is the struct {T, T, T, count}. The count has
+    the kernel's index type, for which the larger one is assumed.
     """
     nbytes = nbytes_of(buffer.dtype)
     if isinstance(buffer.stage.op, WelfordOp):
@@ -86,8 +90,8 @@ def element_layout(buffer: Buffer) -> tuple[int, int]:
 
 
 def reduced_types(stage: Stage) -> set[ParallelType]:
-    """Returns the parallel types of the thread and grid axes over which a stage's reduction
-    combines.
+    """Returns the thread and grid axes (as parallel types) along which a stage's reduction combines
+    values. A stage is an op whose result is stored.
     """
     return {
         loop.ptype
@@ -97,11 +101,11 @@ def reduced_types(stage: Stage) -> set[ParallelType]:
 
 
 def finish_reductions(ctx: Context, buffers: list[Buffer]) -> list[ThreadReduce]:
-    """Returns the statements that combine reductions over threads and CUDA blocks.
+    """Returns the statements that combine the accumulators `buffers` over threads and CUDA blocks.
+    All of them are complete at the same position of the kernel.
 
-    All reductions end at one position of the loop tree. Reductions over the same axes are combined
-    in one statement, because this takes one exchange instead of several. The same CUDA block then
-    has all results.
+    Reductions over the same axes are combined in one statement, because this takes one exchange
+    instead of several. The same CUDA block then has all results.
     """
     groups: dict[object, list[Buffer]] = {}
     for buffer in buffers:
@@ -141,7 +145,8 @@ def _product(ctx: Context, types: Collection[ParallelType]) -> Scalar:
 
 
 def _iterated(stage: Stage) -> frozenset[ParallelType]:
-    """Returns the parallel types of the thread and grid axes that a reduction does not reduce.
+    """Returns the thread and grid axes (as parallel types) over which a reduction stage loops
+    without reducing them. A stage is an op whose result is stored.
 
     Threads with different coordinates along these axes compute different results.
     """
@@ -153,9 +158,10 @@ def _iterated(stage: Stage) -> frozenset[ParallelType]:
 
 
 def _layout(group: list[Buffer]) -> tuple[int, int]:
-    """Returns the size and the alignment, in bytes, of a C struct with one element of each buffer.
+    """Returns the size and the alignment, in bytes, of a C struct with one element of each
+    accumulator in `group`.
 
-    The struct is nested: `Pair<A, Pair<B, C>>`.
+    The struct is nested, as `Pair<A, Pair<B, C>>`.
     """
     size, align = element_layout(group[-1])
     for buffer in reversed(group[:-1]):
@@ -172,8 +178,8 @@ def _up(n: int, multiple: int) -> int:
 def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
     """Extends `statement` so that it combines the values of several CUDA blocks, too.
 
-    Serial loops may surround the reduction. Each iteration has its own part of the workspace
-    through which blocks exchange values.
+    `group` has the accumulators. If serial loops surround the reduction, each iteration has its own
+    part of the array in global memory through which blocks exchange values.
     """
     stage = group[0].stage
     per_block = sc.mul(_groups(ctx, statement, stage), group[0].size or 1)
@@ -197,11 +203,11 @@ def _over_blocks(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> 
 
 
 def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
-    """Returns into how many groups a CUDA block's threads divide, if threads with equal values form
-    a group.
+    """Returns the number of different values that the threads of a CUDA block hold for one
+    accumulator, after the block has combined the values of its threads.
 
-    The values are those after the block has combined the values of its threads. Also sets
-    `same_axes` of `statement`: the thread axes along which all threads hold the same value.
+    Also sets `same_axes` of `statement`: the thread axes along which all threads hold the same
+    value.
     """
     iterated = _iterated(stage)
     x, y, z = (_type(a, "block") not in iterated for a in _AXES)
@@ -212,8 +218,8 @@ def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
 def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
     """Extends `statement` so that it combines the values of the CUDA blocks of a cluster, too.
 
-    Reserves shared memory in which each block writes its values, and stores copies of the other
-    blocks' values.
+    `group` has the accumulators. Shared memory is reserved in which each block writes its values
+    and stores copies of the other blocks' values.
     """
     statement.cluster = ctx.nesting.fusion.cluster
     assert reduced_types(group[0].stage) & set(GRID_TYPES) == {ParallelType.grid_y}
@@ -224,11 +230,11 @@ def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) ->
 
 
 def _ticket(ctx: Context, buffer: Buffer, grid_axes: tuple[bool, bool, bool]) -> str:
-    """Returns the name of the C variable with the CUDA block's ticket, for reductions over
-    `grid_axes`.
+    """Returns the name of the C variable with the CUDA block's ticket: its number among the blocks
+    that have begun so far. Reductions over blocks use it to decide which block gets the result.
 
-    A ticket is a block's number among the blocks that have begun. The first request for `grid_axes`
-    creates the ticket and the workspace that counts the blocks.
+    Reductions along the same `grid_axes` (of x, y and z) share a ticket. The first request creates
+    the ticket and the array in global memory that counts the blocks.
     """
     found = ctx.tickets.get(grid_axes)
     if found is None:
@@ -246,9 +252,9 @@ def _workspace(ctx: Context, ctype: str, nbytes: Scalar) -> str:
 
 
 def pair_text(names: Iterable[str], name: str = "Pair") -> str:
-    """Returns the C text `A` for one name, and `Pair<A, Pair<B, C>>` for several.
+    """Returns the C text of nested pairs: `A` for one name, and `Pair<A, Pair<B, C>>` for three.
 
-    `name` is the text in place of `Pair`.
+    `name` is the text to use in place of `Pair`.
     """
     *others, text = names
     for other in reversed(others):

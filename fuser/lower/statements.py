@@ -1,5 +1,5 @@
-"""Builds the statements of a kernel: the loops of the loop tree, and each stage's work inside
-them.
+"""Builds the statements of a kernel: the loops, and inside them the statements of each stage. A
+stage is an op whose result is stored.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ from fuser.lower.vector_access import (
 
 
 def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
-    """Returns the statements of a kernel and the buffers of its stages.
+    """Returns the statements of a kernel, and the buffer of each stage. A stage is an op whose
+    result is stored.
 
-    Later passes add barriers, expand `Unswitch` statements and move index computations out of
-    loops.
+    The statements are not complete. Later passes add barriers, expand `Unswitch` statements and
+    move index computations out of loops.
     """
     buffers = allocate(ctx)
     builder = _StatementBuilder(ctx, buffers)
@@ -72,9 +73,7 @@ def build_body(ctx: Context) -> tuple[Body, dict[Stage, Buffer]]:
 
 
 class _StatementBuilder:
-    """Builds the statements for the nodes of a loop tree, and appends them to the bodies of the
-    kernel.
-    """
+    """Builds the statements for the tree of loops, and appends them to the bodies of the kernel."""
 
     def __init__(self, ctx: Context, buffers: dict[Stage, Buffer]) -> None:
         self.ctx = ctx
@@ -127,7 +126,8 @@ class _StatementBuilder:
             scope.body.statements.append(Declare(buffer.name, buffer.ctype, buffer.size))
 
     def guarded(self, predicate: Predicate, scope: Scope) -> Scope:
-        """Returns the scope in which to append statements that run under a predicate.
+        """Returns the scope (list of statements) to which to append statements that run only under
+        `predicate`.
 
         Consecutive statements with equal predicates share one `If`.
         """
@@ -168,7 +168,9 @@ class _StatementBuilder:
         return self.values.compute(stage.op, stage.tv, self.at(stage, scope))
 
     def write(self, stage: Stage, value: Expr, scope: Scope) -> None:
-        """Writes `value` to the element that the stage computes in the current iteration."""
+        """Appends the statement that writes `value` to the element which the stage computes in the
+        current iteration. A stage is an op whose result is stored.
+        """
         tv = stage.tv
         value = convert(value, tv.dtype())
         index = self.ctx.indexer.stage_index(stage)
@@ -192,11 +194,12 @@ class _StatementBuilder:
         self.store_vector(stage, array, base, scope)
 
     def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Loads the aligned vector that contains the elements of a row in this iteration.
+        """Appends the statements that load a vector into the registers of `stage`, where the vector
+        need not be complete. `vector` is the loop over its elements.
 
-        A row is the vectorised axis for one index of the other axes. The vector may also contain
-        elements of neighbouring rows. A vector that crosses the end of the tensor is loaded element
-        by element.
+        A row is the vectorised axis for one index of the other axes. Rows may begin at any address,
+        so the loaded vector begins at the aligned address before, and may also contain elements of
+        neighbouring rows. A vector that crosses the end of the tensor is loaded element by element.
         """
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
         word, part = Scope(Body(), inside), Scope(Body(), inside)
@@ -212,10 +215,12 @@ class _StatementBuilder:
         inside.body.statements.append(If(is_whole, word.body, part.body))
 
     def store_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Stores one vector; if some elements are outside of the row, stores only the other
-        elements.
+        """Appends the statements that store a vector of `stage`, where some elements of the vector
+        may be outside of the tensor's row. `vector` is the loop over its elements.
 
-        A row is one range of the vectorised axis.
+        A row is the vectorised axis for one index of the other axes. A vector inside the row is
+        stored by one access, and of another vector the elements inside the row are stored one by
+        one.
         """
         word, part = Scope(Body(), scope), Scope(Body(), scope)
         self.vector(stage, word)
@@ -227,15 +232,18 @@ class _StatementBuilder:
         scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
 
     def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Copies the elements of a vector one by one, without the elements outside of the row."""
+        """Appends statements that copy the elements of a vector one by one, without the elements
+        outside of the row. `vector` is the loop over the elements.
+        """
         each = self.open_loop(vector, scope, unroll=True)
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="each"), each)
         self.write(stage, self.result(stage, inside), inside)
 
     def load_vector(self, stage: Stage, array: str, at: Scalar, scope: Scope) -> None:
-        """Loads a vector into the register array `array`, from element `at` on.
+        """Appends statements that load the operand of a copy op (the op of `stage`) as a vector
+        into the register array `array`, from element `at` on.
 
-        The stage is a copy, whose operand is loaded. A wide vector takes several memory accesses.
+        A vector wider than one memory access takes several accesses.
         """
         assert stage.vector is not None and isinstance(stage.op, LoadStoreOp)
         source, width = stage.op.inp, vector_width(stage, most=MAX_LOADED_BYTES)
@@ -265,10 +273,11 @@ class _StatementBuilder:
         ]
 
     def source_array(self, stage: Stage, scope: Scope) -> tuple[str, Scalar]:
-        """Returns the register array that holds the vector which a stage stores.
+        """Returns the name of the register array that holds the vector which `stage` stores, and
+        the index of the vector's first element in the array.
 
-        Also returns the index of the vector's first element in the array. If no array holds the
-        vector yet, the statements that compute the vector are appended.
+        If no array holds the vector yet, the statements that compute the vector are appended to
+        `scope`.
         """
         assert stage.vector is not None
         v = stage.vector.symbol
@@ -322,10 +331,10 @@ class _StatementBuilder:
         self.ctx.alignments[tv] = max(known, width * nbytes_of(tv.dtype()))
 
     def is_read_once(self, source: TensorView, stage: Stage) -> bool:
-        """Whether a kernel reads each element of `source` exactly once, and no later kernel reads
-        `source`.
+        """Whether the kernel reads each element of `source` exactly once, for `stage`, and no later
+        kernel reads `source`.
 
-        Such loads are streamed, because the cache need not keep the elements.
+        Such loads are marked as streaming, so that the cache does not keep the elements.
         """
         fusion = self.ctx.nesting.fusion
         if source.number in fusion.read_again:
@@ -355,7 +364,8 @@ class _StatementBuilder:
         scope.body.statements.append(Accumulate(target, value, kind, functor_of(buffer)))
 
     def finish(self, stages: list[Stage], scope: Scope) -> None:
-        """Combines the reductions `stages` over threads and CUDA blocks.
+        """Appends the statements that combine the accumulators of the reductions `stages` over
+        threads and CUDA blocks.
 
         Results that are fusion outputs are then written to global memory.
         """
@@ -380,14 +390,16 @@ class _StatementBuilder:
 
 
 def _is_repeated(stage: Stage) -> bool:
-    """Whether a loop around the declaration of a stage's registers fills these registers
-    repeatedly.
+    """Whether the registers of a stage are filled repeatedly, because a loop surrounds their
+    declaration. A stage is an op whose result is stored.
     """
     around = stage.loops[: stage.depth]
     return any(not loop.is_trivial for loop in around)
 
 
 def _uses_reduction(stage: Stage, cond: Scalar) -> bool:
-    """Whether a condition contains the index of a loop that the stage reduces."""
+    """Whether a condition contains the index of a loop over an axis that the stage reduces. A stage
+    is an op whose result is stored.
+    """
     reduced = {loop.symbol for loop in stage.all_loops if loop.is_reduction}
     return any(s in reduced for s in sc.symbols(cond))

@@ -1,7 +1,7 @@
-"""Values: builds the expression of one element of a tensor, starting from the stage that reads it.
+"""Builds the expression of one element of a tensor, starting from the op that reads it.
 
-`ValueBuilder.value` follows operands up to tensors with storage (fusion inputs and buffers). On the
-way, it defines one scalar variable per op. A scope caches values per (tensor, index, guard), so
+`ValueBuilder.value` follows operands up to tensors that are stored (fusion inputs and buffers). On
+the way, it defines one scalar variable per op. A scope caches values per (tensor, index, guard), so
 that an element that several ops read is computed once.
 
 `_BY_OP` has a function for each kind of op that computes. Copies and views only change the index.
@@ -97,11 +97,11 @@ LOOKUPS = (SelectOp, IndexSelectOp, EmbeddingFwdOp, TakeAlongAxisOp, GatherOp)
 
 
 def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
-    """Returns the expression that loads a table element at an index which the kernel has loaded
-    before.
+    """Returns the expression of one element of a lookup's result: the kernel first loads an index,
+    and then reads the table at this index.
 
-    `op` is the lookup, and `at` describes the element of the lookup's result. For an index outside
-    of the table, the value is `missing(dtype)`.
+    `op` is the lookup, and `at` describes the element. For an index outside of the table, the value
+    is `missing(dtype)` (NaN for a floating-point dtype).
     """
     assert isinstance(op, LookupOp)
     axes = op.table.domain.no_reductions
@@ -140,8 +140,8 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _name_place(
     build: ValueBuilder, op: LookupOp, place: Expr, extent: Scalar, at: At
 ) -> tuple[Symbol, Symbol]:
-    """Defines two symbols for a loaded index: whether the index is inside the table, and the index
-    itself.
+    """Appends the definitions of two symbols, and returns them: whether a loaded index is inside
+    the table, and the index itself. Conditions and addresses can contain the symbols.
 
     `place` is the loaded index and `extent` the size of the table axis. Outside of the table the
     second symbol is 0, which is a legal index.
@@ -163,10 +163,11 @@ def _name_place(
 
 # ------------------------------------------------------------------ out of loops
 def lift_lookup_indices(body: Body) -> None:
-    """Moves the computation of loop-invariant lookup indices in front of the loop, in place.
+    """Moves computations of lookup indices in front of the loop, in place, if the loop does not
+    change them.
 
-    Table reads inside the loop can then be vector loads (`fuser/lower/passes/vector_loads.py`).
-    Also, no iteration has to load a lookup index first.
+    Table reads inside the loop can then become vector loads, and no iteration has to load a lookup
+    index first.
     """
     made: list[Statement] = []
     for statement in body.statements:
@@ -179,9 +180,10 @@ def lift_lookup_indices(body: Body) -> None:
 
 
 def _lifted(loop: For) -> list[Statement]:
-    """Removes loop-invariant lookup indices from a loop, and returns the removed statements.
+    """Removes from a loop the definitions of lookup indices that no iteration changes, and returns
+    the removed statements in order.
 
-    The definitions that the indices use are removed, too.
+    Definitions from which such an index is computed are removed, too.
     """
     statements = loop.body.statements
     if not any(isinstance(s, LetValue) for s in statements):
@@ -200,7 +202,9 @@ def _lifted(loop: For) -> list[Statement]:
 
 
 def _changed(loop: For) -> set[str]:
-    """Returns the names of all variables that an iteration of a loop defines or writes."""
+    """Returns the names of all variables that an iteration of the loop defines or writes.
+    Statements that read them cannot be moved in front of the loop.
+    """
     return {loop.symbol.name, *(name for s in walk(loop.body) for name in _written(s))}
 
 
@@ -221,14 +225,15 @@ def _written(s: Statement) -> Iterator[str]:
 
 
 def _variable(name: str) -> str:
-    """Returns the variable that a name refers to: `r1` for the field `r1.mean`."""
+    """Returns the name of the variable to which a name in an expression refers: `r1` for the field
+    `r1.mean`.
+    """
     return name.partition(".")[0]
 
 
 def _wanted(statements: list[Statement]) -> set[str]:
-    """Returns the names of the lookup indices that `statements` define.
-
-    Variables from which a lookup index is computed are included.
+    """Returns the names of the lookup indices that `statements` define, and of all variables from
+    which these are computed.
     """
     wanted: set[str] = set()
     for s in reversed(statements):
@@ -288,9 +293,9 @@ Key: TypeAlias = tuple[TensorView, Index, Scalar]
 
 
 class Scope:
-    """A body, with a cache of the values that its statements may use.
+    """A list of statements (`body`), with a cache of the values that these statements may use.
 
-    Values of the body `parent` and of the bodies around it may be used, too.
+    The statements may also use the values of `parent`, the scope around this one.
     """
 
     def __init__(self, body: Body, parent: Scope | None = None) -> None:
@@ -301,7 +306,8 @@ class Scope:
     def find(self, key: Key) -> Expr | None:
         """Returns the cached expression for `key` in this scope or a surrounding one, or None.
 
-        A key is (tensor, index, guard).
+        A key is (tensor, index, guard); the guard is the condition under which the value may be
+        loaded.
         """
         scope: Scope | None = self
         while scope is not None:
@@ -318,16 +324,21 @@ class Scope:
         return scope.body
 
     def remember(self, key: Key, value: Expr) -> None:
-        """Caches the expression of a value in this scope, under the key (tensor, index, guard)."""
+        """Caches the expression of a value in this scope.
+
+        A key is (tensor, index, guard); the guard is the condition under which the value may be
+        loaded.
+        """
         self._values[key] = value
 
 
 @record
 class At:
-    """Describes the element that a rule such as `_pointwise` computes, and the code that reads it.
+    """The element of a tensor for which a function such as `_pointwise` builds the expression, and
+    the code that reads the element.
 
-    - `out` is the tensor, `index` the logical index of the element, and `axes` the index of each
-      axis.
+    - `out` is the tensor. `index` is the element's index along the axes that the user sees, and
+      `axes` has its index along every axis, by axis number (id).
     - `stage` reads the element, and `scope` receives the statements that compute it.
     - `guard` is the condition under which memory may be read.
     """
@@ -347,10 +358,10 @@ Request: TypeAlias = tuple[TensorView, Index, Stage, Scope, Scalar]
 
 
 class _TooDeepError(Exception):
-    """Raised if the recursion over operands is too deep for Python's stack.
+    """Raised if the recursion from ops to their operands becomes too deep for Python's stack.
 
-    `request` describes the value to build first. The values that depend on this value are built
-    later.
+    `request` describes the value that must be built first. Once it is cached, the values that
+    depend on it need less depth.
     """
 
     def __init__(self, request: Request) -> None:
@@ -359,7 +370,9 @@ class _TooDeepError(Exception):
 
 
 class ValueBuilder:
-    """Builds the expressions of the values that stages read, and adds their statements to a
+    """Builds the expressions of the values that stages (ops whose results are stored) read.
+
+    The statements that an expression needs, such as definitions of variables, are appended to a
     scope.
     """
 
@@ -373,10 +386,11 @@ class ValueBuilder:
     def value(
         self, tv: TensorView, index: Index, *, stage: Stage, scope: Scope, guard: Scalar = TRUE
     ) -> Expr:
-        """Returns the expression of the element of `tv` at the logical index `index`, which `stage`
-        reads.
+        """Returns the expression of the element of `tv` at `index`, which `stage` reads. `index`
+        has one entry per axis that the user sees.
 
-        Where `guard` is false, nothing is loaded from global memory and the value is arbitrary.
+        The statements that compute the value are appended to `scope`. Where `guard` is false,
+        nothing is loaded from global memory and the value is arbitrary.
         """
         known = scope.find((tv, index, guard))
         if known is not None:
@@ -396,7 +410,7 @@ class ValueBuilder:
                 return known
 
     def _known(self, request: Request) -> Expr:
-        """Builds the value that `request` describes, and caches the value in the scope of the
+        """Builds the expression that `request` describes, and caches it in the scope of the
         request.
         """
         if self._depth == MAX_DEPTH:
@@ -417,9 +431,10 @@ class ValueBuilder:
         dtype: DataType | None,
         at: At,
     ) -> Expr:
-        """Returns the value of operand number `position` of `op`, converted to `dtype`.
+        """Returns the expression of an operand of `op`, converted to `dtype`.
 
-        If `dtype` is None, the value is not converted.
+        `position` is the number of the operand, and `at` the element of the result that is
+        computed. If `dtype` is None, the operand is not converted.
         """
         operand = op.inputs[position]
         if isinstance(operand, Scalar):
@@ -430,24 +445,27 @@ class ValueBuilder:
         return value if dtype is None else convert(value, dtype)
 
     def define(self, tv: TensorView, value: Expr, scope: Scope) -> Var:
-        """Appends the definition of a new variable with `value`, and returns the variable.
+        """Appends to `scope` the definition of a new C variable with `value`, and returns the
+        variable.
 
-        The variable is called `t5` for tensor 5, and `t5_1` for the next element of this tensor.
+        `tv` is the tensor of which the value is an element. The variable is called `t5` for tensor
+        5, and `t5_1` for the next element of this tensor.
         """
         name = f"t{self.mark(tv)}"
         scope.body.statements.append(Define(name, value.dtype, value))
         return Var(name, value.dtype)
 
     def mark(self, tv: TensorView) -> str:
-        """Returns a suffix for names of a tensor's elements that is new at each call: `5`, `5_1`,
-        `5_2`.
+        """Returns a suffix for the names of C variables that belong to `tv`. It is new at each
+        call: `5`, `5_1`, `5_2`.
         """
         count = self._names.get(tv.number, 0)
         self._names[tv.number] = count + 1
         return f"{tv.number}_{count}" if count else str(tv.number)
 
     def random_state(self, tv: TensorView, scope: Scope) -> str:
-        """Returns the C variable with the random generator's state for the elements of `tv`.
+        """Returns the name of the C variable with the random generator's state for the elements of
+        `tv`.
 
         The first call for a tensor declares the variable at the start of the kernel.
         """
@@ -480,8 +498,10 @@ class ValueBuilder:
         return self.compute(op, tv, At(stage, scope, guard, tv, axes, index))
 
     def compute(self, op: TensorOp, out: TensorView, at: At) -> Expr:
-        """Returns the expression that computes the element of `out`, a result of `op`, at the index
-        in `at`.
+        """Returns the expression that computes one element of `out`, which is a result of `op`.
+
+        `at` describes the element. The statements that compute it are appended to the scope in
+        `at`.
         """
         if isinstance(op, _VIEWS):
             return self.operand(op, 0, None, at)
@@ -529,11 +549,11 @@ def _is_place(x: Expr) -> TypeGuard[ScalarValue]:
 
 
 def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr:
-    """Returns the comparison of the value `x` with the index `place` of an element.
+    """Returns the comparison of a 64-bit value `x` with `place`, which is an index of the element.
 
     The index is split into a 64-bit base and a 32-bit offset, because an addition of 32 bits is
     cheaper. The offset has the terms of the index that a thread's own short loops add. These terms
-    are small.
+    are small. `template` is the C text of the comparison.
     """
     step = sc.ZERO
     for factors, count in terms_of(place):
@@ -593,7 +613,12 @@ def _random(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _whole_blocks(place: Scalar) -> tuple[Scalar, Scalar]:
-    """Splits a position in a random tensor into a multiple of `RANDOM_BLOCK` and a remainder."""
+    """Splits the position of an element in a random tensor into two parts: a multiple of
+    `RANDOM_BLOCK`, and a remainder.
+
+    So many neighbouring elements share one output of the generator, and the compiler can then see
+    which. If the remainder might be negative, the parts are 0 and the whole position.
+    """
     left = sc.ZERO
     for factors, count in terms_of(place):
         if not factors or count % RANDOM_BLOCK:
@@ -610,8 +635,8 @@ def _pad(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _padded_operand(build: ValueBuilder, op: PadOp, at: At) -> tuple[Scalar, Expr]:
-    """Returns the condition that an element is not padding, and the operand's value if the
-    condition holds.
+    """Returns the condition that an element of a padded tensor is not padding, and the expression
+    of the operand's value where the condition holds.
     """
     index = build.ctx.indexer.operand_index(op, 0, at.out, at.axes)
     # The root index: the operand's own index is 0 along a broadcast axis, even if that axis is
@@ -633,10 +658,11 @@ def _cat(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 
 
 def _piece(build: ValueBuilder, op: CatOp, k: int, at: At) -> tuple[Scalar, Expr]:
-    """Returns the condition under which an element belongs to operand `k` of a concatenation.
+    """Returns the condition under which an element of a concatenation belongs to its operand number
+    `k`, and the element's value where the condition holds.
 
-    Also returns the element's value if the condition holds. An operand is usually a pad of the real
-    operand. The condition of the pad is then used, and the padding value is never needed.
+    An operand is usually a pad of the tensor that the user passed, enlarged to the size of the
+    result. The condition of the pad is then used, and the padding value is never needed.
     """
     piece = op.pieces[k]
     definition = build.ctx.nesting.fusion.definition(piece)

@@ -1,4 +1,6 @@
-"""Vector accesses: tests whether an address grows by 1 along the vector axis and is aligned."""
+"""Vector accesses to memory: tests whether the address grows by 1 from element to element of a
+vector, and whether it is aligned.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ MAX_LOADED_BYTES = LOADS_PER_VECTOR * VECTOR_BYTES
 
 
 def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
-    """Returns the number of elements in one vector of a stage.
+    """Returns the number of elements in one vector that a stage loads or stores. A stage is an op
+    whose result is stored.
 
     Raises:
         UnsupportedError: the vector has more than `most` bytes, or its number of bytes is no power
@@ -38,11 +41,12 @@ def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
 
 
 def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, width: int) -> Scalar:
-    """Returns the offset of the first element of a vector of `width` elements.
+    """Returns the position, in the tensor `tv`, of the first element of a vector of `width`
+    elements.
 
-    `offset` must be base + `v`, where `v` is the vector's loop symbol and the base is a multiple of
-    `width`. If this requires that a size or stride is a multiple of `width`, then this is assumed
-    (`Assumptions.assume_divisible`).
+    `offset` is the position of an element: base + `v`, where `v` is the index inside the vector.
+    The base must be a multiple of `width`. If this requires that a size or stride is a multiple of
+    some number, then this is assumed (`Assumptions.assume_divisible`), and lowering starts again.
 
     Raises:
         UnsupportedError: the access cannot be a vector.
@@ -88,14 +92,17 @@ def terms_of(x: Scalar) -> list[tuple[Monomial, int]]:
 
 
 def _size_in(mono: Monomial) -> Symbol | None:
-    """Returns the last factor of a product that is a size or stride, or None if there is none."""
+    """Returns the last factor of the product `mono` that is a size or stride, or None if there is
+    none.
+    """
     found = [a for a in mono if isinstance(a, Symbol) and not a.is_index]
     return found[-1] if found else None
 
 
 def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
-    """Returns the size symbols by which `x` divides an expression that contains `v`, innermost
-    first.
+    """Returns the size symbols by which parts of `x` that contain `v` are divided, innermost first.
+
+    If these sizes were multiples of the vector width, the divisions might disappear.
     """
     found: dict[Symbol, None] = {}
 

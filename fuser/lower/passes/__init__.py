@@ -1,4 +1,4 @@
-"""Passes over the statements of a kernel.
+"""Passes that rewrite the statements of a kernel.
 
 Question: how is a lowered kernel made faster or correct?
 Imports: `fuser.lower`, except its pipeline.

@@ -1,8 +1,9 @@
-"""Variances on the GPU: adds all values of an unrolled loop to a Welford accumulator at once.
+"""Mean and variance on the GPU: adds all values of an unrolled loop to an accumulator at once.
 
-A Welford update contains a division and depends on the previous update. Instead, two passes over
-the values in registers compute their mean and sum of squares, and one update adds these. The
-accumulators of all columns hold equally many values, so they share the count and the division:
+An accumulator for mean and variance (Welford) is updated by a division, and each update depends on
+the previous one. Instead, two passes over the values in registers compute their mean and sum of
+squares, and one update adds these. The accumulators of all columns hold equally many values, so
+they share the count and the division:
 
     for i < 16 { for j < 4 { if (i < n) { welford_add(r[j], x[i, j]); } } }
 ->  held = r[0].n; mask = 0;
@@ -48,11 +49,12 @@ INT = DataType.Int32
 
 
 def batch_welfords(body: Body) -> None:
-    """Rewrites unrolled loops, in place, so that Welford accumulators receive their values in
-    batches.
+    """Rewrites unrolled loops, in place, so that accumulators for mean and variance (Welford)
+    receive several values at a time.
 
-    Before: unrolled loops are marked, and no value is hoisted. After: a nest of unrolled loops
-    whose updates have one common condition divides once per batch instead of once per value.
+    Before: unrolled loops are marked, and no value is moved out of a loop. After: a nest of
+    unrolled loops whose updates have one common condition divides once per batch of values instead
+    of once per value.
     """
     _rewrite(body, _uneven(body, ()))
 
@@ -72,8 +74,8 @@ def _uneven(body: Body, conds: tuple[Scalar, ...]) -> set[str]:
     """Returns the names of the accumulator arrays whose elements may hold different numbers of
     values.
 
-    `conds` are the conditions around `body`. An array is uneven if a condition of its update
-    depends on the index of the accumulator.
+    `conds` are the conditions around `body`. The numbers may differ if a condition of an update
+    depends on the index of the accumulator in its array.
     """
     found: set[str] = set()
     for s in body.statements:
@@ -92,10 +94,11 @@ def _own_symbols(target: Var | Element) -> set[Symbol]:
 
 
 def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
-    """Returns the parts of a perfect loop nest: loops (outer first), conditions, innermost
+    """Returns the parts of a perfect loop nest: loops (outer first), conditions, and innermost
     statements.
 
-    In a perfect nest, each loop or condition contains only the next loop or condition.
+    In a perfect nest, each loop or condition contains only the next loop or condition, and no other
+    statement. `top` is the outermost loop.
     """
     loops, conds, body = [top], list[Scalar](), top.body
     while len(body.statements) == 1:
@@ -112,9 +115,11 @@ def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
 
 
 def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
-    """Returns the statements that replace a nest of unrolled loops around Welford updates.
+    """Returns the statements that replace a nest of unrolled loops around updates of Welford
+    accumulators (for mean and variance). The new statements add all values of the nest at once.
 
-    Returns None for any other nest. `uneven` has the arrays whose elements hold different counts.
+    Returns None for any other nest. `uneven` has the accumulator arrays whose elements may hold
+    different numbers of values.
     """
     loops, conds, inside = _perfect_nest(top)
     if not any(map(_is_update, inside)) or not all(
@@ -148,11 +153,12 @@ def _nested(loops: Sequence[For], statements: list[Statement]) -> list[Statement
 
 @dataclass(frozen=True)
 class _Batch:
-    """A nest of unrolled loops around Welford updates, which is to be rewritten.
+    """A nest of unrolled loops around updates of Welford accumulators (for mean and variance),
+    which is to be rewritten so that a batch of values is added at once.
 
     - `columns`: the loops over accumulators. `rows`: the loops over the values of one batch.
     - `cond`: the condition under which a value exists.
-    - `uneven`: the accumulator arrays whose elements hold different numbers of values.
+    - `uneven`: the accumulator arrays whose elements may hold different numbers of values.
     """
 
     columns: Sequence[For]
@@ -166,7 +172,9 @@ class _Batch:
 
     @property
     def turn(self) -> Scalar:
-        """The index of a value in its batch, computed from the indices of the loops in `rows`."""
+        """The position of a value in its batch, as an expression of the indices of the loops in
+        `rows`.
+        """
         turn: Scalar = sc.ZERO
         for loop in self.rows:
             turn = sc.add(sc.mul(turn, loop.extent), loop.symbol)
@@ -202,11 +210,11 @@ class _Batch:
         return [*before, *made]
 
     def _held(self, target: Var | Element) -> Expr:
-        """Returns the expression of the number of values that the accumulator `target` holds
-        already.
+        """Returns the expression of the number of values that the accumulator `target` of a mean
+        and variance (Welford) holds already.
 
-        All elements of an accumulator array may hold equally many values. The result is then the
-        count of the first element, so that one read serves all elements.
+        All elements of an accumulator array usually hold equally many values. The expression then
+        reads the count of the first element, so that one read serves all elements.
         """
         if isinstance(target, Var):
             return Var(f"{target.name}.n", DataType.Int)

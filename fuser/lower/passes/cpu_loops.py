@@ -12,8 +12,9 @@ is therefore at most one block of terms long. The sums of blocks are added in do
       for j < 256 { r[j] = wide_r[j]; }
     } else { for k < n { for j < 256 { r[j] += x[k, j]; } } }
 
-A Welford update depends on the previous update. Instead, the values of an innermost loop are
-collected in an array, and two passes over each block compute its mean and sum of squares.
+Each update of a mean and variance (Welford) depends on the previous update. Instead, the values of
+an innermost loop are collected in an array, and two passes over each block compute its mean and sum
+of squares.
 """
 
 from __future__ import annotations
@@ -61,18 +62,21 @@ ROWS = 128
 
 
 def _wide_of(dtype: DataType) -> DataType:
-    """Returns the dtype of the double-precision accumulator that adds sums of dtype `dtype`."""
+    """Returns the double-precision dtype in which sums of dtype `dtype` are added up, so that
+    rounding errors stay small.
+    """
     return DataType.ComplexDouble if is_complex(dtype) else DataType.Double
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """One update of a sum's accumulator, with the loops and conditions around the update.
+    """One update of a sum's accumulator, with the loops and conditions around the update. The sum
+    is to be computed in blocks of terms.
 
     - `declared`: the declaration of the accumulator.
     - `path`: all loops and conditions around the update, outer first.
-    - `loops`: the loops of `path` that the sum reduces.
-    - `size`: the number of iterations of the last reduced loop in one block of terms.
+    - `loops`: the loops of `path` over the terms of the sum.
+    - `size`: the number of iterations of the last of these loops in one block of terms.
     """
 
     declared: Declare
@@ -93,15 +97,17 @@ class _Sum:
 
     @property
     def depth(self) -> int:
-        """The number of loops and conditions around the body of the last reduced loop."""
+        """The number of loops and conditions of `path` around the body of the last loop
+        over terms.
+        """
         return 1 + next(k for k, s in enumerate(self.path) if s is self.loops[-1])
 
     @property
     def is_long(self) -> Scalar:
         """The condition that the sum has more than one block of terms.
 
-        For a Welford reduction whose values are collected in an array, this is always true, because
-        there is no other implementation.
+        It is always true for a mean and variance (Welford) whose values are collected in an array,
+        because no shorter code exists for this case.
         """
         if self.collects:
             return sc.const(True)
@@ -126,7 +132,7 @@ class _Sum:
 
     @property
     def is_counted(self) -> bool:
-        """Whether one block of terms spans several executions of the innermost reduced loop.
+        """Whether one block of terms spans several executions of the innermost loop over terms.
 
         That loop may be short. After each execution, a scalar accumulator is added to the
         double-precision accumulator, which is cheap. For a whole array this would be expensive, so
@@ -135,14 +141,14 @@ class _Sum:
         return isinstance(self.target, Element) and len(self.loops) > 1
 
     def rest(self) -> list[Statement]:
-        """Returns the statements that add the incomplete last block of terms to the
-        double-precision accumulator.
+        """Returns the statements that add the last block of terms, which may be incomplete, to the
+        double-precision accumulator. The list is empty if every block is added where it ends.
         """
         return [self.add_to_wide()] if self.is_counted else []
 
     def settle(self) -> Statement:
-        """Returns the statement that assigns the double-precision accumulator, rounded, to the
-        original accumulator.
+        """Returns the statement that assigns the complete sum, rounded from double precision, to
+        the original accumulator.
         """
         narrow = self.target.dtype
         if self.update.kind == "welford":
@@ -154,8 +160,8 @@ class _Sum:
     def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
         """Returns `statements` inside the loops over the elements of the accumulator.
 
-        Only loops and conditions of the path from position `depth` on are used. Conditions that
-        contain the index of a reduced loop are dropped.
+        The loops and conditions are those of `path` from position `depth` on. Loops over terms are
+        left out, and so are the conditions that contain their indices.
         """
         own = sc.symbols(self.target.index) if isinstance(self.target, Element) else ()
         reduced = {s.symbol for s in self.path if isinstance(s, For) and s.symbol not in own}
@@ -172,10 +178,10 @@ class _Sum:
 
 # ------------------------------------------------------------------ the sums of a body
 def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
-    """Yields the sums inside the statement `top` that have many terms.
+    """Yields the sums inside the statement `top` that may have many terms.
 
-    `declared` has the accumulators that are declared in front of the statement. Updates of other
-    accumulators are skipped.
+    `declared` has the accumulators that are declared in front of the statement, by name. Updates of
+    other accumulators are skipped.
     """
     for update, path in _updates(top):
         if update.target.name in declared:
@@ -185,10 +191,10 @@ def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
 
 
 def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]]:
-    """Yields the updates of sums inside a statement, each with the loops and conditions around the
-    update.
+    """Yields the updates of sums inside a statement, each with the loops and conditions around it,
+    outer first.
 
-    The condition of an `If` is left out if the update is in the else branch.
+    An `If` is left out if the update is in its else branch, because the condition is then false.
     """
     match statement:
         case Accumulate():
@@ -206,10 +212,10 @@ def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]
 
 
 def _counted(update: Accumulate, path: Sequence[For | If]) -> tuple[list[For], int]:
-    """Returns the reduced loops from which blocks of terms are cut.
+    """Returns the loops over terms which the sum's blocks of terms divide, and the number of
+    iterations of the innermost of these loops in one block.
 
-    Also returns the number of iterations of the innermost such loop in one block. Constant inner
-    loops that fit in one block stay whole, and are left out.
+    Inner loops that are short and constant fit in one block. They stay whole, and are left out.
     """
     own = sc.symbols(update.target.index) if isinstance(update.target, Element) else ()
     loops = [s for s in path if isinstance(s, For) and s.symbol not in own]
@@ -230,8 +236,8 @@ def _size(update: Accumulate, *, is_nested: bool) -> int:
 
 
 def _can_cut(loop: For) -> bool:
-    """Whether a loop can be split into blocks: its index addresses no element of an accumulator
-    array.
+    """Whether a loop can be split into blocks of iterations. This is impossible if its index
+    addresses an element of an accumulator array.
     """
     return not any(
         isinstance(s, Accumulate)
@@ -243,11 +249,11 @@ def _can_cut(loop: For) -> bool:
 
 # ------------------------------------------------------------------ the pass
 def sum_in_blocks(body: Body) -> None:
-    """Rewrites long sums of floating-point or complex types, in place, to use double-precision
-    accumulators.
+    """Rewrites long sums of floating-point or complex types, in place, so that blocks of terms are
+    added up in double precision, which has smaller rounding errors.
 
-    Before: no loop is vectorised, and no value is hoisted. After: no sum of many terms runs in the
-    dtype of the terms.
+    Before: no loop is vectorised, and no value is moved out of a loop. After: no sum of many terms
+    is accumulated in the dtype of the terms only.
     """
     declared: dict[str, Declare] = {}
     out: list[Statement] = []
@@ -262,10 +268,11 @@ def sum_in_blocks(body: Body) -> None:
 
 
 def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
-    """Returns the statements that replace `top` and compute the sums in `top` in blocks of terms.
+    """Returns the statements that replace `top` and compute `sums`, which are the sums in `top`, in
+    blocks of terms.
 
-    If all sums in `top` have equally many terms, a copy of the original statement computes sums of
-    at most one block.
+    If all sums have equally many terms, an unchanged copy of `top` computes them when they have at
+    most one block.
     """
     conds = {found.is_long for found in sums}
     is_long = conds.pop() if len(conds) == 1 else sc.const(True)
@@ -293,8 +300,8 @@ def _in_blocks(top: Statement, sums: Sequence[_Sum]) -> list[Statement]:
 def _cut(loop: For, group: Sequence[_Sum]) -> None:
     """Splits a loop into blocks of iterations, in place.
 
-    After each block, the accumulators of the sums in `group` are added to the double-precision
-    accumulators.
+    After each block, the accumulators of the sums in `group` are added to their double-precision
+    accumulators, which keeps rounding errors small.
     """
     rest = clamp(loop)
     size = min(found.size for found in group)
@@ -322,11 +329,11 @@ def _cut(loop: For, group: Sequence[_Sum]) -> None:
 
 
 def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
-    """Returns the statements that add accumulators to the double-precision accumulators after
-    `count` iterations.
+    """Returns the statements that run after a block of iterations and add the sum `found` to its
+    double-precision accumulator.
 
-    `start` is the first of these iterations. If one block of terms spans several executions of the
-    loop (`is_counted`), the statements run only where a block ends.
+    The block has `count` iterations, and `start` is the first. If one block of terms spans several
+    executions of the loop (`is_counted`), the statements run only where a block of terms ends.
     """
     moves = found.nest(found.move(), depth=found.depth)
     if not found.is_counted:
@@ -340,7 +347,9 @@ def _moves(found: _Sum, start: Scalar, count: Scalar) -> list[Statement]:
 
 
 def _moved(statement: Statement, index: Mapping[Scalar, Scalar]) -> Statement:
-    """Returns a copy of a statement in which each symbol in `index` is replaced by its value."""
+    """Returns a copy of a statement in which each symbol in `index` is replaced by the expression
+    stored for it.
+    """
 
     def moved(x: Scalar) -> Scalar:
         return sc.substitute(x, index)
@@ -374,12 +383,12 @@ _EXTREMA = {"max": "FUSER_SIMD_MAX", "min": "FUSER_SIMD_MIN"}
 
 
 def vectorize_loops(body: Body) -> None:
-    """Shortens innermost loops to the iterations that do work, and marks these loops for SIMD, in
-    place.
+    """Prepares innermost loops for SIMD instructions, in place: shortens each to the iterations
+    that do work, and sets its pragma.
 
     Before: loops are marked for unrolling. After: an innermost loop has a SIMD pragma if its
-    iterations are independent, or only reduce into one scalar. A predicate that only bounds the
-    loop index becomes part of the loop's extent.
+    iterations are independent, or only reduce into one scalar. A condition that only bounds the
+    loop index has become part of the loop's extent.
     """
     out: list[Statement] = []
     for s in body.statements:
@@ -404,11 +413,12 @@ def _innermost(loop: For) -> list[Statement]:
 
 
 def clamp(loop: For) -> Scalar:
-    """Turns the predicate around the whole body of a loop into a smaller extent of the loop, in
+    """Turns a condition around the whole body of a loop into a smaller number of iterations, in
     place.
 
-    Returns the tests of the predicate that do not depend on the loop. The caller must place these
-    tests around the loop.
+    Returns the tests of the condition that do not depend on the loop. The caller must place these
+    tests around the loop. Nothing changes if a test cannot be expressed by the number of
+    iterations.
     """
     only = loop.body.statements[0] if len(loop.body.statements) == 1 else None
     if not isinstance(only, If) or only.otherwise is not None or only.flags:
@@ -432,8 +442,8 @@ def clamp(loop: For) -> Scalar:
 
 
 def _bound(test: Scalar, loop: For) -> Scalar | None:
-    """Returns the bound `b - a` for a test `a + k < b` of the loop index k, or None for other
-    tests.
+    """Returns the number of iterations for which a test of the loop index k is true: `b - a` for
+    the test `a + k < b`. Returns None for other tests.
     """
     if not isinstance(test, Apply) or test.op != "<":
         return None
@@ -446,9 +456,10 @@ def _bound(test: Scalar, loop: For) -> Scalar | None:
 
 
 def _mark(loop: For) -> list[Statement]:
-    """Sets the SIMD pragma of a loop.
+    """Sets the SIMD pragma of a loop, if its iterations are independent or only reduce into one
+    scalar.
 
-    Returns the loop, preceded and followed by the statements that the pragma requires.
+    Returns the loop with the statements that the pragma requires in front of it and after it.
     """
     sums: dict[str, str] = {}
     extrema: list[Accumulate] = []
@@ -480,11 +491,12 @@ def _mark(loop: For) -> list[Statement]:
 
 
 def _mark_extremum(loop: For, step: Accumulate) -> list[Statement]:
-    """Sets the SIMD pragma of a loop that computes a maximum or minimum.
+    """Sets the SIMD pragma of a loop that computes a maximum or minimum. `step` is the statement
+    that updates the accumulator.
 
-    Returns the loop and the statements around it. For floating types, a separate flag records NaNs.
-    Initially the flag says whether the accumulator is NaN, because an earlier iteration of an outer
-    loop may have read a NaN.
+    Returns the loop and the statements around it. For floating types, a separate flag records NaNs,
+    because the SIMD maximum ignores them. The flag is set at the start if the accumulator is NaN
+    already, because an earlier iteration of an outer loop may have read a NaN.
     """
     assert isinstance(step.target, Var)
     name, dtype = step.target.name, step.target.dtype

@@ -1,7 +1,8 @@
-"""Hoisting: computes index arithmetic once, in the outermost loop in which its value is constant.
+"""Hoisting: computes index arithmetic once, in the outermost loop in which its value does not
+change.
 
 - A sum is split by the loops that its terms depend on. Each partial sum becomes a `Let` statement
-  at the start of that loop's body.
+  (the definition of a constant) at the start of that loop's body.
 - Every division and modulo becomes a `Let` statement, too.
 - The host computes expressions of sizes alone, such as quotients, and passes them as kernel
   parameters. A kernel never computes a division that is known before the launch.
@@ -31,10 +32,10 @@ from fuser.lower.kernel_ir import (
 
 @dataclass
 class _Frame:
-    """A loop body that is being rewritten.
+    """A loop body that is being rewritten, with the values that are computed at its start.
 
-    - `lets`: the `Let` statements hoisted to the start of the body.
-    - `known`: maps each hoisted value to its symbol.
+    - `lets`: the statements that define these values.
+    - `known`: maps each of these values to the symbol that names it.
     """
 
     lets: list[Statement] = field(default_factory=list[Statement])
@@ -43,10 +44,10 @@ class _Frame:
 
 @dataclass
 class Parameters:
-    """The scalars that the host passes to the kernel, in the order of first use.
+    """The scalars that the host computes and passes to the kernel, in the order of first use.
 
-    `by_value` maps a scalar and a dtype to the parameter. `composite` counts the parameters that
-    are expressions and therefore needed a new name (`s0`, `s1`, ..).
+    `by_value` maps a scalar and a dtype to the parameter. `composite` is the number of parameters
+    that are expressions and therefore have new names (`s0`, `s1`, ..).
     """
 
     by_value: dict[tuple[Scalar, DataType], Symbol] = field(
@@ -71,7 +72,8 @@ class Parameters:
 
 
 class Hoister:
-    """Hoists the index arithmetic of a kernel body, in place.
+    """Moves the index arithmetic of a kernel's statements to the outermost loops in which it does
+    not change, in place.
 
     `parameters` collects the scalars that the host must compute.
     """
@@ -83,12 +85,16 @@ class Hoister:
         self._names = 0
 
     def run(self, body: Body) -> None:
-        """Hoists the index arithmetic of the body of a whole kernel, in place."""
+        """Rewrites the body of a whole kernel, in place: index arithmetic moves to the outermost
+        loops in which its value does not change.
+        """
         self._frame(body)
 
     # ------------------------------------------------------------ statements
     def _frame(self, body: Body) -> None:
-        """Rewrites the statements of a loop body, and inserts the values hoisted to its start."""
+        """Rewrites the statements of a loop body, and inserts at its start the definitions of
+        values that inner statements need.
+        """
         frame = _Frame()
         self._frames.append(frame)
         self._inside(body)
@@ -147,7 +153,8 @@ class Hoister:
         return ScalarValue(self.parameters.symbol(scalar, dtype), value.dtype)
 
     def _complex_value(self, scalar: Scalar, dtype: DataType) -> Expr:
-        """Returns a complex scalar, which the host passes as two parameters.
+        """Returns the expression of a complex scalar, which the host passes as two parameters: real
+        and imaginary part.
 
         One parameter has at most 8 bytes, and a complex number may have 16.
         """
@@ -161,11 +168,11 @@ class Hoister:
 
     # ------------------------------------------------------------ scalars
     def rewrite(self, x: Scalar) -> Scalar:
-        """Returns an expression with the value of `x` that uses only names which the current body
-        may use.
+        """Returns an expression with the value of `x` for use in the current body, in which parts
+        of `x` are replaced by names.
 
-        Index arithmetic in `x` is moved to `Let` statements of outer loops, and expressions of
-        sizes to kernel parameters. The returned expression uses the names of these.
+        The names are those of `Let` statements in outer loops, to which index arithmetic is moved,
+        and of kernel parameters, which replace expressions of sizes.
         """
         if isinstance(x, Const):
             return x

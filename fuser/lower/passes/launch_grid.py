@@ -1,8 +1,9 @@
 """The grid of a launch: device limits, grids folded to one axis, and horizontal fusion of kernels.
 
-A GPU accepts 65535 CUDA blocks along y and z, and 2^31 - 1 along x. A kernel has guards for its
-numbers of blocks. If these fail, the same kernel is lowered again with a folded grid. Then all
-blocks are counted along x. If there are too many, each launched block does the work of several:
+A GPU accepts 65535 CUDA blocks along y and z, and 2^31 - 1 along x. A kernel has guards (conditions
+that are checked before a launch) for its numbers of blocks. If these fail, the same kernel is
+lowered again with a folded grid: all blocks are numbered along x. If there are too many, each
+launched block does the work of several:
 
     grid (4, 131072, 1)        for (fold = blockIdx.x; fold < blocks; fold += gridDim.x) {
     bx = blockIdx.x       ->     bx = fold % across; by = fold / across % down; ..
@@ -42,14 +43,15 @@ AXES = ("x", "y", "z")
 
 
 def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) -> LoweredKernel:
-    """Returns a copy of the kernel that never launches more CUDA blocks than the device accepts.
+    """Returns a copy of the kernel that never launches more CUDA blocks than `device` accepts.
 
-    With `folded`, a launched block does the work of several blocks. Otherwise guards reject a
-    launch with too many blocks.
+    With `folded`, a launched block does the work of several blocks. Otherwise, guards (conditions
+    that are checked before a launch) reject a launch with too many blocks.
 
     Raises:
         DefinitionError: a block has too many threads.
-        UnsupportedError: the grid must be folded, but its blocks wait for one another.
+        UnsupportedError: a block would have to do the work of several, but the blocks wait for one
+            another.
     """
     _check_block(kernel, device)
     if folded:
@@ -59,9 +61,10 @@ def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) ->
 
 
 def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions that the numbers of CUDA blocks are within the device's limits.
+    """Returns the conditions of a launch that the numbers of CUDA blocks are within the device's
+    limits.
 
-    A constant number that is too large gives a condition that is never true.
+    If a number is constant and too large, the condition is constant and false.
     """
     found: list[Scalar] = []
     for k, (count, most) in enumerate(zip(kernel.grid, device.max_grid, strict=True)):
@@ -74,9 +77,10 @@ def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
 
 
 def _block_guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions that a CUDA block has no more threads than the device accepts.
+    """Returns the conditions of a launch that a CUDA block has no more threads than the device
+    accepts.
 
-    Constant numbers of threads need no condition, because `_check_block` has checked these.
+    Constant numbers of threads need no condition, because `_check_block` has checked them.
     """
     pairs = [*zip(kernel.block, device.max_block, strict=True)]
     pairs.append((sc.product(kernel.block), device.max_threads_per_block))
@@ -148,10 +152,10 @@ def _block_refusal(
 def refusal(
     name: str, fusion: Fusion, counts: Sequence[int], block: Sequence[int], device: DeviceInfo
 ) -> DefinitionError:
-    """Returns the error for a manual schedule that exceeds the device's limits.
+    """Returns the error for a schedule, written by the user, that exceeds the device's limits.
 
-    `counts` are the CUDA blocks along x, y and z; `block` are the threads of a block. If no count
-    is too large, the error is about the threads.
+    `counts` are the numbers of CUDA blocks along x, y and z; `block` has the numbers of threads of
+    a block along x, y and z. If no number of blocks is too large, the error is about the threads.
     """
     over = [k for k in range(3) if counts[k] > device.max_grid[k]]
     if not over:
@@ -169,11 +173,11 @@ def refusal(
 
 
 def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
-    """Returns text that names the axis which a schedule parallelises, its tensor, and the user's
-    line.
+    """Returns text for an error message about a launch axis: the tensor axis that is parallelised
+    along it, the tensor, and the user's line.
 
-    `axis` is x, y or z, and `types` are the grid types or the block types. Returns "" if no axis is
-    found.
+    `axis` is x, y or z, and `types` says whether it numbers blocks or threads. Returns "" if no
+    tensor axis is found.
     """
     ptype = next(t for t in types if t.name.endswith(axis))
     for op in reversed(fusion.used_exprs()):
@@ -189,15 +193,16 @@ def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
 
 
 def fuse_horizontally(kernels: Sequence[LoweredKernel], fusion: Fusion, name: str) -> LoweredKernel:
-    """Returns one kernel named `name` whose launch has the CUDA blocks of all `kernels`.
+    """Returns one kernel named `name` whose launch has the CUDA blocks of all `kernels`, side by
+    side.
 
-    `fusion` is the fusion that the kernels compute together. Blocks and threads are counted along
-    x.
+    `fusion` is the fusion that the kernels compute together. In the launch, blocks and threads are
+    numbered along x only.
 
     Raises:
-        UnsupportedError: a kernel synchronises threads, uses workspaces or a cluster, or counts its
-            blocks from the last to the first. Also if a kernel has several blocks or threads along
-            z.
+        UnsupportedError: a kernel synchronises threads, exchanges values between blocks, uses a
+            cluster, or numbers its blocks from the last to the first. Also if a kernel has several
+            blocks or threads along z.
     """
     tensors = {tv.number: tv for kernel in kernels for tv in kernel.tensors}
     # Kernel parameters by name.

@@ -49,7 +49,8 @@ TRUE = sc.const(True)
 
 
 def prefetch_next(body: Body) -> None:
-    """Adds prefetches, in place, to loops whose iterations combine values over threads.
+    """Adds prefetches, in place, to loops in which the threads of a CUDA block combine values.
+    Memory is then busy while threads wait for one another.
 
     An iteration prefetches the elements that the next iteration loads.
     """
@@ -70,7 +71,9 @@ def _combines_threads(body: Body) -> bool:
 
 
 class _Loop:
-    """Inserts prefetches into one loop, whose iterations combine values over threads."""
+    """Inserts prefetches into one loop, in whose iterations the threads of a CUDA block combine
+    values.
+    """
 
     def __init__(self, loop: For) -> None:
         self.loop = loop
@@ -84,7 +87,9 @@ class _Loop:
         }
 
     def prefetch(self) -> None:
-        """Inserts the prefetches after the last load in front of the reduction over threads."""
+        """Inserts the prefetches after the last load in front of the statement that combines values
+        over threads.
+        """
         statements = self.loop.body.statements
         reduction = next(k for k, s in enumerate(statements) if isinstance(s, ThreadReduce))
         prefetches = [
@@ -95,7 +100,9 @@ class _Loop:
             statements.insert(prefetches[-1][0] + 1, guarded)
 
     def _prefetches_of(self, statement: Statement) -> list[Statement]:
-        """Returns prefetches for the elements that a statement will load in the next iteration."""
+        """Returns the statements that prefetch the elements which `statement` will load in the next
+        iteration.
+        """
         match statement:
             case For():
                 inner = self._all_prefetches(statement.body)
@@ -156,11 +163,11 @@ NOTHING: Mapping[str, int] = {}
 
 
 def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
-    """Inserts `Forget` statements, in place, so that 16-bit elements are converted again.
+    """Inserts `Forget` statements, in place, so that 16-bit elements in registers are converted to
+    Float twice: before and after a reduction over threads.
 
-    The register arrays are those whose elements are converted both before and after a reduction
-    over threads. Converted values would take twice the registers in between. `sizes` has the sizes
-    of arrays declared outside of the body.
+    If the compiler kept the converted values in between, they would take twice the registers.
+    `sizes` has the sizes of the register arrays that are declared outside of the body, by name.
     """
     own = [s for s in body.statements if isinstance(s, Declare) and s.size is not None]
     sizes = {**sizes, **{s.name: s.size for s in own if s.size is not None}}
@@ -181,7 +188,9 @@ def convert_again(body: Body, sizes: Mapping[str, int] = NOTHING) -> None:
 
 
 def _converted(statement: Statement) -> list[str]:
-    """Returns the names of register arrays whose elements a statement converts to a wider type."""
+    """Returns the names of register arrays with 16-bit or smaller floating-point elements that a
+    statement converts to Float.
+    """
     return [
         value.arg.name
         for s in walk(Body([statement]))
@@ -209,7 +218,7 @@ _BARRIERS = (Sync, ThreadReduce)
 
 
 def alternate_directions(body: Body) -> None:
-    """Reverses every second one of several loops over the same tensor, in place.
+    """Reverses loops over tensors that an earlier loop has just read in order, in place.
 
     The reversed loop begins with the elements that the previous loop read last, which are still in
     the cache.
@@ -227,8 +236,8 @@ def alternate_directions(body: Body) -> None:
 
 
 def _is_free(loop: For) -> bool:
-    """Whether the iterations of a loop may run in any order, because threads do not wait in the
-    loop.
+    """Whether the iterations of a loop may run in any order. They may not if threads wait for one
+    another inside the loop.
     """
     return not any(isinstance(s, _BARRIERS) for s in walk(loop.body))
 

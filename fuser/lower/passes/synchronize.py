@@ -1,4 +1,6 @@
-"""Barriers: waits between a write to shared memory and its reads, and before the next write."""
+"""Inserts barriers between writes to shared memory and reads of the same array, and before the next
+writes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from fuser.lower.kernel_ir import (
 
 @dataclass
 class _SharedArrayUses:
-    """The names of the shared arrays that a group of statements reads and writes."""
+    """The names of the shared-memory arrays that a group of statements reads and writes."""
 
     reads: set[str] = field(default_factory=set[str])
     writes: set[str] = field(default_factory=set[str])
@@ -35,10 +37,11 @@ class _SharedArrayUses:
         self.writes.clear()
 
     def conflicts(self, later: _SharedArrayUses) -> bool:
-        """Whether a barrier is necessary between these statements and the statements of `later`.
+        """Whether a barrier is necessary between the statements of this object and those of
+        `later`.
 
-        A barrier is necessary if `later` reads an array that these statements write, or writes an
-        array that these statements read or write.
+        It is necessary if `later` reads an array that the earlier statements write, or writes an
+        array that they read or write.
         """
         return self.overlaps(later) or bool(self.writes & later.writes)
 
@@ -48,12 +51,12 @@ class _SharedArrayUses:
 
 
 def insert_barriers(body: Body) -> None:
-    """Inserts barriers (`Sync` statements) in place.
+    """Inserts barriers for all threads of a CUDA block (`Sync` statements), in place.
 
-    Before: producers are in front of consumers, and nothing is synchronised. After: every thread
-    passes a barrier between two statements if one writes a shared array that the other uses. The
-    end of a loop's body and its start, in the next iteration, are such statements, too. Barriers
-    are outside of predicates, because all threads of a CUDA block must pass.
+    Before: each value is written in front of the statements that read it, without any barrier.
+    After: every thread passes a barrier between two statements if one writes a shared-memory array
+    that the other uses. The end of a loop's body and its start, in the next iteration, are such
+    statements, too. Barriers are outside of conditions, because all threads must pass them.
     """
     _process(body, _SharedArrayUses())
 

@@ -1,7 +1,8 @@
 """Unswitching and unrolling of loops.
 
-`expand_unswitch` replaces the body of an `Unswitch` statement by two versions, a fast one without
-predicates and one with them:
+An `Unswitch` statement marks a body that should run without bounds checks where possible.
+`expand_unswitch` replaces it by two versions of the body, a fast one without bounds checks and one
+with them:
 
     unswitch { for k { if (k*128 + tx < n) body } }
 ->  if (3*128 + tx < n) { for k body } else { for k { if (k*128 + tx < n) body } }
@@ -38,12 +39,13 @@ _EFFECTS = (Store, VectorStore, Accumulate, AccumulateBlock, ThreadReduce, Sync,
 
 # ------------------------------------------------------------------ unswitch
 def expand_unswitch(body: Body) -> Body:
-    """Returns a copy of the body in which two versions replace every `Unswitch` statement.
+    """Returns a copy of the body in which two versions replace every `Unswitch` statement: without
+    and with bounds checks.
 
-    The fast version has no predicates, and runs if all predicates hold in all iterations. The
-    version with predicates runs in other cases. If the statement contains a barrier, only the
-    version with predicates is used. If no iteration has work when a predicate fails, only the fast
-    version is used.
+    The version without checks runs if all checks would succeed in all iterations, and otherwise the
+    other version runs. If the statement contains a barrier, only the version with checks is used,
+    because threads would wait in different places. If a failing check means that no iteration has
+    work, only the version without checks is used.
     """
     out: list[Statement] = []
     for statement in body.statements:
@@ -71,10 +73,8 @@ def _versions(statement: Unswitch) -> list[Statement]:
 
 
 def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
-    """Whether each statement of `body` that writes memory, accumulates or waits runs only under all
-    tests.
-
-    The body then does nothing when one of `tests` fails.
+    """Whether `body` does nothing when one of `tests` fails: each statement that writes memory,
+    accumulates or waits runs only if all of them are true.
     """
     for s in body.statements:
         if isinstance(s, If):
@@ -91,7 +91,8 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
 
 
 def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
-    """Maps each test of a predicate in `body` to one test that implies it in all inner iterations.
+    """Returns, for each test of a bounds check in `body`, a test that implies it in all iterations
+    of the loops in `body`.
 
     For `k * 128 + tx < n` in a loop over 4 iterations, this is `3 * 128 + tx < n`. Tests for which
     no such test is found are left out.
@@ -108,7 +109,7 @@ def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
 
 
 def conjuncts(cond: Scalar) -> list[Scalar]:
-    """Returns the tests whose conjunction is `cond`; for a constant, returns an empty list."""
+    """Returns the tests that `cond` combines by "and". Returns an empty list for a constant."""
     if isinstance(cond, Apply) and cond.op == "&&":
         return [c for a in cond.args for c in conjuncts(a)]
     return [cond] if isinstance(cond, Apply | Symbol) and sc.int_value(cond) is None else []
@@ -169,7 +170,7 @@ def _with_bodies(statement: Statement, fn: Callable[[Body], Body]) -> Statement:
 
 # ------------------------------------------------------------------ unrolling
 def mark_unrolled(body: Body) -> None:
-    """Marks the loops of constant extent that the compiler must unroll, in place.
+    """Marks the loops with a constant number of iterations that the compiler must unroll, in place.
 
     Two kinds of loops are marked: loops that the schedule unrolls, and loops whose index selects a
     register, because registers have no addresses.

@@ -1,7 +1,7 @@
-"""Vector loads: replaces loads of consecutive elements in an unrolled loop by vector loads before
-it.
+"""Vector loads: in front of an unrolled loop that loads consecutive elements, loads them by
+vectors, if the address is aligned.
 
-Pieces of a concatenation, slices and padded tensors are read at shifted indices, often under a
+Operands of a concatenation, slices and padded tensors are read at shifted indices, often under a
 condition. No schedule can know whether their addresses are aligned. The kernel therefore tests the
 address itself, and nothing has to be assumed:
 
@@ -45,13 +45,17 @@ TRUE, FALSE = sc.const(True), sc.const(False)
 
 
 def load_vectors(body: Body) -> None:
-    """Replaces element-wise loads in unrolled loops by vector loads, in place."""
+    """Replaces loads of single consecutive elements in unrolled loops by vector loads in front of
+    the loops, in place.
+    """
     _VectorLoads().run(body)
 
 
 @dataclass
 class _VectorLoads:
-    """Replaces the loads of unrolled loops, and gives each array for a loaded vector a new name."""
+    """Replaces the loads of unrolled loops by vector loads in front of the loops. Each loaded
+    vector gets a register array with a new name.
+    """
 
     # The arrays are called w0, w1, ...; no other name has this form.
     count: int = 0
@@ -67,10 +71,10 @@ class _VectorLoads:
         body.statements = made
 
     def _before(self, loop: For) -> list[Statement]:
-        """Returns the statements that load the vectors of a loop, to be placed in front of the
-        loop.
+        """Returns the statements that load the vectors of an unrolled loop, to be placed in front
+        of the loop.
 
-        The loop is changed so that it reads the loaded arrays.
+        The loop is changed so that it reads the loaded register arrays.
         """
         made: list[Statement] = []
         arrays: dict[tuple[str, Scalar, Scalar], str] = {}
@@ -94,7 +98,7 @@ class _VectorLoads:
 
 
 def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
-    """Yields the definitions in a body, each with the condition under which the definition runs.
+    """Yields the definitions of variables in a body, each with the condition under which it runs.
 
     The condition is the conjunction of `guard` and the conditions in the body. Inner loops are
     skipped.
@@ -107,10 +111,11 @@ def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
 
 
 def _is_run(load: GlobalLoad, guard: Scalar, loop: For) -> bool:
-    """Whether `loop` loads consecutive elements, whose number fills one or several vectors.
+    """Whether vector loads can replace the load of single elements in `loop`: the loop must load
+    consecutive elements that fill one or several vectors.
 
-    In addition, each test of `guard` must change evenly with the loop index. The elements for which
-    the guard holds are then consecutive, too.
+    `guard` is the condition of the load. Each of its tests must change by the same amount from
+    iteration to iteration. The elements that are loaded are then consecutive, too.
     """
     width, v = sc.int_value(loop.extent), loop.symbol
     nbytes = nbytes_of(load.dtype)
@@ -129,7 +134,7 @@ def _tests(guard: Scalar) -> list[Scalar]:
 def _step(test: Scalar, v: Symbol) -> int | None:
     """Returns the change of (left side - right side) of a comparison when `v` grows by 1.
 
-    The change is 0 for a test without `v`. Returns None if the change is not constant.
+    Returns 0 for a test without `v`, and None if the change is not constant.
     """
     if v not in sc.symbols(test):
         return 0
@@ -143,7 +148,8 @@ def _step(test: Scalar, v: Symbol) -> int | None:
 
 
 def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
-    """Whether a test provably has the same outcome for all values of `v` from 0 to `width - 1`.
+    """Whether a test provably has the same outcome for all values of `v` from 0 to `width - 1`,
+    that is, for all elements of a vector.
 
     `test` compares two sides. The proof requires that their difference grows or shrinks by 1 per
     iteration, and is a multiple of `width` at one end.
@@ -159,11 +165,12 @@ def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
 
 
 def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Statement]:
-    """Returns the statements that fill the register array `name` with the elements that a loop
-    loads.
+    """Returns the statements that fill the register array `name` with the elements that an unrolled
+    loop loads.
 
-    If `guard` holds for all elements of a vector, vector loads are used. Otherwise the elements for
-    which `guard` holds are loaded one by one.
+    `load` is the load in the loop and `guard` its condition. If the condition holds for all
+    elements, vector loads are used. Otherwise the elements for which it holds are loaded one by
+    one.
     """
     width, v = sc.int_value(loop.extent), loop.symbol
     assert width is not None
@@ -207,18 +214,22 @@ def _load(name: str, load: GlobalLoad, guard: Scalar, loop: For) -> list[Stateme
 
 
 def divide_once(body: Body, least: Mapping[Scalar, int]) -> None:
-    """Replaces divisions in unrolled loops, in place, by one division per vector.
+    """Replaces index divisions in unrolled loops, in place, by one division per vector and a
+    comparison per element, which is cheaper.
 
-    A division is replaced if its divisor is provably at least the trip count. `least` maps products
-    of extents to their lower bounds, which serve as proof.
+    A division is replaced if its divisor is provably at least the number of iterations, because the
+    quotient then changes at most once. `least` has lower bounds of products of sizes, which serve
+    as proof.
     """
     _Divisions(least).run(body, {})
 
 
 class _Divisions:
-    """Replaces divisions in unrolled loops, and caches the rewritten scalars.
+    """Replaces index divisions in unrolled loops by one division per vector and a comparison per
+    element. Rewritten scalars are cached.
 
-    `least` maps products of extents to their lower bounds.
+    A division is replaced only if its divisor is large enough. `least` maps products of sizes to
+    their lower bounds, which prove this.
     """
 
     def __init__(self, least: Mapping[Scalar, int]) -> None:
@@ -228,7 +239,8 @@ class _Divisions:
     def run(self, body: Body, lanes: dict[Symbol, int]) -> None:
         """Rewrites the divisions in a body, in place.
 
-        `lanes` maps the symbols of the unrolled loops around the body to their trip counts.
+        `lanes` maps the index symbols of the unrolled loops around the body to their numbers of
+        iterations.
         """
 
         def rewritten(x: Scalar) -> Scalar:
@@ -262,12 +274,13 @@ class _Divisions:
         return self._known[key]
 
     def _divided_once(self, x: Apply, lanes: dict[Symbol, int]) -> Scalar | None:
-        """Returns an expression for `x`, a quotient or remainder, that needs no division per
-        iteration.
+        """Returns an expression for the quotient or remainder `x` that divides only in the first
+        iteration of an unrolled loop. Other iterations add to that result and compare it with the
+        divisor.
 
-        Only the result of the first iteration is computed by a division. `lanes` maps the symbols
-        of unrolled loops to their trip counts. Returns None if `x` is another operation, or if the
-        divisor may be smaller than the trip count.
+        `lanes` maps the index symbols of unrolled loops to their numbers of iterations. Returns
+        None if `x` is another operation, or if the divisor may be smaller than the number of
+        iterations.
         """
         if x.op not in ("/", "%") or sc.has_index(x.args[1]):
             return None
@@ -286,7 +299,7 @@ class _Divisions:
     def _is_at_least(self, x: Scalar, count: int) -> bool:
         """Whether `x` is provably at least `count`.
 
-        The proof uses `x` itself, or a product with a known lower bound that divides `x`.
+        The proof uses `x` itself, or the known lower bound of a product of sizes that divides `x`.
         """
         if sc.le(count, x) == sc.const(True):
             return True
