@@ -1,4 +1,5 @@
-"""Rewrites of a fusion before it is scheduled, and its segmentation.
+"""Rewrites of a fusion (a graph of tensor ops) before it is scheduled, and its division into
+kernels and library calls.
 
 Question: into which kernels and library calls is a fusion divided?
 Imports: `fuser.support`, `fuser.ir` and `fuser.ops`.

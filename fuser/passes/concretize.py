@@ -2,7 +2,8 @@
 
 Before:
 
-- Reshapes whose sizes could not be compared symbolically have `?` axes: axes of undecided kind.
+- Reshapes whose sizes could not be compared symbolically have `?` axes: it is undecided whether
+  such an axis has size 1 and is a broadcast.
 - Slices and pads that may leave one element have `?` axes.
 - Any extent may be 0.
 
@@ -11,7 +12,8 @@ After:
 - No axis is `?`, and all equal extents are the same scalar object.
 - A tensor without elements, or a reduction over no elements, is a `full`.
 - An extent of 0 is the constant 0. The symbol of any other extent is at least 1.
-- A symbolic extent of an axis that counts the devices of a mesh is the number of these devices.
+- A symbolic extent of an axis that is split over devices, one position per device, is the number of
+  these devices.
 
 Every later stage relies on these properties.
 
@@ -57,12 +59,13 @@ ExtentMap = Callable[[Scalar], Scalar]
 
 @record
 class ConcretizationKey:
-    """The decisions of `concretize`: inputs with equal keys share one concretized copy of the
-    fusion.
+    """The decisions of `concretize` for some input sizes. Inputs with equal keys share one copy of
+    the fusion, and thus its compiled programs.
 
-    Each tuple is in program order.
+    Each tuple is in program order. A `?` axis is an axis that may turn out to have size 1 and be a
+    broadcast.
 
-    - `plans`: one plan per reshape with `?` axes.
+    - `plans`: for each reshape with `?` axes, which axes it merges, splits, adds and removes.
     - `ones`: for each `?` axis of a slice, pad or expand, whether its size is 1.
     - `empty`: the extents that are 0.
     - `clamps`: for each minimum or maximum of sizes, the position of the argument that is its
@@ -79,16 +82,18 @@ class ConcretizationKey:
 
 
 def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Hashable]:
-    """Returns a copy of `fusion` in which everything that depends on sizes is decided, and a key.
+    """Returns a copy of `fusion` in which everything that depends on sizes is decided, and a key of
+    these decisions.
 
-    The key contains the decisions. Sizes with an equal key can use the same copy. `sizes` has the
-    values of extent symbols and of integer scalar inputs. For extents that are known to be equal,
-    the value of one representative symbol suffices.
+    For sizes with an equal key, the copy can be used again. `sizes` has the values of extent
+    symbols and of integer scalar inputs. Of several extents that are known to be equal, one
+    suffices.
 
     Raises:
         InputError: a reshape changes the number of elements; the index of a gather is longer than
             its table; a slice or select exceeds an axis.
-        ShardingError: an axis that counts the devices of a mesh has another extent.
+        ShardingError: an axis with one position per device of a mesh has another extent than this
+            mesh.
     """
     decide = KeyOfSizes(fusion)
     key = decide(sizes)
@@ -113,7 +118,10 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
 
 
 def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
-    """Returns the key of `concretize` for these sizes, or () if no decision depends on sizes.
+    """Returns the key of the decisions that `concretize` makes for these sizes, or () if no
+    decision depends on sizes.
+
+    Inputs with equal keys can run the same compiled programs.
 
     Raises:
         InputError, ShardingError: in the same cases as `concretize`.
@@ -122,7 +130,9 @@ def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
 
 
 class KeyOfSizes:
-    """Computes `concretization_key` for many sizes, but analyses the fusion only once."""
+    """A function of input sizes that returns the key of the decisions which `concretize` makes for
+    them. The fusion is analysed only once.
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -146,8 +156,8 @@ class KeyOfSizes:
         self._related = frozenset(x for x in related if isinstance(x, Symbol))
 
     def __call__(self, sizes: Mapping[Symbol, int]) -> Hashable:
-        """Checks the sizes, and returns the key of the decisions that `concretize` makes for these
-        sizes.
+        """Checks the sizes, and returns the key of the decisions that `concretize` makes for them.
+        Inputs with equal keys can run the same compiled programs.
 
         Raises:
             InputError, ShardingError: in the same cases as `concretize`.
@@ -187,8 +197,8 @@ class KeyOfSizes:
         return ConcretizationKey(tuple(plans), ones, empty, clamps, parts)
 
     def _ones(self, values: Mapping[Symbol, Number]) -> Iterator[bool]:
-        """Yields, for each size that decides whether a `?` axis is a broadcast, whether the size is
-        1.
+        """Yields, for each axis whose kind depends on whether its size is 1 (then it is a
+        broadcast), whether the size in `values` is 1.
         """
         sizes = self._deciding.scalars
         found = self._deciding.at_once(values) if sizes else ()
@@ -196,7 +206,8 @@ class KeyOfSizes:
         return (n == 1 for n in known)
 
     def _empty(self, values: Mapping[Symbol, Number]) -> Iterator[Scalar]:
-        """Yields each distinct symbolic extent that is 0, in program order.
+        """Yields the symbolic extents that are 0 with the sizes in `values`. Each is yielded once,
+        in program order.
 
         Raises:
             InputError: an extent is negative.
@@ -220,14 +231,18 @@ class KeyOfSizes:
 
 # ------------------------------------------------------------------ values
 def _all_values(fusion: Fusion, sizes: Mapping[Symbol, int]) -> dict[Symbol, Number]:
-    """Returns `sizes` extended by the values of all symbols that follow from equal extents."""
+    """Returns `sizes`, with the values of further symbols that are known to equal symbols in
+    `sizes`.
+    """
     values: dict[Symbol, Number] = dict(sizes)
     complete(fusion, values)
     return values
 
 
 def _used_extents(fusion: Fusion) -> dict[Scalar, TensorView]:
-    """Returns extent -> first tensor with this extent, for all extents that are not constant."""
+    """Returns all extents that are not constant, each with the first tensor that has an axis of
+    this extent.
+    """
     found: dict[Scalar, TensorView] = {}
     for tv in _used_tensors(fusion):
         for axis in tv.domain.logical:
@@ -244,9 +259,10 @@ def _used_tensors(fusion: Fusion) -> Iterator[TensorView]:
 
 # ------------------------------------------------------------------ reshapes
 def _counts(fusion: Fusion, op: ReshapeOp) -> tuple[Scalar, Scalar] | None:
-    """Returns the numbers of elements of a reshape's operand and result.
+    """Returns the numbers of elements of a reshape's operand and result, which must be checked to
+    be equal when the sizes are known.
 
-    Returns None if the two are provably equal.
+    Returns None if they are provably equal.
     """
     have, want = (
         sc.product(fusion.canonical(a.size) for a in tv.domain.no_reductions)
@@ -271,7 +287,9 @@ def _check_counts(
 
 
 def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` if a gather's or scatter's index is too long along an axis."""
+    """Raises `InputError` if the index tensor of a gather or scatter is longer, along an axis, than
+    the tensor that it indexes.
+    """
     for k, tv in op.limits():
         want, have = (
             [size_of(a.size, values) for a in t.domain.no_reductions] for t in (op.index, tv)
@@ -285,9 +303,10 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields the distances of a slice's bounds from the ends of its axes; none may be negative.
+    """Yields, for each axis that a slice cuts, the distances of its bounds from the ends of the
+    axis. None of them may be negative.
 
-    A negative distance means that the slice exceeds an axis. Distances that are provably not
+    A negative distance means that the slice exceeds the axis. Distances that are provably not
     negative are omitted.
     """
     for axis, start, stop in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
@@ -296,7 +315,9 @@ def _room(op: SliceOp) -> Iterator[Scalar]:
 
 
 def _check_bounds(ops: Sequence[SliceOp], values: Mapping[Symbol, Number]) -> None:
-    """Raises `InputError` for a slice that exceeds its axis, which has the size in `values`."""
+    """Raises `InputError` if one of the slices `ops` exceeds its axis, with the sizes in
+    `values`.
+    """
     for op in ops:
         for axis, *bounds in zip(op.inp.domain.no_reductions, op.starts, op.stops, strict=True):
             size = size_of(axis.size, values)
@@ -316,11 +337,11 @@ def _at(op: TensorOp) -> str:
 
 
 def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> ReshapePlan:
-    """Returns how a reshape is divided into squeezes, merges, splits and broadcasts, for known
-    sizes.
+    """Returns how a reshape is divided into squeezes, merges, splits and new axes, with the sizes
+    in `values`.
 
-    `values` are the sizes. The reshape has `?` axes, because its symbolic sizes alone do not decide
-    the division.
+    Symbolic sizes alone do not decide this, for example whether [i1, i2] -> [i3] merges two axes or
+    removes one.
     """
     sources = op.inp.domain.no_reductions
     ins = [size_of(a.size, values) for a in sources]
@@ -343,9 +364,11 @@ def _plan(fusion: Fusion, op: ReshapeOp, values: Mapping[Symbol, Number]) -> Res
 
 # ------------------------------------------------------------------ devices
 def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
-    """Returns the logical axes with a symbolic extent whose positions are devices of a mesh.
+    """Returns pairs (tensor, axis) of the axes with a symbolic extent that have one position per
+    device of the tensor's mesh.
 
-    The axes that the user put on a device type come first.
+    The axes that the user placed on devices come first, so that an error message names the user's
+    line.
     """
     found: list[tuple[TensorView, IterDomain]] = []
     placed = [tv for tv in fusion.tensors() if tv.mesh is not None]
@@ -364,12 +387,16 @@ def _device_axes(fusion: Fusion) -> list[tuple[TensorView, IterDomain]]:
 
 
 def _number_of_devices(fusion: Fusion) -> int:
-    """Returns the least common multiple of the sizes of all meshes, or 1 without meshes."""
+    """Returns a number of devices that all meshes of the fusion divide: the least common multiple
+    of their sizes, or 1 without meshes.
+    """
     return lcm(*{tv.mesh.size for tv in fusion.tensors() if tv.mesh is not None})
 
 
 def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
-    """Returns the symbolic extents that only the operand or only the result of a reshape has."""
+    """Returns the symbolic extents that a reshape may split or merge: those that either its operand
+    or its result has, but not both.
+    """
     found: dict[Scalar, None] = {}
     for op in fusion.used_exprs():
         if isinstance(op, ReshapeOp):
@@ -384,7 +411,9 @@ def _reshaped_extents(fusion: Fusion) -> tuple[Scalar, ...]:
 
 
 def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
-    """Raises `ShardingError` unless `extent` is the number of devices that the axis counts."""
+    """Raises `ShardingError` unless `extent`, the size of an axis with one position per device, is
+    the number of devices of `tv`'s mesh along this axis.
+    """
     assert tv.mesh is not None, f"{tv} has no mesh"
     if extent != tv.mesh.size_of(axis.ptype):
         line = tv.cut_lines.get(axis.ptype) or tv.user_line()
@@ -392,7 +421,9 @@ def check_device_axis(tv: TensorView, axis: IterDomain, extent: int) -> None:
 
 
 def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
-    """Returns the symbolic extents of device axes, each mapped to its number of devices."""
+    """Returns the values of symbolic extents of axes with one position per device: for each, the
+    number of these devices.
+    """
     counts: dict[Scalar, Scalar] = {}
     for tv, axis in _device_axes(fusion):
         assert tv.mesh is not None, f"{tv} has no mesh"
@@ -406,10 +437,10 @@ def _numbers_of_devices(fusion: Fusion) -> dict[Scalar, Scalar]:
 def _use_representatives(
     fusion: Fusion, values: Mapping[Symbol, Number], known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrites every extent and scalar operand, in place.
+    """Rewrites every extent and scalar operand of `fusion`, in place.
 
-    Each symbol becomes the representative of its equal symbols, and scalars in `known` become their
-    known values. Extents that are 0 for these sizes become the constant 0.
+    Of several symbols that are known to be equal, one replaces all. Keys of `known` are replaced by
+    their values. Extents that are 0 with the sizes in `values` become the constant 0.
     """
     memo: dict[Scalar, Scalar] = {}
 
@@ -430,19 +461,20 @@ def _refined(symbol: Symbol) -> Symbol:
 
 
 def refined_sizes(sizes: Mapping[Symbol, int]) -> dict[Symbol, int]:
-    """Returns `sizes`, and the same sizes under the symbols that a concretized fusion uses.
+    """Returns `sizes`, extended by the same sizes under the symbols of a concretized fusion.
 
-    `concretize` replaces the symbol of an extent by a symbol with the lower bound 1. The values of
-    extents that are 0 are not repeated.
+    `concretize` replaces the symbol of an extent by a symbol with the lower bound 1. Extents that
+    are 0 have no such symbol.
     """
     return {**sizes, **{_refined(s): n for s, n in sizes.items() if n > 0}}
 
 
 def refine_extents(fusion: Fusion) -> None:
-    """Replaces each extent by a symbol that is at least 1, in a fusion that is not concretized.
+    """Replaces the symbol of each extent by one that is at least 1, in place, so that a kernel can
+    be compiled for all sizes that are not 0.
 
-    `fusion` is changed in place. Its kernels run only for sizes without a 0. `?` axes of slices and
-    pads become iteration axes.
+    `fusion` is not concretized: nothing in it has been decided by input sizes. Axes of slices and
+    pads that may have size 1 are treated like all others.
     """
     iterate_resized(fusion)
     known = _decided(fusion, lambda _: None)
@@ -454,7 +486,9 @@ def refine_extents(fusion: Fusion) -> None:
 
 
 def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
-    """Replaces each key of `known` by its value in all scalars of `fusion`, in place."""
+    """Replaces each key of `known` by its value, in all sizes and scalar operands of `fusion`, in
+    place.
+    """
 
     def replaced(x: Scalar) -> Scalar:
         return sc.substitute(x, known)
@@ -463,7 +497,8 @@ def replace_scalars(fusion: Fusion, known: Mapping[Scalar, Scalar]) -> None:
 
 
 def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[Scalar, Scalar]:
-    """Returns the replacements of extent symbols: 0 if the value is 0, else a symbol of at least 1.
+    """Returns the replacements of the symbols of extents: 0 if the value is 0, else a symbol that
+    is at least 1.
 
     `value` returns the value of a symbol, or None if the value is unknown.
     """
@@ -479,10 +514,11 @@ def _decided(fusion: Fusion, value: Callable[[Symbol], Number | None]) -> dict[S
 def _rewrite(
     fusion: Fusion, extent: ExtentMap, operand: ExtentMap, known: Mapping[Scalar, Scalar]
 ) -> None:
-    """Rewrites every scalar of a fusion, in place: extents, operands, inputs and equalities.
+    """Rewrites every scalar of a fusion, in place: extents, scalar operands, inputs, and the
+    equalities between extents.
 
-    `extent` maps extents, and `operand` maps scalar operands. `known` has the replacements for
-    inputs and equalities.
+    `extent` returns the new scalar for an extent, and `operand` that for a scalar operand. `known`
+    has the replacements for inputs and equalities.
     """
     tensors = fusion.tensors()
     for tv in tensors:
@@ -525,7 +561,8 @@ Values = Mapping[Symbol, Number]
 
 
 def fill_empty(fusion: Fusion, values: Values) -> None:
-    """Replaces ops that reduce no elements, or whose result has none, by `full` ops, in place.
+    """Replaces ops that reduce no elements, or whose result has none, by `full` ops with the values
+    of the result, in place.
 
     `values` has the sizes. Nothing changes if no extent is 0.
     """
@@ -544,9 +581,9 @@ def _is_empty(axis: IterDomain, values: Values) -> bool:
 
 def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
     """Returns the ops that replace `op` if its result has no elements, or if `op` reduces no
-    elements.
+    elements: usually `full` ops with the values of the results.
 
-    Otherwise, returns `op` itself.
+    In all other cases, returns `op` itself.
     """
     if isinstance(op, nodes.LibraryOp) and op.TAKES_EMPTY:
         return [op]
@@ -578,7 +615,9 @@ def _filled(fusion: Fusion, op: TensorOp, values: Values) -> list[TensorOp]:
 
 
 def _fill_values(op: TensorOp) -> list[Scalar]:
-    """Returns, for each output, the value with which a `full` replaces its elements."""
+    """Returns, for each output of `op`, the value of all its elements if `op` has nothing to
+    compute from: for example 0 for a sum of no elements.
+    """
     match op:
         case nodes.ReductionOp():
             return [op.init]
@@ -597,9 +636,9 @@ def _fill_values(op: TensorOp) -> list[Scalar]:
 
 
 def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[TensorOp]:
-    """Returns the ops that replace a `LinearOp` that sums over no elements.
+    """Returns the ops that replace a linear layer which sums over no elements.
 
-    The result is then the bias, which these ops expand to the shape of the result.
+    Its result is the bias. The ops expand the bias to the shape of the result.
     """
     flags = op.bias_lacks
     op.out.domain = op.out.domain.without_root()
@@ -630,10 +669,12 @@ def _bias_alone(fusion: Fusion, op: nodes.LinearOp, bias: TensorView) -> list[Te
 
 
 class Clamps:
-    """The integer minima and maxima (clamps) of sizes in the extents of a fusion.
+    """The minima and maxima of integer sizes (clamps) in the extents of a fusion, such as the end
+    of a slice, `min(64, n)`.
 
-    For given sizes, each clamp equals one of its two arguments (`decide`). A clamp that occurs only
-    in scalar operands is not decided, because it may differ between runs with equal sizes.
+    For given sizes, each clamp equals one of its two arguments. The choice (`decide`) holds for a
+    whole class of inputs, and makes extents simpler. A clamp that occurs only in scalar operands is
+    not decided, because it may differ between runs with equal sizes.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -649,10 +690,11 @@ class Clamps:
         self._distances = Computed([sc.sub(*x.args) for x in self._found if isinstance(x, Apply)])
 
     def decide(self, values: Mapping[Symbol, Number]) -> tuple[int, ...]:
-        """Returns, for each clamp, the position of the argument that is its value (0 or 1).
+        """Returns, for each minimum or maximum of sizes (clamp), the position of the argument that
+        is its value: 0 or 1.
 
         If both arguments have the same value, a constant argument is preferred. Returns () if a
-        size is unknown.
+        size in `values` is missing.
         """
         distances = self._distances.at_once(values) if self._found else None
         if distances is None:
@@ -664,9 +706,10 @@ class Clamps:
     def replacements(
         self, fusion: Fusion, choices: tuple[int, ...], known: Mapping[Scalar, Scalar]
     ) -> dict[Scalar, Scalar]:
-        """Returns `known`, extended by the chosen argument of each clamp.
+        """Returns `known`, extended by the replacement of each minimum or maximum of sizes (clamp)
+        by one of its arguments.
 
-        `fusion` is a copy of the analysed fusion, and `choices` is the result of `decide`.
+        `choices` is the result of `decide`. `fusion` is a copy of the fusion of this object.
         """
         found = dict(known)
         for x, choice in zip(self._found, choices, strict=bool(choices)):

@@ -1,6 +1,7 @@
-"""The ordered passes that run on a concretized fusion before it is sharded and segmented.
+"""The ordered passes that run on a concretized fusion before it is distributed over devices and
+divided into kernels.
 
-In a concretized fusion, everything that depends on sizes is decided (`concretize.py`).
+In a concretized fusion, everything that depends on input sizes is decided (`concretize.py`).
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ _KINDS = {UnaryOp: ("neg",), BinaryOp: ("add", "sub", "mul")}
 def look_up_first(fusion: Fusion) -> None:
     """Moves a lookup in front of elementwise ops that compute its table.
 
-    The table of a lookup must be in memory (`segment.py`). A separate kernel would therefore
+    A generated kernel reads the table of a lookup from memory. A separate kernel would therefore
     compute and write the whole table, although the lookup reads only some elements:
 
         T2 = sub(T0 [n, v], T1 [n, 1])             T4 = takeAlongAxis(T0, T5, dim = 1)
         T3 = takeAlongAxis(T2, T5, dim = 1)   ->   T3 = sub(T4, T1)
 
     Before: any fusion. After: no table that only its lookup reads is the result of a cast, sum,
-    difference, product or negation that could be moved. Such an op has one floating operand with
-    the looked-up axis, and its other operands are constant along this axis. These ops cost less
-    than the memory traffic that they save, even if elements are looked up repeatedly. NaN stays
-    NaN.
+    difference, product or negation that could be moved. Such an op has one floating-point operand
+    with the looked-up axis, and its other operands are constant along this axis. These ops cost
+    less than the memory traffic that they save, even if elements are looked up repeatedly. NaN
+    stays NaN.
     """
     is_done = False
     while not is_done:
@@ -65,7 +66,8 @@ def look_up_first(fusion: Fusion) -> None:
 
 
 def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
-    """Returns the operand from which a lookup can read instead of reading its table, or None.
+    """Returns the operand of `made` from which the lookup `op` can read instead of reading its
+    table, so that `made` computes only the looked-up elements. Returns None if there is none.
 
     `made` is the op that computes the table.
     """
@@ -84,9 +86,11 @@ def _source(fusion: Fusion, op: LookupOp, made: TensorOp) -> TensorView | None:
 
 
 def _fits(op: LookupOp, others: set[TensorView]) -> bool:
-    """Returns whether an elementwise op can combine a lookup's result with the operands `others`.
+    """Returns whether the lookup's result can be an operand of the elementwise op that now computes
+    the table of the lookup `op`.
 
-    `others` are the operands of the table's definition that the lookup would not read.
+    `others` are the further operands of that elementwise op. Their shapes must be compatible with
+    the lookup's result.
     """
     if any(v.domain.no_reductions[op.axis].expanded is not None for v in others):
         return False
@@ -102,9 +106,9 @@ def _fits(op: LookupOp, others: set[TensorView]) -> bool:
 
 
 def _looked_up_first(fusion: Fusion, op: LookupOp, made: TensorOp, source: TensorView) -> None:
-    """Replaces the lookup `op` by a lookup of `source` and a copy of `made` that reads its result.
+    """Replaces the lookup `op` by a lookup of `source`, and a copy of `made` that reads its result.
 
-    `made` is the op that computed the table of `op` from `source`.
+    `made` is the elementwise op that computed the table of `op` from `source`.
     """
     before = fusion.exprs
     with FusionGuard(fusion):
@@ -143,7 +147,7 @@ def view_first(fusion: Fusion) -> None:
     """Moves a reshape that a reduction reads in front of elementwise ops on an input.
 
     Reshaping an input costs nothing, because the result is a view (`view_ops.py`). If the reshape
-    comes after a cast, the axes of the reduction are not axes of the input. A scheduler then knows
+    comes after a cast, the axes of the reduction are not axes of the input. A schedule then knows
     neither their order in memory nor their alignment. In group norm:
 
         T1 = __bfloat2float(T0 [n, c, h, w])          T3 = reshape(T0) [n, g, c / g * h * w]
@@ -151,8 +155,8 @@ def view_first(fusion: Fusion) -> None:
         .. = Welford(T2)                              .. = Welford(T2)
 
     Before: any fusion. After: a reshape whose result reaches a reduction does not read the result
-    of elementwise ops on an input, unless other ops also read that result. Inputs that an update
-    overwrites are excluded, because their views would show the new values.
+    of elementwise ops on an input, unless other ops also read that result. Inputs that an in-place
+    update overwrites are excluded, because their views would show the new values.
     """
     if not any(isinstance(op, ReshapeOp) for op in fusion.exprs):
         return
@@ -175,9 +179,8 @@ def _read_by_reductions(fusion: Fusion) -> set[TensorView]:
 
 
 def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
-    """Returns the op that defines a reshape's operand, if this op could run after the reshape.
-
-    Otherwise, returns None.
+    """Returns the elementwise op that computes the operand of the reshape `op`, if the two can be
+    exchanged so that the reshape becomes a view of an input. Otherwise, returns None.
     """
     tv = op.inp
     if any(t.mesh_is_user_set or t.cut_lines or t.domain.allocation for t in (tv, op.out)):
@@ -189,7 +192,7 @@ def _computed(fusion: Fusion, op: ReshapeOp) -> TensorOp | None:
 
 
 def _begins_with_input(fusion: Fusion, tv: TensorView) -> bool:
-    """Returns whether a chain of unary ops computes `tv` from an input that no update
+    """Returns whether a chain of unary ops computes `tv` from an input that no in-place update
     overwrites.
     """
     while isinstance(made := fusion.definition(tv), _ELEMENTWISE):
@@ -248,7 +251,7 @@ def consecutive_casts(fusion: Fusion) -> None:
     """Removes a cast that does not round if its result is cast again.
 
     Before: cast(cast(x, A), B), where A represents every value of x's dtype. After: cast(x, B), or
-    x itself if B is x's dtype. A cast that rounds stays.
+    x itself if B is x's dtype. If the first cast rounds, both stay.
 
         T1 = __half2float(T0)
         T2 = __float2half(T1)      ->   uses of T2 read T0
@@ -280,8 +283,9 @@ def consecutive_casts(fusion: Fusion) -> None:
 def remove_bcast_squeeze(fusion: Fusion) -> None:
     """Removes a squeeze of axes that a broadcast has just inserted.
 
-    Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x with the
-    remaining flags. Kernels then have no loops over axes that are inserted and removed again.
+    Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x that
+    inserts or removes the other axes. Kernels then have no loops over axes that are inserted and
+    removed again.
 
         T1 = broadcast( T0, flags = {false, true} )
         T2 = squeeze( T1, flags = {false, true} )      ->   uses of T2 read T0
@@ -303,9 +307,10 @@ def remove_bcast_squeeze(fusion: Fusion) -> None:
 
 
 def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
-    """Returns whether uses of `tv` may read another tensor instead.
+    """Returns whether ops that read `tv` may read another tensor with equal values instead.
 
-    `tv` must not be an output, and the user must not have set its mesh or layout.
+    They may not if `tv` is an output, or if the user declared its placement on devices or its
+    layout.
     """
     return tv not in fusion.outputs and not tv.mesh_is_user_set and not tv.domain.allocation
 
@@ -313,8 +318,8 @@ def is_replaceable(fusion: Fusion, tv: TensorView) -> bool:
 def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
     """Returns one op from `first.inp` to `second.out` that replaces a broadcast and a squeeze.
 
-    The op is a broadcast, a squeeze, or a reshape that changes nothing if no flag remains. Returns
-    None if both a broadcast and a squeeze would remain.
+    It is a broadcast, a squeeze, or a reshape that changes nothing if every inserted axis is
+    removed again. Returns None if both a broadcast and a squeeze would remain.
     """
     pairs = list(zip(first.flags, second.flags, strict=True))
     added = [new for new, gone in pairs if not gone]
@@ -332,9 +337,9 @@ def _joined(first: BroadcastOp, second: SqueezeOp) -> TensorOp | None:
 def separate_updates(fusion: Fusion) -> None:
     """Adds a copy of each input that is itself written into another input.
 
-    Before: an in-place output may be a fusion input itself. After: such an output is a `set` (copy)
-    of that input, so the input's old value is read by an op. The lowering to a host program
-    requires this.
+    Before: the tensor that an in-place update writes may be a fusion input. After: it is a copy
+    (`set`) of that input, so an op reads the input's old value before another update overwrites it.
+    Host programs are built on this assumption.
 
         inputs T0, T1; T0 -> T1, T1 -> T0      T2 = set(T0); T3 = set(T1); T2 -> T1, T3 -> T0
     """
@@ -346,9 +351,10 @@ def separate_updates(fusion: Fusion) -> None:
 
 
 def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
-    """Makes `value`, a copy of the in-place output, the tensor that is written into the input.
+    """Changes an in-place update so that it writes `value` into the input.
 
-    `alias` is the update that is changed.
+    `alias` is the update. `value` is a new tensor that becomes a copy of the tensor which was
+    written before.
     """
     op = LoadStoreOp(value, alias.out)
     definition = fusion.definition(alias.out)
@@ -369,8 +375,8 @@ def write_instead(fusion: Fusion, alias: Alias, value: TensorView) -> None:
 def remove_unused(fusion: Fusion) -> None:
     """Removes ops on which no output depends.
 
-    Before: any fusion. After: some output depends on every op. Later passes and the segmenter rely
-    on this.
+    Before: any fusion. After: some output depends on every op. Later passes and the division into
+    kernels rely on this.
     """
     fusion.exprs = fusion.used_exprs()
 
@@ -396,7 +402,7 @@ PASSES: tuple[tuple[str, Callable[[Fusion], None]], ...] = (
 def run_passes(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
     """Runs all passes in place, and verifies the fusion after each pass.
 
-    `repeated` has the numbers (ids) of the input axes that have stride 0 for the inputs at hand, so
+    `repeated` has the numbers (ids) of the input axes that have stride 0 for the current inputs, so
     that memory holds only one element along these axes.
     """
     # First, so that the other passes also rewrite the ops that it adds.
@@ -430,9 +436,11 @@ def masks_to_biases(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def _bias_of_mask(op: SdpaFwdOp, mask: TensorView, repeated: Collection[int]) -> TensorView:
-    """Appends ops that compute a bias from a mask, and from the bias that `op` has already, if any.
+    """Appends ops that compute the additive bias which replaces the boolean mask of the attention
+    `op`, and returns the bias.
 
-    Returns the new bias. `repeated` has the numbers (ids) of axes of stride 0.
+    If `op` has a bias already, its values are used where the mask is true. `repeated` has the
+    numbers (ids) of axes of stride 0, where the new bias needs only one element.
     """
     axes = mask.domain.no_reductions
     if op.bias is None and any(axis.number in repeated for axis in axes):

@@ -4,17 +4,18 @@
 
 Before: inputs, tensors with a declared layout and communicated tensors have a memory order.
 
-After: every other tensor has the memory order of an operand, without gaps, as its allocation
-domain. If that order is the order of the tensor's axes, the allocation domain stays empty. The
-order is a hint: no op relies on it, and declared layouts stay. An output that is a view of an input
-has the strides of that view, gaps included.
+After: every other tensor has the memory order of an operand, without gaps. It is stored as the
+tensor's allocation domain (its axes in the order in which memory is laid out), which stays empty if
+this is the order of the axes that the user sees. The order is a hint: no op relies on it, and
+declared layouts stay. An output that is a view of an input has the strides of that view, gaps
+included.
 
 - An op follows the operand with most axes in memory, or the first such operand. Other operands only
   order axes that this operand lacks.
 - Views keep an order as far as possible. A reshape has no order if it merges axes that are not
   adjacent in memory.
 - Library ops write row-major results, except ops that name the operand to follow (attention).
-- Factories and axes of stride 0 have no order.
+- Ops without tensor operands (such as `full`), and axes of stride 0, have no order.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ def infer_layouts(
     fixed: Collection[TensorView] = (),
     is_part: Callable[[TensorOp], bool] = lambda op: False,
 ) -> None:
-    """Sets the memory orders of the tensors of `fusion`, in place.
+    """Sets the memory orders of the tensors of `fusion`, in place: a result gets the order of one
+    of its operands.
 
-    - `repeated` has the numbers (ids) of the input axes that have stride 0 for the inputs at hand.
+    - `repeated` has the numbers (ids) of the input axes that have stride 0 for the current inputs,
+      so that memory holds one element along them.
     - `fixed` tensors keep their declared order.
     - `is_part` returns whether the result of an op is a part of its operand's memory.
     """
@@ -89,9 +92,11 @@ def infer_layouts(
 
 def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) -> set[TensorView]:
     """Returns the tensors that library ops read as batches of matrices, directly or through views.
+    Their memory order must not be changed.
 
-    The memory order of these tensors is not changed. torch would copy a tensor if a batch axis were
-    inside of a matrix. Outputs of the fusion are excluded.
+    Otherwise a batch axis could be inside of a matrix in memory, and torch would copy the tensor.
+    Outputs of the fusion are not in the result. `is_part` returns whether the result of an op is a
+    part of its operand's memory.
     """
     found: set[TensorView] = set()
     for op in reversed(fusion.exprs):
@@ -102,34 +107,38 @@ def _read_by_library_ops(fusion: Fusion, is_part: Callable[[TensorOp], bool]) ->
 
 
 def _followed_operand(op: TensorOp, out: TensorView) -> TensorView | None:
-    """Returns the operand in whose memory order torch writes the result `out` of `op`, or None.
+    """Returns the operand in whose memory order torch writes the result `out` of the library op
+    `op`.
 
-    The result is None for ops that torch does not execute, and for row-major results.
+    Returns None if torch does not execute `op`, or if the result is row-major.
     """
     return op.followed_by(out) if isinstance(op, LibraryOp) else None
 
 
 def _read_by_rows(fusion: Fusion) -> set[TensorView]:
-    """Returns the operands of library ops that accept batches with any strides.
-
-    torch copies such an operand if its last axis is not the innermost axis in memory.
+    """Returns the operands of the library ops that accept batches with any strides. Only their rows
+    must be contiguous: torch copies such an operand if its last axis is not the innermost axis in
+    memory.
     """
     ops = (op for op in fusion.exprs if isinstance(op, LibraryOp) and op.TAKES_ANY_BATCHES)
     return {v for op in ops for _, v in tensor_operands(op)}
 
 
 def _ends_elsewhere(tv: TensorView, order: Order) -> bool:
-    """Returns whether the innermost axis in memory is not the last axis of the tensor.
+    """Returns whether the innermost axis of a tensor in memory is not its last axis.
 
-    `order` is the memory order, without axes that are not stored.
+    `order` has the positions of the axes in memory, outermost first, without axes that are not
+    stored.
     """
     return bool(order) and order[-1] != max(order)
 
 
 def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
-    """Returns the declared memory order of a tensor, without axes of stride 0.
+    """Returns the declared memory order of a tensor: the positions of its axes, outermost first,
+    without axes of stride 0.
 
-    `repeated` has the numbers (ids) of axes of stride 0. Returns () if no other axis has an order.
+    `repeated` has the numbers (ids) of axes that have stride 0 for the current inputs. Returns ()
+    if nothing is declared.
     """
     axes = tv.domain.no_reductions
     order = declared_order(tv) or ()
@@ -137,7 +146,8 @@ def _given(tv: TensorView, repeated: Collection[int] = ()) -> Order:
 
 
 def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order]) -> Order:
-    """Returns the order that a result takes from its operands, or () if no operand has an order.
+    """Returns the memory order that the result `out` of `op` takes from its operands: the positions
+    of its axes, outermost first. Returns () if no operand has an order.
 
     `orders` has the orders of the operands.
     """
@@ -155,7 +165,8 @@ def _followed(op: TensorOp, out: TensorView, orders: Mapping[TensorView, Order])
 
 
 def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order | None:
-    """Returns the memory order of operand `index` as positions of axes of the result `out`.
+    """Translates the memory order of operand number `index` of `op` to the axes of the result
+    `out`: returns the positions of these axes, outermost first.
 
     Axes that the result lacks are omitted. Returns None if the operand's order does not determine
     the order of the result's axes.
@@ -174,10 +185,11 @@ def _carried(op: TensorOp, index: int, order: Order, out: TensorView) -> Order |
 
 
 def _through(t: Transform, order: list[int]) -> list[int] | None:
-    """Returns the order of axes after a transform, given the order before the transform.
+    """Returns the memory order of a tensor's axes after a split, merge or similar transform `t`,
+    from the order before.
 
-    Orders are lists of axis numbers (ids). Returns None if the transform merges axes that are not
-    adjacent.
+    Orders are lists of axis numbers (ids), outermost first. Returns None if the transform merges
+    axes that are not adjacent in memory.
     """
     found = [n for n in t.inputs if n in order]
     if not found:
@@ -189,10 +201,11 @@ def _through(t: Transform, order: list[int]) -> list[int] | None:
 
 
 def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
-    """Returns `positions`, with each pair sorted by the first of `orders` that contains both.
+    """Sorts axis positions into a memory order, outermost first: each two axes have the order in
+    which the first of `orders` with both of them has them.
 
-    A pair that no order contains keeps its order. This is the insertion sort by which torch orders
-    the axes of a result, starting with the innermost axis.
+    Two axes that are together in none of `orders` keep the order of `positions`. This is the
+    insertion sort by which torch orders the axes of a result, starting with the innermost axis.
     """
     found = list(reversed(positions))
     for end in range(1, len(found)):
@@ -210,19 +223,19 @@ def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
 
 
 def _viewed(op: TensorOp, strides: Mapping[TensorView, Strides]) -> Strides | None:
-    """Returns the strides of a view op's result.
+    """Returns the strides of an op's result if the op is a view (shares the memory of its operand).
 
-    Returns None if the op is no view, or if the strides of its operand are unknown.
+    Returns None if it is no view, or if `strides` does not have its operand's strides.
     """
     known = strides.get(op.inputs[0])  # pyright: ignore[reportArgumentType, reportCallIssue]
     return None if known is None else view_strides(op, known, TensorView.shape)
 
 
 def _lay(tv: TensorView, order: Order, view: Strides | None) -> None:
-    """Declares the memory order of a tensor if this order differs from the order of the tensor's
-    axes.
+    """Declares the memory order of a tensor, unless it is the order of the tensor's axes.
 
-    If `view` has strides, the gaps between these strides are declared, too.
+    `order` has the positions of the stored axes, outermost first. If the tensor is a view, `view`
+    has its strides, and gaps between these are declared, too.
     """
     if list(order) != sorted(order):
         set_memory_order(tv, _joined([order], range(tv.ndim)))

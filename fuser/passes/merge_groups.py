@@ -1,8 +1,9 @@
 """Merges kernels that share tensors, if a scheduler accepts the merged kernel.
 
-The *steps* of a program are groups of kernel ops, and all other ops. Steps form a graph, in which
-merging two groups contracts an edge. A group is merged with as many other groups as possible at
-once. If a scheduler refuses the merged group, half as many are tried.
+The *steps* of a program are its kernels (a kernel is a group of ops), and all ops that no kernel
+computes. Steps form a graph, in which merging two groups contracts an edge. A group is merged with
+as many other groups as possible at once. If a scheduler refuses the merged group, half as many are
+tried.
 
 The steps are numbered so that each step has a larger number than the steps on which it depends. To
 find out whether one step depends on another, only steps with numbers between the two are visited. A
@@ -49,8 +50,10 @@ class SegmentGroup:
     """The ops of one kernel.
 
     - `first` and `last` are the positions of the first and the last op in program order.
-    - `scheduler` and `fusion` are set once a scheduler has accepted the group.
-    - `totals` are sums over rows of which this kernel computes only partial sums (`row_parts`).
+    - `scheduler` (the name of the automatic schedule) and `fusion` are set once a scheduler has
+      accepted the group.
+    - `totals` are sums over rows of which this kernel computes only partial sums; another kernel
+      adds these up.
     """
 
     ops: frozenset[TensorOp]
@@ -71,10 +74,11 @@ _Step = int | TensorOp
 
 @record
 class _Contraction:
-    """The data to undo a merge of two groups: the groups and their keys in `Merger._groups`.
+    """The data to undo a merge of two kernels: both groups of ops, and their keys in
+    `Merger._groups`.
 
-    The merged group has the key `place` of the first group. `moved` has the old numbers of the
-    steps that were renumbered.
+    The merged group has the key `place` of the first group. `moved` has the old numbers, in
+    execution order, of the groups and ops that were renumbered.
     """
 
     place: int
@@ -85,7 +89,7 @@ class _Contraction:
 
 
 class Merger:
-    """Merges two groups that share inputs, or of which one reads outputs of the other.
+    """Merges kernels (groups of ops) that share inputs, or of which one reads outputs of the other.
 
     - `groups` are the kernels to begin with. `others` are the ops that no kernel computes.
     - `position` numbers all ops in program order.
@@ -132,9 +136,11 @@ class Merger:
         self._sizes: dict[TensorView, str] = {}
 
     def run(self, kinds: Sequence[str | None] = KINDS) -> list[SegmentGroup]:
-        """Merges until nothing changes, and returns the remaining groups in program order.
+        """Merges kernels (groups of ops) until nothing changes, and returns the remaining groups in
+        program order.
 
-        The order of the kinds (`_merge_all` describes each kind) has these reasons:
+        `kinds` are the kinds of merges to try, in this order; `_merge_all` describes each. The
+        order has these reasons:
 
         - "reduction" is first: a group that reads one of several sums mostly reads all of them.
         - None and "tail" follow. These two kinds complete the kernels of reductions, so that groups
@@ -149,13 +155,13 @@ class Merger:
         return [self._groups[place] for place in sorted(self._groups)]
 
     def _merge_all(self, kind: str | None) -> bool:
-        """Merges each group with later groups, and returns whether any groups were merged.
+        """Merges each kernel (group of ops) with later ones, and returns whether any were merged.
 
-        `kind` is the kind of merge:
+        `kind` says which groups are merged:
 
         - "reduction", "pointwise": both groups have this kind and the same size.
         - None: one group reads a result of a reduction group, or is pointwise and reads only
-          tensors that a kernel along rows reads.
+          tensors that a kernel along rows (one that keeps whole rows on the chip) reads.
         - "tail": one group reads only results of the other group's reductions.
         - "rows": one group sums over the rows along which the other group's kernel works.
         - "whole": one group writes tensors as large as the operand that the other group reduces.
@@ -170,9 +176,11 @@ class Merger:
         return len(self._groups) < before
 
     def _extend(self, place: int, kind: str | None) -> bool:
-        """Merges the group with key `place` with as many other groups as a scheduler accepts.
+        """Merges the kernel with key `place` with as many other kernels as a scheduler accepts in
+        one merge, and returns whether any were merged.
 
-        After a refusal, half as many groups are tried. Returns whether any groups were merged.
+        `kind` is the kind of merge (see `_merge_all`). After a refusal, half as many kernels are
+        tried.
         """
         most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
@@ -203,12 +211,13 @@ class Merger:
         return kind != "pointwise" or self._pays(fusions[:-1], fusions[-1])
 
     def _joins_a_sum(self, place: int, part: SegmentGroup) -> bool:
-        """Returns whether a pointwise part of a merged group could join another sum instead.
+        """Returns whether `part`, a pointwise part of the merged kernel `place`, could join the
+        kernel of another sum instead, which is faster.
 
-        An example is the gradient of rows: this part can join the kernel that sums a weight's
-        gradient. Measured on an H200, layer norm of 128 x 262144 in float32: 184 us with the row
-        gradients in that kernel. With the row gradients in the kernel of the sums of their own rows
-        (in clusters): 226 us.
+        An example is the gradient of a norm's input, which can join the kernel that sums the
+        gradient of the weight. Measured on an H200, layer norm of 128 x 262144 in float32: 184 us
+        with the input's gradient in that kernel, and 226 us with it in the kernel (in clusters)
+        that sums its own rows.
         """
         space, mine = self._space_of(part), self._space(place)
         return any(
@@ -220,10 +229,11 @@ class Merger:
 
     # ------------------------------------------------------------ who may merge
     def _partner(self, place: int, kind: str | None) -> int | None:
-        """Returns the key of the first later group that may be merged with the group `place`, or
+        """Returns the key of the first later kernel that may be merged with the kernel `place`, or
         None.
 
-        Only groups that share a tensor with the group `place` are considered.
+        `kind` is the kind of merge (see `_merge_all`). Only kernels that share a tensor with the
+        kernel `place` are considered.
         """
         group = self._groups[place]
         if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:
@@ -274,11 +284,12 @@ class Merger:
     def _is_whole(
         self, a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]
     ) -> bool:
-        """Returns whether group a is pointwise and group b reduces a tensor of the same size.
+        """Returns whether kernel a is pointwise and kernel b reduces a tensor of the same size,
+        which a reads or writes.
 
-        Group a must read or write this tensor. The merged kernel does the work of group b and in
-        addition only writes the outputs of a. A group that transposes a tensor is excluded, because
-        such groups have a schedule of their own. `spaces` are the iteration spaces of a and b.
+        The merged kernel does the work of b, and in addition only writes the outputs of a. A kernel
+        that transposes a tensor is excluded, because it needs another schedule. `spaces` are kind
+        and size of the loops of a and b.
         """
         if a.scheduler != "pointwise" or spaces[1][0] != "reduction":
             return False
@@ -290,10 +301,11 @@ class Merger:
         return any(("pointwise", self._size(t)) == spaces[0] for t in both)
 
     def _comes_along(self, rows: int, place: int) -> bool:
-        """Returns whether a pointwise group reads only tensors that a kernel along rows reads.
+        """Returns whether a pointwise kernel reads only tensors that a kernel along rows reads, so
+        that it can be merged into that kernel without any further loads.
 
-        `rows` is the key of the group of the kernel along rows, which keeps whole rows on the chip.
-        `place` is the key of the pointwise group.
+        `rows` is the key of the kernel along rows, which keeps whole rows on the chip. `place` is
+        the key of the pointwise kernel.
         """
         group, of_rows = self._groups[place], self._groups[rows]
         if of_rows.scheduler not in SCHEDULERS[None] or self._space(place)[0] != "pointwise":
@@ -301,7 +313,9 @@ class Merger:
         return bool(group.inputs) and {*group.inputs} <= {*of_rows.inputs}
 
     def _space(self, place: int) -> tuple[object, ...]:
-        """Returns the iteration space of a group: "pointwise" or "reduction", and its size."""
+        """Returns the kind of the loops of the kernel `place`, "pointwise" or "reduction", and
+        their size. Kernels with equal results can share their loops.
+        """
         group = self._groups[place]
         known = self._spaces.get(place)
         if known is None or known[0] is not group:
@@ -324,9 +338,10 @@ class Merger:
         return self._sizes[tv]
 
     def _are_apart(self, i: int, j: int) -> bool:
-        """Returns whether one of two groups depends on the other through a third group or op.
+        """Returns whether one of two kernels depends on the other through a third kernel or op.
 
-        If so, merging the groups with keys `i` and `j` would create a cycle.
+        If so, the kernels with keys `i` and `j` cannot be merged, because the third would depend on
+        the merged kernel and the merged kernel on it.
         """
         start, goal = (i, j) if self._number[i] > self._number[j] else (j, i)
         last = self._number[goal]
@@ -345,21 +360,25 @@ class Merger:
         return False
 
     def _sources(self, step: _Step) -> list[_Step]:
-        """Returns the groups and ops (steps) that compute the operands of a group or op."""
+        """Returns the kernels and ops that compute the operands of `step`, which is the key of a
+        kernel or an op that no kernel computes.
+        """
         read = self._groups[step].inputs if isinstance(step, int) else step.inputs
         return [self._producer[v] for v in read if v in self._producer]
 
     def _targets(self, step: _Step) -> list[_Step]:
-        """Returns the groups and ops (steps) that read the results of a group or op."""
+        """Returns the kernels and ops that read the results of `step`, which is the key of a kernel
+        or an op that no kernel computes.
+        """
         made = self._groups[step].outputs if isinstance(step, int) else step.outputs
         return [s for v in made for s in (*self._readers.get(v, ()), *self._reading.get(v, ()))]
 
     # ------------------------------------------------------------ order
     def _numbered(self, steps: Iterable[_Step]) -> dict[_Step, int]:
-        """Numbers groups and ops (steps) so that each has a larger number than those on which it
-        depends.
+        """Numbers kernels and other ops in an order in which they can run: each has a larger number
+        than those on which it depends.
 
-        Steps that do not depend on each other keep the order in `steps`.
+        If neither of two depends on the other, they keep their order in `steps`.
         """
         number: dict[_Step, int] = {}
         for first in steps:
@@ -375,7 +394,8 @@ class Merger:
     def _between(
         self, start: int, is_between: Callable[[int], bool], next_of: Callable[[_Step], list[_Step]]
     ) -> list[_Step]:
-        """Returns the groups and ops (steps) that can be reached from `start`, sorted by number.
+        """Returns the kernels and other ops (steps) that can be reached from `start`, sorted by
+        number.
 
         `next_of` returns the neighbours of a step. Only steps for whose number `is_between` returns
         True are visited.
@@ -390,11 +410,12 @@ class Merger:
         return sorted(found, key=self._number.__getitem__)
 
     def _move_together(self, place: int, other: int) -> dict[_Step, int]:
-        """Renumbers the steps (groups and ops) between two groups so that the groups become
-        adjacent.
+        """Renumbers kernels and other ops (steps) so that two kernels, which are to be merged, get
+        adjacent numbers.
 
-        The steps on which the groups depend come before both groups, and the steps that depend on
-        the groups come after both. Returns the old number of each renumbered step.
+        The numbers are an order in which the steps can run. Steps on which one of the two kernels
+        depends are placed before both, and steps that depend on them after both. Returns the old
+        number of each renumbered step.
         """
         first, last = sorted((place, other), key=self._number.__getitem__)
         ends = self._number[first], self._number[last]
@@ -424,9 +445,10 @@ class Merger:
             self._readers[t].discard(place)
 
     def _contract(self, place: int, other: int) -> _Contraction:
-        """Merges two groups, and returns the data to undo the merge.
+        """Merges the kernels with keys `place` and `other`, and returns the data to undo the merge.
 
-        The merged group has only those outputs that other steps read or that memory must hold.
+        Results that only the two kernels read are no outputs of the merged kernel, unless memory
+        must hold them.
         """
         moved = self._move_together(place, other)
         a, b = self._groups[place], self._groups.pop(other)
@@ -441,7 +463,7 @@ class Merger:
         return _Contraction(place, a, other, b, moved)
 
     def _undo(self, done: _Contraction) -> None:
-        """Restores the two groups that a contraction merged."""
+        """Restores the two kernels that a merge replaced. `done` describes the merge."""
         self._leave(done.place, self._groups[done.place])
         for place, group in ((done.place, done.group), (done.other, done.its_group)):
             self._groups[place] = group
@@ -450,19 +472,18 @@ class Merger:
 
 
 def _is_tail(a: SegmentGroup, b: SegmentGroup, spaces: tuple[tuple[object, ...], ...]) -> bool:
-    """Returns whether group a is pointwise and reads only results of reductions of group b.
+    """Returns whether kernel a is pointwise and reads only results of reductions of kernel b.
 
-    `spaces` are the iteration spaces of a and b. The merged kernel does the work of group b and in
-    addition only writes the outputs of group a.
+    The merged kernel does the work of b, and in addition only writes the outputs of a. `spaces` are
+    kind and size of the loops of a and b.
     """
     kinds = [space[0] for space in spaces]
     return kinds == ["pointwise", "reduction"] and {*a.inputs} <= {*b.outputs}
 
 
 def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
-    """Returns whether one group works along rows, and the other computes unrelated sums over rows.
-
-    Unrelated means that the row group does not read these sums.
+    """Returns whether one kernel works along rows (keeps whole rows on the chip), and the other
+    computes sums over all rows that the first does not read.
     """
     rows, sums = (a, b) if a.scheduler == "inner_persistent" else (b, a)
     are_both = (rows.scheduler, sums.scheduler) == ("inner_persistent", "reduction")
@@ -470,9 +491,10 @@ def _are_rows_and_sums(a: SegmentGroup, b: SegmentGroup) -> bool:
 
 
 def _totals(merged: Sequence[_Contraction]) -> tuple[TensorView, ...]:
-    """Returns the reduction results of the group that computes sums, sorted by tensor number.
+    """Returns the sums over rows of a merged kernel, sorted by tensor number. The merged kernel
+    computes only partial sums of them.
 
-    `merged` has exactly one merge: of a group that works along rows and a group of sums.
+    `merged` has exactly one merge: of a kernel that works along rows and a kernel of sums.
     """
     (pair,) = merged
     a, b = pair.group, pair.its_group
@@ -501,7 +523,7 @@ MANY_OPS = 1024
 
 
 def elements(tv: TensorView) -> Scalar:
-    """Returns the number of elements that memory holds for `tv`; a broadcast axis counts as 1."""
+    """Returns the number of elements of `tv` in memory; a broadcast axis has only one."""
     return tv.fusion.canonical(memory_layout.elements(tv))
 
 
@@ -511,7 +533,8 @@ def worth_storing(
     kernels: Iterable[frozenset[TensorOp]],
     stored: Iterable[TensorView],
 ) -> list[TensorView]:
-    """Returns the tensors that should be stored in addition to `stored`, in program order.
+    """Returns the intermediate tensors that should be stored in addition to `stored`, in program
+    order. All others are computed again by each kernel that needs them.
 
     `exprs` are the ops in program order. `kernels` has, per kernel, the ops that the kernel
     computes from the tensors `stored`.
@@ -521,10 +544,13 @@ def worth_storing(
 
 @dataclass
 class _Decision:
-    """One decision about the results to store in memory, for a program that is divided into
-    kernels.
+    """Decides, for a program that is divided into kernels, which intermediate results are stored in
+    memory. All others are computed again by each kernel that needs them.
 
-    `computed_in` has the kernels that compute each op, and changes while results are chosen.
+    - `exprs` are the ops in program order. `kernels` has the ops of each kernel.
+    - `stored` are the tensors that memory holds. Chosen tensors are added.
+    - `computed_in` has, for each op, the kernels that compute it, as a bit set. It is updated while
+      results are chosen.
     """
 
     fusion: Fusion
@@ -536,11 +562,11 @@ class _Decision:
     computed_in: dict[TensorOp, int] = field(default_factory=dict[TensorOp, int])
 
     def run(self) -> list[TensorView]:
-        """Returns the tensors to store, in program order.
+        """Returns the intermediate tensors to store, in program order.
 
-        The first loop chooses tensors from the last result to the first, as if all earlier results
-        were recomputed. The second loop goes from the first to the last chosen tensor. The second
-        loop drops a tensor that is cheap to compute from the other stored tensors.
+        A first loop goes from the last result to the first, and chooses tensors as if all earlier
+        results were computed again. A second loop goes from the first chosen tensor to the last. It
+        drops each tensor that is cheap to compute from the other stored tensors.
         """
         for bit, ops in enumerate(self.kernels):
             for op in ops:
@@ -560,14 +586,17 @@ class _Decision:
         return [op.out_tensor for op in repeated if op.out_tensor in chosen]
 
     def _readers(self, op: TensorOp) -> int:
-        """Returns the kernels that use the results of `op`, as a bit set (bit i: kernel i)."""
+        """Returns the kernels that use the results of `op`, as a bit set (bit i is set for kernel
+        i).
+        """
         return self._users(op.outputs, {})
 
     def _spread(self, op: TensorOp) -> bool:
-        """Sets the kernels that compute `op` to the kernels that compute the users of its result.
+        """Records that `op` is computed by all kernels that use its result, and returns whether
+        storing this result can pay.
 
-        Returns whether storing the result can pay. Storing can pay only if several kernels compute
-        the users, and if not all users are computed by the same kernels. The op must have one
+        Storing can pay only for an op with one result that several kernels use. If each op that
+        reads the result is itself computed by all these kernels, it is better to store a later
         result.
         """
         self.computed_in[op] = readers = self._readers(op)
@@ -575,15 +604,17 @@ class _Decision:
         return readers.bit_count() > 1 and users != {readers} and len(op.outputs) == 1
 
     def _compute_again(self, op: TensorOp) -> None:
-        """Makes all kernels that read an op's result recompute the result from stored tensors."""
+        """Drops the result of `op` from the stored tensors: all kernels that read the result
+        compute it from other stored tensors.
+        """
         self.stored.remove(op.out_tensor)
         ops, _ = self._cone(op)
         for step in sorted(ops, key=self.position.__getitem__, reverse=True):
             self.computed_in[step] = self._readers(step)
 
     def _pays(self, op: TensorOp) -> bool:
-        """Returns whether storing an op's result costs less than computing it again in each
-        reader.
+        """Returns whether storing the result of `op` costs less than computing it again in each
+        kernel that reads it.
         """
         ops, inputs = self._cone(op)
         if len(ops) > MANY_OPS:
@@ -614,9 +645,10 @@ class _Decision:
         return spared > LEAST_GAIN * cost_of_storing
 
     def _users(self, tensors: Iterable[TensorView], others: Mapping[TensorOp, int]) -> int:
-        """Returns the kernels that compute a user of `tensors`, as a bit set.
+        """Returns the kernels that compute an op which reads one of `tensors`, as a bit set (bit i
+        is set for kernel i).
 
-        For an op in `others`, the bit set in `others` replaces the recorded kernels.
+        For an op in `others`, the bit set there replaces the recorded kernels.
         """
         found = 0
         for tv in tensors:
@@ -625,9 +657,11 @@ class _Decision:
         return found
 
     def _cone(self, op: TensorOp) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Returns the ops that compute the result of `op` from stored tensors, and these tensors.
+        """Returns the ops that compute the result of `op` from stored tensors, and these stored
+        tensors.
 
-        The search stops at more than `MANY_OPS` ops, because so many ops are never recomputed.
+        The search stops after more than `MANY_OPS` ops, because so many ops are never computed
+        again.
         """
         ops, inputs, todo = set[TensorOp](), dict[TensorView, None](), [op]
         while todo and len(ops) <= MANY_OPS:

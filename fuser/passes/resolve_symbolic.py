@@ -1,9 +1,9 @@
-"""Resolves `?` axes: decides undecided reshapes, and updates all tensors computed from them.
+"""Resolves `?` axes: axes of which it is undecided whether they are ordinary (iteration) axes or
+broadcast axes of size 1.
 
-An axis is `?` while it is unknown whether it is an iteration or a broadcast axis.
-
-Before: some reshapes have `?` axes without transforms. Slices and pads have `?` axes that may have
-size 1. Tensors computed from such results have `?` axes, too.
+Before: some reshapes have `?` axes, because their sizes are symbols and it is unknown which axes
+they merge and split. Slices and pads have `?` axes that may have size 1. Tensors computed from such
+results have `?` axes, too.
 
 After: every axis is an iteration, a broadcast or a reduction. Tensors and axes keep their numbers.
 """
@@ -42,9 +42,11 @@ Values = Mapping[Symbol, Number] | None
 
 
 def is_undecided(op: TensorOp) -> bool:
-    """Returns whether the op is a reshape whose merges and splits only the input sizes can decide.
+    """Returns whether the op is a reshape for which only the input sizes decide which axes it
+    merges and splits.
 
-    The result of such a reshape has `?` axes: axes that may turn out to be broadcasts.
+    The result of such a reshape has `?` axes: axes that may turn out to have size 1 and be
+    broadcasts.
     """
     if not isinstance(op, nodes.ReshapeOp):
         return False
@@ -53,9 +55,10 @@ def is_undecided(op: TensorOp) -> bool:
 
 
 def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
-    """Returns the `?` axes of a slice or pad: axes that may have size 1.
+    """Returns the axes of a slice's or pad's result that may have size 1.
 
-    Such an axis becomes a broadcast axis if the size is 1, and otherwise an iteration axis.
+    Such an axis becomes a broadcast axis if the size is 1, and otherwise an iteration axis. For
+    other ops, returns ().
     """
     if not isinstance(op, SliceOp | PadOp):
         return ()
@@ -65,10 +68,11 @@ def resized_axes(op: TensorOp) -> tuple[IterDomain, ...]:
 
 
 def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
-    """Returns the sizes of `op` that decide about `?` axes: an axis of size 1 becomes a broadcast.
+    """Returns the sizes that decide whether axes of the op's result are broadcasts: an axis of size
+    1 becomes a broadcast.
 
-    A `?` axis is an axis that may turn out to be a broadcast. Sizes of reshapes are excluded,
-    because a reshape has a plan (`ReshapePlan`) instead.
+    For a reshape, returns (), because the sizes decide more: which axes it merges and splits
+    (`ReshapePlan`).
     """
     if isinstance(op, nodes.ExpandOp):
         pairs = zip(op.inp.domain.no_reductions, op.shape, strict=True)
@@ -80,9 +84,11 @@ def deciding_sizes(op: TensorOp) -> tuple[Scalar, ...]:
 
 
 def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
-    """Returns (operand axis, wanted size) for each axis of an expand that may have one element.
+    """Returns the axes of an expand's operand that may turn out to have size 1, each with the size
+    to which it is expanded.
 
-    The operand's axis is an iteration axis. An axis that turns out to have one element is expanded.
+    If such an axis has size 1, the expand repeats it; otherwise its size must be the wanted size
+    already.
     """
     if not isinstance(op, nodes.ExpandOp):
         return []
@@ -95,10 +101,9 @@ def _open_axes(op: TensorOp) -> list[tuple[IterDomain, Scalar]]:
 
 
 def iterate_resized(fusion: Fusion) -> None:
-    """Makes every `?` axis of slices and pads an iteration axis, in place, although its size may be
-    1.
+    """Makes the axes of slices and pads that may have size 1 ordinary iteration axes, in place.
 
-    A `?` axis would otherwise be a broadcast for some sizes and not for others. Kernels that run
+    Such an axis would otherwise be a broadcast for some sizes and not for others. Kernels that run
     for several sets of sizes need the same kind for all. Axes that an op joins with such an axis
     must have the same size.
     """
@@ -107,10 +112,11 @@ def iterate_resized(fusion: Fusion) -> None:
 
 
 def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Values) -> None:
-    """Decides the kind of all `?` axes of `fusion`, in place: iteration or broadcast.
+    """Decides for all `?` axes of `fusion`, in place, whether they are iteration or broadcast axes.
 
-    `plans` has one entry per reshape with `?` axes on which an output depends, in program order.
-    `values` has the sizes. If `values` is None, `?` axes of slices and pads become iteration axes.
+    `plans` says for each reshape with `?` axes which axes it merges, splits, adds and removes, in
+    program order, without reshapes that no output needs. `values` has the sizes. If `values` is
+    None, `?` axes of slices and pads become iteration axes.
     """
     exprs: list[TensorOp] = []
     changed: set[TensorView] = set()
@@ -139,9 +145,10 @@ def resolve_symbolic(fusion: Fusion, plans: Iterator[ReshapePlan], values: Value
 def _decide(
     fusion: Fusion, op: nodes.ReshapeOp, plan: ReshapePlan, values: Values
 ) -> list[TensorOp]:
-    """Returns the squeeze, reshape and broadcast ops that replace a reshape with `?` axes.
+    """Returns the squeeze, reshape and broadcast ops that replace a reshape with `?` axes (axes
+    that may turn out to be broadcasts).
 
-    A `?` axis is an axis that may turn out to be a broadcast. If the tensor has no elements, the
+    `plan` says which axes are removed, merged, split and added. If the tensor has no elements, the
     reshape stays. Axes of size 1 of the result then become broadcast axes, and all others iteration
     axes.
     """
@@ -211,11 +218,11 @@ def _squeezed_flags(tv: TensorView, plan: ReshapePlan) -> tuple[bool, ...]:
 
 
 def _unify(fusion: Fusion, pairs: Iterable[tuple[IterDomain, Scalar]], values: Values) -> None:
-    """Records that two sizes are equal: of an operand's axis that a reshape keeps, and of its
-    result.
+    """Records for axes that a reshape does not change that their size in the operand equals that in
+    the result.
 
-    `pairs` has each such axis and the size that the reshape declares for the result. Pairs with
-    different values are ignored.
+    `pairs` has each such axis of the operand, with the size that the reshape declares for the
+    result. A pair is ignored if the two sizes differ with `values`.
     """
     for axis, size in pairs:
         if _size(axis.size, values) == _size(size, values):
@@ -229,11 +236,12 @@ def _grouped_domain(
     named: Sequence[IterDomain],
     values: Values,
 ) -> TensorDomain:
-    """Returns the domain of a reshape's result: root axes, logical axes and transforms.
+    """Returns the axes of a reshape's result: those of the operand, and the merges and splits that
+    derive the axes of the result.
 
-    `groups` has, per group, the positions of the operand's axes and the sizes into which the group
-    is reshaped. An axis that the reshape does not change gets the axis number (id) of its entry in
-    `named`.
+    Each entry of `groups` has the positions of operand axes, and the sizes of the result axes into
+    which they are reshaped. An axis that the reshape does not change gets the axis number (id) of
+    its entry in `named`.
     """
     root = [fusion.clone_axis(a) for a in source.domain.no_reductions]
     at = 0
@@ -248,9 +256,9 @@ def _grouped_domain(
 
 
 def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
-    """Gives `out` the root axes, logical axes and transforms of `domain`.
+    """Gives `out` the axes of `domain`, and the merges and splits between them.
 
-    The loop transforms that `out` had before are applied again.
+    The splits and merges by which the loops of `out` were scheduled before are applied again.
     """
     old = out.domain
     whole = old.having(
@@ -268,9 +276,11 @@ def _define(out: TensorView, domain: TensorDomain, values: Values) -> None:
 def _with_broadcasts(
     fusion: Fusion, op: nodes.ExpandOp, values: Values
 ) -> tuple[list[TensorOp], TensorView]:
-    """Returns ops that turn an expand's axes of size 1 into broadcasts, and the new operand.
+    """Returns ops that turn the axes of size 1 of an expand's operand into broadcast axes, and the
+    new operand.
 
     The ops are a reshape that merges all axes, and a reshape that splits the merged axis again.
+    Returns no ops if no axis with size 1 is expanded.
     """
     inp, sizes = op.inp, [a.size for a in op.inp.domain.no_reductions]
     spread = (_size(a.size, values) == 1 != _size(size, values) for a, size in _open_axes(op))
@@ -294,7 +304,11 @@ def _with_broadcasts(
 
 # ------------------------------------------------------------------ downstream
 def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) -> list[IterDomain]:
-    """Returns the output's root axes with kinds and extents derived from the operands' axes."""
+    """Returns the axes that `op` computes for the result `out`, with kinds and sizes that follow
+    from the operands' axes.
+
+    These are the root axes: the axes before a reshape derives others from them.
+    """
     columns: dict[int, list[tuple[TensorView, IterDomain]]] = {}
     for index, tv in tensor_operands(op):
         for source, target in mapped_axes(op, index, out):
@@ -323,9 +337,7 @@ def _root_states(fusion: Fusion, op: TensorOp, out: TensorView, values: Values) 
 
 
 def _like(axis: IterDomain, source: IterDomain) -> IterDomain:
-    """Returns `axis` with the kind and sizes of `source`; a reduction axis remains a reduction
-    axis.
-    """
+    """Returns `axis` with the kind and sizes of `source`. A reduction axis keeps its kind."""
     if axis.is_reduction():
         return replace(axis, extent=source.size)
     return replace(axis, kind=source.kind, extent=source.extent, expanded=source.expanded)
@@ -339,10 +351,10 @@ def _expanded(
     size: Scalar,
     values: Values,
 ) -> IterDomain:
-    """Returns an operand's axis expanded to `size`.
+    """Returns `axis`, an axis of an expand's operand, expanded to `size`.
 
-    `out` is the axis of the expand's result. If the kind of `out` is `?`, the sizes in `values`
-    decide whether the axis is expanded.
+    `out` is the axis of the expand's result. If it is undecided whether `out` is a broadcast, the
+    sizes in `values` decide whether the axis is expanded.
     """
     if out.is_broadcast:
         return replace(axis, expanded=out.expanded)
@@ -377,9 +389,11 @@ def _check_sizes(
     pairs: Sequence[tuple[TensorView, IterDomain]],
     values: Values,
 ) -> list[tuple[TensorView, IterDomain]]:
-    """Checks that joined axes have equal sizes, and returns the (tensor, axis) pairs compared.
+    """Checks that the operands' axes which `op` joins to the axis `out` have equal sizes, and
+    returns the (tensor, axis) pairs that were compared.
 
-    A broadcast axis that is not expanded is not compared, unless `out` is a reduction axis.
+    A broadcast axis that is not expanded may have another size and is not compared, unless `out` is
+    a reduction axis.
     """
     sized = [
         (tv, a)
@@ -399,9 +413,10 @@ def _check_sizes(
 
 # ------------------------------------------------------------------ replay
 def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values) -> TensorDomain:
-    """Returns a copy of `domain` in which the axes `states` replace those with the same numbers.
+    """Returns a copy of `domain` in which the axes `states` replace those with the same numbers
+    (ids).
 
-    Axes that are derived from these axes are recomputed.
+    Axes that splits and merges derive from these axes are recomputed.
     """
     rules = _Restate(domain, values)
     known = replay(forward(domain.transforms), {a.number: a for a in states}, rules)
@@ -416,7 +431,9 @@ def _updated(domain: TensorDomain, states: Sequence[IterDomain], values: Values)
 
 
 class _Restate(Rules[IterDomain]):
-    """Rules that compute kind and extent of derived axes from those of their source axes."""
+    """The rules by which kinds and sizes of axes follow from those of the axes that are split,
+    merged or resized.
+    """
 
     needs_all = False
 
@@ -425,7 +442,7 @@ class _Restate(Rules[IterDomain]):
         self._sizes = SizeRules()
 
     def split(self, t: SplitTransform, inp: IterDomain) -> tuple[IterDomain, IterDomain]:
-        """Returns (outer, inner) with the kind of the split axis."""
+        """Returns the outer and the inner axis of a split, both of the kind of the split axis."""
         outer, inner = self._axes[t.outer], self._axes[t.inner]
         # A reshape's split is exact: its declared sizes stay.
         sizes = (outer.size, inner.size) if outer.rfactor else self._sizes.split(t, inp.size)
@@ -453,7 +470,9 @@ class _Restate(Rules[IterDomain]):
         return replace(out, kind=IterType.iteration, extent=size)
 
     def swizzle(self, t: Swizzle1D, inp: IterDomain) -> IterDomain:
-        """Returns the swizzled axis with the kind and size of its source axis."""
+        """Returns the axis whose positions are a rotation of those of `inp`, with the kind and size
+        of `inp`.
+        """
         return _sized(self._axes[t.out], inp, inp.size)
 
 

@@ -5,11 +5,12 @@ A tensor is *materialised* if memory must hold it:
 - inputs and outputs of the fusion;
 - operands and results of library ops and communications;
 - tables of lookups;
-- the last tensors in the iteration space of a reduction's result.
+- the last tensors that are computed from a reduction's result and have the same size.
 
-A kernel computes one materialised tensor from others. Each kernel recomputes the pointwise ops
-between them that it needs. Recomputing costs reads of inputs that are mostly read anyway, and saves
-a write. Kernels that share work are then merged as long as a scheduler accepts the result.
+A kernel computes one materialised tensor from others. Each kernel computes the pointwise ops
+between them that it needs, even if another kernel computes them, too. This costs reads of inputs
+that are mostly read anyway, and saves a write. Kernels that share work are then merged as long as a
+scheduler accepts the result.
 
 Source: the acyclic-partition view of fusion (Herrmann et al. 2017) reduced to cones; nvFuser's
 forwarding of cheap producer chains.
@@ -59,11 +60,11 @@ SegmentKind = Literal["kernel", "library", "alias", "communication"]
 
 @record
 class Segment:
-    """One unit of work of a compiled program, such as a kernel: its ops, and the tensors that are
-    read and written.
+    """A part of a program that runs as one unit, such as a kernel: its ops, and the tensors that
+    are read and written.
 
-    `kind` says what executes the ops: a generated kernel, a library call, a view (alias) or a
-    communication. For a kernel, `scheduler` is the name of the scheduler.
+    `kind` says what executes the ops: a generated kernel, a library call, a view without any work
+    (alias) or a communication. For a kernel, `scheduler` is the name of the automatic schedule.
     """
 
     number: int
@@ -77,21 +78,25 @@ class Segment:
 
     @property
     def line(self) -> str:
-        """The user's line of the last op in this segment that has a line, else ""."""
+        """The line of the user's code that created the last op of this segment, as text; "" if no
+        op has a line.
+        """
         return next((op.where for op in reversed(self.exprs) if op.where), "")
 
 
 @record
 class SegmentedFusion:
-    """A fusion, and the segments (kernels, library calls, ..) into which it is divided, as they
-    run.
+    """A fusion, and the segments (kernels, library calls, ..) into which it is divided, in the
+    order in which they run.
     """
 
     fusion: Fusion
     segments: tuple[Segment, ...]
 
     def describe(self) -> str:
-        """Returns one line per segment: number, kind, ops and results."""
+        """Returns a text with one line per segment (kernel, library call, ..): number, kind, ops
+        and results.
+        """
         return "\n".join(
             f"{s.number}: {s.scheduler or s.kind} {{{', '.join(e.name for e in s.exprs)}}} -> "
             f"{', '.join(o.label for o in s.outputs)}"
@@ -110,14 +115,15 @@ def segment_fusion(
     row_parts: int = 0,
     takes_both: Callable[[Fusion], str | None] | None = None,
 ) -> SegmentedFusion:
-    """Divides `fusion` into segments, and returns the segments in the order in which they run.
+    """Divides `fusion` into segments (kernels, library calls, views and communications), and
+    returns them in the order in which they run.
 
     - `find_scheduler` returns the name of a scheduler that accepts a kernel's fusion, or None.
-    - `local_shape` returns the extents of a tensor in memory.
+    - `local_shape` returns the sizes that a tensor has in the memory of one device.
     - `pays(parts, union)` returns whether one kernel `union` is as fast as the kernels `parts`.
-    - `may_share_kernel` is an equivalence relation of ops: the ops of one kernel must run equally
-      often.
-    - `stands_alone` returns whether the library executes an op as a segment of its own.
+    - `may_share_kernel` is an equivalence relation of ops: the ops of one kernel must be executed
+      equally often by the host program.
+    - `stands_alone` returns whether an op is executed by a library call.
     - `row_parts`: if not 0, a sum over rows may be split into this many partial sums. The split
       changes `fusion` itself.
     - `takes_both` returns the scheduler of a kernel that runs two merged kernels side by side in
@@ -136,7 +142,7 @@ def segment_fusion(
 class _Segmenter:
     """Divides one fusion into segments: kernels, library calls, views and communications.
 
-    The attributes hold what is decided so far. `kind` says for each op what executes the op.
+    The attributes hold the decisions made so far. `kind` says for each op what executes it.
     """
 
     def __init__(
@@ -170,7 +176,12 @@ class _Segmenter:
         self.answers: dict[object, SegmentGroup | None] = {}
 
     def run(self, takes_both: Callable[[Fusion], str | None] | None) -> SegmentedFusion:
-        """Chooses aliases and stored tensors, merges kernels, and returns the segments."""
+        """Chooses the ops that become views and the tensors that are stored, merges kernels, and
+        returns the segments.
+
+        `takes_both` returns the scheduler of a kernel that runs two merged kernels side by side in
+        one launch. None disables such kernels.
+        """
         self._mark_aliases()
         stored = self._materialised()
         self._store_early(stored)
@@ -187,11 +198,12 @@ class _Segmenter:
 
     # ------------------------------------------------------------ views
     def _mark_aliases(self) -> None:
-        """Turns view ops into aliases, which cost nothing, where memory holds the operand anyway.
+        """Chooses the ops (reshapes, slices, ..) whose results are views of memory, which costs
+        nothing. The others are computed by kernels.
 
-        torch must be able to view the operand. An alias pays if memory already holds the operand,
-        or if a library op or communication needs the result. A chain of views between two kernel
-        ops stays in the kernel.
+        torch must be able to view the operand. A view pays if memory already holds the operand, or
+        if a library op or communication needs the result. A chain of such ops between two ops of a
+        kernel stays in the kernel.
         """
         needs_memory = self._views_wanted_in_memory()
         shown = views_of_inputs(self.fusion)
@@ -225,7 +237,8 @@ class _Segmenter:
                 self.strides[e.out] = strides
 
     def _may_be_sent(self, e: TensorOp, strides: tuple[Scalar, ...]) -> bool:
-        """Returns whether communications may read the view that `e` computes with these strides.
+        """Returns whether the result of `e` may be a view with these strides, as far as
+        communications read it.
 
         Communications send memory, which must be dense and in the declared order. A kernel copies
         any other view into such memory.
@@ -237,11 +250,12 @@ class _Segmenter:
         return not sent or all(a.is_broadcast or have == want for a, have, want in dense)
 
     def _views_wanted_in_memory(self) -> set[TensorOp]:
-        """Returns the view ops whose result must be in memory because of one of these readers:
+        """Returns the ops (reshapes, slices, ..) whose result must be in memory because of one of
+        these readers:
 
-        - a library op or a communication, directly or through other views;
+        - a library op or a communication, directly or through other such ops;
         - a lookup that uses the result as its table;
-        - a kernel that may not contain the view op.
+        - a kernel that may not contain the op.
         """
         wanted: set[TensorOp] = set()
         for e in reversed(self.exprs):
@@ -260,11 +274,15 @@ class _Segmenter:
         return definition is None or self.kind[definition] != "kernel"
 
     def _dense(self, tv: TensorView) -> tuple[Scalar, ...]:
-        """Returns the strides that a newly allocated local tensor has, one per logical axis."""
+        """Returns the strides that `tv` has on one device when it is newly allocated, one per axis
+        that the user sees.
+        """
         return memory_layout.dense_strides(tv, self.local_shape(tv))
 
     def _view_strides(self, e: TensorOp) -> Strides | None:
-        """Returns the strides of a view op's result, or None if torch would have to copy."""
+        """Returns the strides of the result of `e` as a view of its operand, or None if torch would
+        have to copy.
+        """
         source: TensorView = e.inputs[0]
         known = self.strides.get(source)
         if known is None:
@@ -273,9 +291,8 @@ class _Segmenter:
 
     # ------------------------------------------------------------ what memory holds
     def _materialised(self) -> dict[TensorView, None]:
-        """Returns the tensors that memory must hold, as a dictionary with None values.
-
-        The dictionary serves as an ordered set.
+        """Returns the tensors that memory must hold, as the keys of a dictionary that serves as an
+        ordered set.
         """
         stored: dict[TensorView, None] = {
             v: None for v in self.fusion.inputs if isinstance(v, TensorView)
@@ -301,9 +318,9 @@ class _Segmenter:
         return stored
 
     def _without_broadcasts(self, tv: TensorView, reduced: dict[TensorView, None]) -> TensorView:
-        """Returns the tensor from which broadcasts and squeezes compute `tv`.
+        """Returns the tensor from which only broadcasts and squeezes compute `tv`, or `tv` itself.
 
-        Storing this tensor suffices, because the readers repeat broadcasts and squeezes at no cost.
+        It suffices to store this tensor, because kernels repeat broadcasts and squeezes at no cost.
         The search ends at the first tensor that is not in `reduced`.
         """
         while isinstance(e := self.fusion.definition(tv), nodes.BroadcastOp | nodes.SqueezeOp):
@@ -313,9 +330,8 @@ class _Segmenter:
         return tv
 
     def _reduced_space(self) -> dict[TensorView, None]:
-        """Returns the results of reductions, and the tensors computed only from such results.
-
-        A computed tensor counts only if it has as many elements as its operands.
+        """Returns the results of reductions, and the tensors computed only from such results that
+        have as many elements as their operands. They are small, so that it is cheap to store them.
         """
         reduced: dict[TensorView, None] = {}
         for e in self.exprs:
@@ -339,7 +355,9 @@ class _Segmenter:
     def _cone(
         self, targets: Iterable[TensorView], stored: dict[TensorView, None]
     ) -> tuple[set[TensorOp], dict[TensorView, None]]:
-        """Returns the kernel ops that compute `targets` from stored tensors, and these tensors."""
+        """Returns the ops of the kernel that computes `targets` from stored tensors, and the stored
+        tensors that it reads.
+        """
         ops: set[TensorOp] = set()
         inputs: dict[TensorView, None] = {}
         todo = [self.fusion.definition(t) for t in targets]
@@ -362,7 +380,8 @@ class _Segmenter:
         """Returns the level of each op: how many library ops, views and communications come before
         it.
 
-        If several paths lead from an input to the op, the path with the most of these ops counts.
+        If several paths lead from an input to the op, the path with the most of these ops
+        determines the level.
         """
         levels: dict[TensorOp, int] = {}
         for e in self.exprs:
@@ -372,19 +391,19 @@ class _Segmenter:
         return levels
 
     def _store_early(self, stored: dict[TensorView, None]) -> None:
-        """Adds to `stored` tensors that kernels of many different levels would each recompute.
+        """Adds to `stored` tensors that kernels of many different levels would each compute again.
 
         The level of a kernel is the number of library ops, views and communications before it.
         Kernels of different levels cannot be merged, because each waits for results of the level
-        before. In a deep program, each kernel would otherwise recompute all earlier pointwise ops.
-        With residuals
+        before. In a deep program, each kernel would otherwise compute all earlier pointwise ops
+        again. With residuals
 
             y1 = x + f(..), y2 = y1 + g(..), y3 = y2 + h(..), ..
 
-        each kernel would add up all earlier terms. All kernels of one level count as one kernel,
-        because they may be merged. `worth_storing` decides once `MANY_LEVELS` levels compute an op.
-        The decision holds for the whole program: a tensor that pays for these kernels also pays for
-        more kernels.
+        each kernel would add up all earlier terms. All kernels of one level are treated as one
+        kernel, because they may be merged. Once `MANY_LEVELS` levels compute an op, `worth_storing`
+        decides which tensors to store. The decision holds for the whole program: a tensor that pays
+        for these kernels also pays for more kernels.
         """
         levels, many = self._levels(), MANY_LEVELS
         kernels: dict[int, set[TensorOp]] = {}
@@ -408,7 +427,9 @@ class _Segmenter:
             many = MANY_LEVELS if more else 2 * many
 
     def _cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
-        """Returns one group per op that computes a stored tensor: the op, and the ops it needs."""
+        """Returns one kernel (group of ops) for each op that computes a stored tensor: the op, and
+        the ops that compute its operands from other stored tensors.
+        """
         groups: list[SegmentGroup] = []
         seen: set[TensorView] = set()
         for e in self.exprs:
@@ -425,13 +446,14 @@ class _Segmenter:
         return groups
 
     def _accepted_cones(self, stored: dict[TensorView, None]) -> list[SegmentGroup]:
-        """Returns one accepted group per op that computes stored tensors.
+        """Returns one kernel (group of ops), accepted by a scheduler, for each op that computes a
+        stored tensor.
 
-        If no scheduler accepts a group, the results of its reductions are added to `stored`, and
-        all groups are computed again.
+        If no scheduler accepts a kernel, the results of its reductions are added to `stored`, so
+        that kernels become smaller, and all kernels are chosen again.
 
         Raises:
-            UnsupportedError: no scheduler accepts a group that has no such reduction.
+            UnsupportedError: no scheduler accepts a kernel that has no such reduction.
         """
         while True:
             made: list[SegmentGroup] = []
@@ -474,10 +496,10 @@ class _Segmenter:
     def _accepted(
         self, group: SegmentGroup, totals: tuple[TensorView, ...] = ()
     ) -> SegmentGroup | None:
-        """Returns the group with fusion and scheduler, or None if no scheduler accepts the group.
+        """Returns the kernel `group` with its fusion and scheduler, or None if no scheduler accepts
+        it.
 
-        If `totals` is given, the kernel computes only partial sums of these tensors. Results are
-        cached.
+        With `totals`, the kernel computes only partial sums of these tensors. Results are cached.
         """
         key = group.ops, group.outputs, group.inputs, totals
         if key not in self.answers:
@@ -485,9 +507,10 @@ class _Segmenter:
         return self.answers[key]
 
     def _ask(self, group: SegmentGroup, totals: tuple[TensorView, ...]) -> SegmentGroup | None:
-        """Asks the schedulers whether one of them accepts a group; see `_accepted`.
+        """Returns the kernel `group` with its fusion and scheduler, or None if no scheduler accepts
+        it. `_accepted` caches the result.
 
-        With `totals`, the kernel of the group computes partial sums in place of these tensors.
+        With `totals`, the kernel computes only partial sums of these tensors.
         """
         if totals and not (self.row_parts and all(map(may_come_in_parts, totals))):
             return None
@@ -505,10 +528,10 @@ class _Segmenter:
         return replace(group, scheduler=scheduler, fusion=fusion, totals=totals)
 
     def _split_rows(self, groups: list[SegmentGroup]) -> list[SegmentGroup]:
-        """Returns `groups`, with two kernels in place of each kernel that has sums over rows
-        (`totals`).
+        """Returns `groups`, with two kernels in place of each kernel that computes only partial
+        sums of some tensors (`totals`).
 
-        The first of the two computes partial sums, and the second adds the partial sums up.
+        The first of the two computes the partial sums, and the second adds them up.
         """
         made: list[SegmentGroup] = []
         for group in groups:
@@ -535,18 +558,19 @@ class _Segmenter:
         return {op for op in found if op is not None}
 
     def _number_ops(self) -> None:
-        """Updates the order, positions and kinds of ops after new ops were added to the fusion."""
+        """Updates the order of the ops, and what executes each, after new ops were added to the
+        fusion.
+        """
         self.exprs = self.fusion.used_exprs()
         self.position = {e: i for i, e in enumerate(self.exprs)}
         for e in self.exprs:
             self.kind.setdefault(e, "kernel")
 
     def _completed(self, ops: set[TensorOp], outputs: Sequence[TensorView]) -> SegmentGroup:
-        """Returns one kernel, as a group with a scheduler, that computes `outputs` by the ops
-        `ops`.
+        """Returns a kernel that computes `outputs` by the ops `ops`, with its fusion and scheduler.
 
         Raises:
-            UnsupportedError: no scheduler accepts the group.
+            UnsupportedError: no scheduler accepts the kernel.
         """
         made = {out for op in ops for out in op.outputs}
         read = [v for op in ops for v in op.inputs if isinstance(v, TensorView) and v not in made]
@@ -572,7 +596,8 @@ class _Segmenter:
 
     # ------------------------------------------------------------ order
     def _order(self, groups: list[SegmentGroup]) -> list[Segment]:
-        """Returns the segments, each after the segments whose results it reads.
+        """Returns the kernels `groups` and all other ops as segments, each after the segments whose
+        results it reads.
 
         If several segments could run next, the first of them in program order is next.
         """
@@ -610,7 +635,7 @@ class _Segmenter:
 
 
 def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[TensorView]:
-    """Returns `tensors` and all results of `exprs` that depend on one of `tensors`.
+    """Returns `tensors`, and all results of `exprs` that depend on one of them.
 
     `exprs` are in program order.
     """
@@ -622,7 +647,9 @@ def _below(exprs: Iterable[TensorOp], tensors: Iterable[TensorView]) -> set[Tens
 
 
 def _is_boundary(op: TensorOp) -> bool:
-    """Returns whether the user set the op as a border between kernels (`ops.segment_set`)."""
+    """Returns whether the op is a border between kernels that the user placed with
+    `ops.segment_set`.
+    """
     return isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
 
 
@@ -632,10 +659,12 @@ def extract(
     inputs: Sequence[TensorView],
     outputs: Sequence[TensorView],
 ) -> Fusion:
-    """Returns a separate fusion of some ops, with the same numbers, extents and shardings.
+    """Returns a fusion of its own for the ops of one kernel. Tensors keep their numbers, sizes and
+    placement on devices.
 
-    The logical axes of an input tensor become its root axes, and its reduction axes are dropped.
-    The scalar inputs of `fusion` that the ops use become inputs of the new fusion.
+    `inputs` are the tensors that the kernel reads, and `outputs` those that it writes. The ops that
+    compute an input tensor are unknown to the new fusion, so the tensor's reduction axes are
+    dropped. The scalar inputs of `fusion` that the ops use become inputs of the new fusion.
     """
     part, mapping = fusion.copy(ops)
     part.origins = ()
@@ -659,9 +688,11 @@ def extract(
 
 
 def as_input_domain(domain: TensorDomain) -> TensorDomain:
-    """Returns the domain of a tensor that a segment reads, without root axes and reduction axes.
+    """Returns the axes of a tensor as a kernel that reads it sees them: without reduction axes, and
+    without the axes from which a reshape derived the visible ones.
 
-    The axes are no longer marked as derived (`rf`), because a segment does not derive its inputs.
+    The axes are no longer marked as derived (`rf`), because the kernel does not derive the axes of
+    its inputs.
     """
     return _once(domain, _read)
 
@@ -672,7 +703,7 @@ def _read(domain: TensorDomain) -> TensorDomain:
 
 
 def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) -> TensorDomain:
-    """Returns `change(domain)`, computed only once per domain.
+    """Returns `change(domain)`, which is computed only once per domain.
 
     Later calls return the same object, so that comparisons of domains are fast.
     """
@@ -692,10 +723,10 @@ def _once(domain: TensorDomain, change: Callable[[TensorDomain], TensorDomain]) 
 
 @record
 class RowParts:
-    """A reduction that computes partial sums over rows.
+    """A reduction that computes several partial sums, over some rows each.
 
-    `count` is the number of partial sums. `part` is the number (id) of the axis that counts the
-    partial sums, and `rest` is the number of the axis that is still reduced.
+    `count` is the number of partial sums. `part` is the number (id) of the axis over the partial
+    sums, and `rest` is the number of the axis that is still reduced.
     """
 
     count: int
@@ -704,8 +735,8 @@ class RowParts:
 
 
 def row_parts(op: TensorOp) -> RowParts | None:
-    """Returns how an op computes partial sums over rows, or None if the op computes no partial
-    sums.
+    """Returns how `op` computes partial sums over rows: their number, and its axes. Returns None if
+    `op` computes no partial sums.
     """
     if not isinstance(op, ReductionOp) or not op.out.domain.root:
         return None
@@ -721,8 +752,8 @@ def row_parts(op: TensorOp) -> RowParts | None:
 def may_come_in_parts(total: TensorView) -> bool:
     """Returns whether the reduction that computes `total` can be split into partial sums.
 
-    The op must have one result. This result must not have a declared memory order, a mesh axis or
-    loop transforms.
+    The op must have only this result. The result must not have a declared memory order, an axis
+    that is split over devices, or loops that are scheduled already.
     """
     op, domain = total.definition(), total.domain
     is_plain = domain.loop_numbers == domain.logical_numbers and not domain.allocation
@@ -731,7 +762,9 @@ def may_come_in_parts(total: TensorView) -> bool:
 
 
 def split_rows(total: TensorView, count: int) -> TensorView:
-    """Splits a reduction into `count` partial sums and their total; returns the partial sums."""
+    """Replaces the reduction that computes `total` by one that computes `count` partial sums and
+    one that adds them up, and returns the partial sums.
+    """
     axes = [k for k, a in enumerate(total.domain.loop) if a.is_reduction()]
     first = axes[0]
     total.reorder({at: first + k for k, at in enumerate(axes)})

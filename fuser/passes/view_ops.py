@@ -1,7 +1,7 @@
 """Views: ops whose result shares the memory of the operand, and the strides of such results.
 
-Strides are scalar expressions over extents. A property of these expressions therefore holds for
-every size of an input class, and torch can create such a view without a copy.
+Strides are expressions of the tensors' sizes. If such an expression shows that a view is possible,
+it is possible for all sizes for which the program is compiled, and torch creates it without a copy.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ Strides = tuple[Scalar, ...]
 
 
 def is_copy(op: TensorOp) -> TypeGuard[nodes.LoadStoreOp]:
-    """Returns whether an op is a copy with the same axes in the same order.
+    """Returns whether an op is a copy whose result has the same axes in the same order.
 
-    A user writes such a copy to obtain a separate tensor, so it never becomes a view.
+    A user writes such a copy to obtain a separate tensor. It is therefore never replaced by a view
+    of the operand.
     """
     return isinstance(op, nodes.LoadStoreOp) and not op.out.domain.root
 
 
 def views_of_inputs(fusion: Fusion) -> set[TensorView]:
-    """Returns the outputs that are views of an input, and the tensors between them and the input.
+    """Returns the outputs that are views of an input, and the tensors between them and the input. A
+    view shares the memory of its operand.
 
-    Three kinds of tensors are excluded:
+    Three kinds of tensors are not in the result:
 
-    - views of an input that an update overwrites, because outputs have the old values;
+    - views of an input that an in-place update overwrites, because outputs have the old values;
     - results that are written into an input, because they have its memory;
-    - results of stream loops, because each step writes its own part.
+    - results of stream loops (loops that compute a tensor part by part), because each iteration
+      writes its own part.
     """
     updates = [alias for alias in fusion.aliases if alias.out is not alias.into]
     updated = {alias.into for alias in updates}
@@ -70,9 +73,10 @@ def views_of_inputs(fusion: Fusion) -> set[TensorView]:
 def view_strides(
     op: TensorOp, known: Strides, local_shape: Callable[[TensorView], Sequence[Scalar]]
 ) -> Strides | None:
-    """Returns the strides of a view op's result, or None if torch would have to copy.
+    """Returns the strides of the result of a view op, or None if torch would have to copy.
 
-    `known` are the strides of the operand. `local_shape` returns the extents of a tensor in memory.
+    `known` has the strides of the operand. `local_shape` returns the sizes that a tensor has in the
+    memory of one device.
     """
     if isinstance(op, nodes.ReshapeOp):
         return _reshape_strides(op, known, local_shape)
@@ -101,10 +105,11 @@ def _reshape_strides(
 def contiguity_of(
     tv: TensorView, strides: Strides, order: Sequence[int], extents: Sequence[Scalar]
 ) -> tuple[bool | None, ...]:
-    """Returns the contiguity of a tensor with these strides, one flag per axis in `order`.
+    """Returns whether each axis of a tensor is contiguous: whether its stride is the size of
+    everything inside it in memory.
 
-    `order` lists the positions of all axes, outermost first. The flag of an axis is None if memory
-    holds only one element along the axis.
+    `order` lists the positions of all axes, outermost first. The result has one flag per axis, in
+    this order. The flag is None if memory holds only one element along the axis.
     """
     axes, step = tv.domain.no_reductions, sc.ONE
     flags: list[bool | None] = []
@@ -118,9 +123,10 @@ def contiguity_of(
 
 
 def lies_as_declared(tv: TensorView, strides: Strides, extents: Sequence[Scalar]) -> bool:
-    """Returns whether strides match the declared layout of a tensor for all sizes.
+    """Returns whether `strides` are those of the tensor's declared memory order, for all sizes.
 
-    `extents` are the extents of the tensor's axes in memory.
+    `extents` has the sizes of the tensor's axes in memory. Gaps are allowed where the declaration
+    allows them.
     """
     order = memory_layout.memory_order(tv)
     found = contiguity_of(tv, strides, [p for p, _ in order], extents)
