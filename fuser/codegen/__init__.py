@@ -1,4 +1,4 @@
-"""Code generation: prints a kernel as CUDA C++ text.
+"""Code generation: generates the CUDA C++ text of a kernel.
 
 Question: which CUDA C++ text expresses a lowered kernel?
 Imports: `fuser.support`, `fuser.ir.scalar` and `fuser.lower.kernel_ir`.

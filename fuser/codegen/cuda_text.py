@@ -1,4 +1,6 @@
-"""Prints kernel IR as CUDA C++ text, which calls the device functions of `rt.h`."""
+"""Generates the CUDA C++ text of a kernel from its statements. The text calls the device functions
+of `rt.h`.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ BACKWARDS = {c: f"gridDim.{c[1]} - 1 - {t}" for c, t in COORDINATE_TEXT.items() 
 
 # ------------------------------------------------------------------ literals and scalars
 def literal(value: Number, dtype: DataType) -> str:
-    """Returns a C literal with the type `dtype` and exactly this value.
+    """Returns a C literal with the type `dtype` and exactly the value `value`.
 
     The literal is in parentheses where an operator around it would need them. An integer outside of
     the range of `dtype` wraps around. A floating-point number outside of an integer type's range is
@@ -259,7 +261,9 @@ def _select(e: Select) -> str:
 
 
 def _strip(text: str) -> str:
-    """Returns the text without its outer parentheses, if these enclose the whole text."""
+    """Returns the text without its outer parentheses, if these enclose the whole text, so that the
+    kernel is easier to read.
+    """
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
@@ -284,7 +288,9 @@ _EXPR: dict[type, Callable[[Any], str]] = {
 # ------------------------------------------------------------------ statements
 @dataclass
 class Writer:
-    """Collects lines of C text; `depth` is the number of indentation levels of the next line."""
+    """Collects the lines of a kernel's C text; `depth` is the number of indentation levels of the
+    next line.
+    """
 
     lines: list[str] = field(default_factory=list[str])
     depth: int = 1
@@ -379,8 +385,8 @@ def _accumulate_batch(w: Writer, s: AccumulateBatch) -> None:
 
 
 def _thread_reduce(w: Writer, s: ThreadReduce) -> None:
-    """Prints the calls that combine accumulators within a CUDA block, then over a cluster or the
-    grid.
+    """Writes the calls that combine accumulators over the threads of a CUDA block, then over the
+    blocks of a cluster or of the grid.
 
     Several accumulators are packed into one C struct (`Pair`), combined, and unpacked again.
     """
@@ -497,7 +503,9 @@ _STATEMENT: dict[type, Callable[[Writer, Any], None]] = {
 
 # ------------------------------------------------------------------ the kernel
 def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
-    """Returns the CUDA source of a lowered kernel, and the text of the kernel's body alone."""
+    """Returns the CUDA source of a lowered kernel, and the text of the kernel's body alone, without
+    coordinates and shared memory.
+    """
     index_ctype = c_type(kernel.index_dtype)
     lines, body = _parts(kernel, index_ctype) if kernel.parts else _whole(kernel)
     params, declared = _parameters(kernel, index_ctype)
@@ -518,7 +526,7 @@ def print_kernel(kernel: LoweredKernel) -> tuple[KernelSource, str]:
 
 
 def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
-    """Returns the lines inside the braces of a kernel that is not horizontally fused.
+    """Returns the lines of text inside the braces of a kernel that has a launch of its own.
 
     Also returns the lines of the kernel's body alone, without coordinates and shared memory.
     """
@@ -541,10 +549,11 @@ def _whole(kernel: LoweredKernel) -> tuple[list[str], list[str]]:
 
 
 def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
-    """Returns the C texts for the coordinates of a CUDA block in a folded grid, by coordinate name.
+    """Returns the C texts for the coordinates of a CUDA block, by coordinate name, in a kernel
+    whose blocks are all numbered along x.
 
-    The texts compute the coordinates from the block's number among all blocks. With a `cluster` of
-    several blocks, only the x coordinate is replaced.
+    The texts compute the coordinates from the block's number. With a `cluster` of several blocks,
+    only the x coordinate is replaced.
     """
     across, down, _ = map(scalar_text, fold.counts)
     if all(sc.int_value(n) == 1 for n in fold.counts[1:]):
@@ -558,10 +567,10 @@ def _folded_coordinates(fold: Fold, cluster: int) -> dict[str, str]:
 
 
 def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
-    """Returns `lines`, the work of one CUDA block, inside a loop over the blocks of a folded grid.
+    """Returns `lines`, the work of one CUDA block, inside a loop over blocks: a launched block does
+    the work of several (the grid is folded).
 
-    A launched block does the work of every iteration of this loop. If threads wait for each other
-    (`waits`), iterations are separated by barriers.
+    If threads wait for each other (`waits`), iterations are separated by barriers.
     """
     first, *rest = map(scalar_text, fold.counts)
     count = " * ".join([f"static_cast<int64_t>({first})", *rest])
@@ -576,11 +585,12 @@ def _in_turns(fold: Fold, lines: Sequence[str], *, waits: bool) -> list[str]:
 
 
 def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str]]:
-    """Returns the lines inside the braces of a horizontally fused kernel.
+    """Returns the lines of text inside the braces of a kernel that several kernels share
+    (horizontal fusion): each CUDA block belongs to one of them.
 
-    Also returns these lines without the loop of a folded grid. The number of a CUDA block
-    determines to which of the fused kernels the block belongs. The block computes the coordinates
-    that the block would have in a launch of that kernel alone.
+    Also returns these lines without the loop by which a block does the work of several. A block
+    computes from its number to which kernel it belongs, and the coordinates that it would have in a
+    launch of that kernel alone.
     """
     writer = Writer()
     block = "blockIdx.x" if kernel.fold is None else "fold"
@@ -610,9 +620,10 @@ def _parts(kernel: LoweredKernel, index_ctype: str) -> tuple[list[str], list[str
 
 
 def _coordinates_in(part: KernelPart, block: str) -> dict[str, str]:
-    """Returns the C texts for thread and block coordinates in a launch of this part alone.
+    """Returns the C texts for the thread and block coordinates that a CUDA block would have in a
+    launch of the kernel `part` alone.
 
-    `block` is the C text of the block's number in the whole launch.
+    `block` is the C text of the block's number in the launch that several kernels share.
     """
     block = f"{block} - {part.first}" if part.first else block
     texts = {"bx": block}

@@ -1,4 +1,4 @@
-"""Runs one fusion as kernels: specialise, lower, print, compile, launch.
+"""Runs one fusion as kernels: chooses parameters, lowers, generates the text, compiles, launches.
 
 Question: which kernel runs for these inputs?
 Imports: every other room of `fuser` but `frontend` and `nvfuser`.

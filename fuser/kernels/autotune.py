@@ -1,13 +1,13 @@
-"""The option `tune`: times kernel parameters near the heuristic's choice, and stores the fastest.
+"""The option `tune`: times schedule parameters (threads, vector width, ..) near those that the
+heuristic chose without measuring, and stores the fastest.
 
 For each class of inputs (`InputsClass`), the parameters come from the first of these sources that
 has them:
 
-1. the cache in memory;
-2. the cache on disk;
-3. a measurement on the first inputs of the class. The heuristic's choice and its neighbours are
-   timed in turns, then the neighbours of the fastest. The fastest replaces the heuristic's choice
-   if it is faster by more than the noise.
+1. the cache in memory; 2. the cache on disk; 3. a measurement on the first inputs of the class. The
+heuristic's choice and its neighbours (parameters that differ from it by few factors of two) are
+timed in turns, then the neighbours of the fastest. The fastest replaces the heuristic's choice if
+it is faster by more than the noise.
 
 Inputs belong to the same class if the heuristic does not distinguish them. Such inputs have equal
 layouts, equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results
@@ -81,10 +81,11 @@ Params = Any
 
 @record
 class InputsClass:
-    """The facts, besides the fusion, that determine the tuned parameters of one kernel.
+    """A class of inputs for which one kernel has the same tuned parameters: all facts, besides the
+    fusion, that determine them.
 
     - `layouts`: the memory layouts of the inputs, then the outputs.
-    - `chosen`: the parameters that the heuristic chose.
+    - `chosen`: the schedule parameters that the heuristic chose without measuring.
     - `index`: the integer type of the kernel's indices.
     - `sizes`: the number of bits of each size, by name. Sizes of one order of magnitude are equal.
     - `device`: the device description that the heuristic uses.
@@ -100,19 +101,19 @@ class InputsClass:
 
     @property
     def sizes_text(self) -> dict[str, str]:
-        """The smallest and largest value of each size in this class, as text, by the size's
-        name."""
+        """The smallest and largest value of each size in this class of inputs, as text, by the
+        size's name.
+        """
         return {name: f"{(1 << bits) >> 1} to {(1 << bits) - 1}" for name, bits in self.sizes}
 
 
 @dataclass
 class Trial:
-    """The input of a search for the fastest parameters: a compiled kernel, and the tensors of a
-    call.
+    """The input of a search for the fastest schedule parameters: a compiled kernel, and the tensors
+    of a call.
 
-    The kernel has the parameters that the heuristic chose. `numbers` are the scalar inputs of the
-    call.
-
+    - `variant`, `launch`: the kernel with the parameters that the heuristic chose, and its launch.
+    - `inputs`, `outputs`, `numbers`: the tensors and the scalar inputs of the call.
     - `lower` returns the kernel and the launch for other parameters, or None if these parameters
       cannot be used.
     - `compile` compiles lowered kernels.
@@ -129,10 +130,12 @@ class Trial:
 
 @record
 class Report:
-    """The result of tuning one class of inputs: pairs of parameters and their measured seconds.
+    """The result of tuning a kernel for one class of inputs: pairs of schedule parameters and their
+    measured seconds.
 
-    `choice` is the heuristic's choice, `best` the fastest, and `timed` holds all neighbours that
-    were timed. `refused` is the number of neighbours that could not be used.
+    - `choice`: the parameters that the heuristic chose without measuring. `best`: the fastest.
+    - `timed`: the alternatives (neighbours of the choice) that were timed.
+    - `refused`: the number of neighbours that could not be used.
     """
 
     choice: tuple[Params, float]
@@ -141,7 +144,7 @@ class Report:
     refused: int
 
     def lines(self) -> list[str]:
-        """Returns the report as lines of text."""
+        """Returns the result of tuning as lines of text, for a dump."""
         took = {p: f"{s * 1e6:.2f} us" for p, s in (*self.timed, self.choice, self.best)}
         gain = 1 - self.best[1] / self.choice[1] if self.choice[1] else 0.0
         found = [f"heuristic: {self.choice[0]}, {took[self.choice[0]]}"]
@@ -156,8 +159,9 @@ class Report:
 
 
 class Tuning:
-    """Finds and caches the fastest parameters of one kernel, for each class of inputs
-    (`InputsClass`)."""
+    """Finds and caches the fastest schedule parameters of one kernel, for each class of inputs
+    (`InputsClass`).
+    """
 
     def __init__(
         self,
@@ -187,21 +191,22 @@ class Tuning:
     def sizes_of(
         self, symbols: Iterable[Symbol], values: Mapping[Symbol, Number]
     ) -> tuple[tuple[str, int], ...]:
-        """Returns (name, number of bits) of each size among `symbols` that has a value.
+        """Returns pairs (name, number of bits of the value) for the sizes among `symbols` that have
+        a value. They identify sizes of one order of magnitude.
 
-        The names are those of the kernel's canonical form, so fusions that differ only in names get
-        equal results.
+        The names are those of a fusion whose symbols are numbered in order, so that fusions that
+        differ only in names get equal results.
         """
         sized = {s for s in symbols if s in values}
         named = ((f"{s.name[0]}{k}", s) for k, s in enumerate(self._form.symbols) if s in sized)
         return tuple((name, int(values[s]).bit_length()) for name, s in named)
 
     def known(self, asked: InputsClass) -> Params | None:
-        """Returns the tuned parameters for a class of inputs from memory or disk; None if not
-        cached.
+        """Returns the tuned parameters for the class of inputs `asked` from the cache in memory or
+        on disk; None if they are in neither.
 
-        If the heuristic's choice has no neighbours, there is nothing to time, and that choice is
-        returned.
+        If there are no alternatives to the heuristic's choice, nothing has to be timed, and that
+        choice is returned.
         """
         found = self._decided.recall(asked)
         if found is None and not neighbours(asked.chosen):
@@ -212,8 +217,8 @@ class Tuning:
         return found
 
     def find(self, asked: InputsClass, given: Trial) -> Params:
-        """Returns the tuned parameters for a class of inputs. The parameters are timed on the
-        tensors of the call `given`.
+        """Returns the tuned parameters for the class of inputs `asked`. To find them, kernels are
+        timed on the tensors of the call `given`.
 
         If another process has stored parameters on disk in the meantime, these are returned without
         timing.
@@ -235,8 +240,9 @@ class Tuning:
         return found
 
     def refuse(self, asked: InputsClass) -> None:
-        """Discards the stored parameters for a class of inputs, because these parameters cannot be
-        lowered."""
+        """Discards the stored parameters for the class of inputs `asked`, because no kernel can be
+        lowered with them.
+        """
         self._decided[asked] = None
         self._leave_out(self._key(asked))
 
@@ -322,7 +328,9 @@ class Tuning:
 
 
 class _Search:
-    """A search for the fastest parameters among the neighbours of the heuristic's choice."""
+    """A search for the fastest schedule parameters: times the heuristic's choice and its
+    neighbours, which differ from it by few factors of two.
+    """
 
     def __init__(self, given: Trial, name: str, tolerance: float) -> None:
         self._given, self._name, self._tolerance = given, name, tolerance
@@ -341,7 +349,8 @@ class _Search:
         """Times the neighbours of the heuristic's choice, then the neighbours of the fastest
         candidate so far, and returns the report.
 
-        At the end, the fastest candidates are timed once more against the heuristic's choice.
+        Neighbours are parameters that differ by few factors of two. At the end, the fastest
+        candidates are timed once more against the heuristic's choice.
         """
         self._choice.run()
         self._expected.take(self._scratch)
@@ -358,8 +367,8 @@ class _Search:
         return self._report(found)
 
     def _report(self, found: list[TuningCandidate]) -> Report:
-        """Times the fastest candidates once more against the heuristic's choice, and returns the
-        result.
+        """Times the fastest of the candidates `found` once more against the heuristic's choice, and
+        returns the result.
 
         The choice is replaced only by a candidate that is faster by more than the noise (`MARGIN`,
         `WON_SHARE`).
@@ -379,8 +388,10 @@ class _Search:
         return Report(*ends, tuple(timed), self._refused)
 
     def _around(self, center: TuningCandidate, most: int) -> list[TuningCandidate]:
-        """Returns at most `most` new neighbours of the candidate `center`, nearest first, that
-        compile and compute the same results."""
+        """Returns at most `most` new candidates whose parameters differ from those of `center` by
+        few factors of two, nearest first. They compile, and compute the same results as the
+        heuristic's choice.
+        """
         found: list[TuningCandidate] = []
         for params in neighbours(center.params):
             if len(found) >= most or len(self._seen) > MAX_LOWERED:
@@ -403,7 +414,7 @@ class _Search:
     def _compiled(self, found: list[TuningCandidate]) -> list[TuningCandidate]:
         """Compiles all candidates together, and returns those that the compiler accepts.
 
-        If the compiler rejects one, the candidates are compiled one by one.
+        If the compiler rejects one, the candidates are compiled one by one, to find the others.
         """
         try:
             self._given.compile([c.variant for c in found])
@@ -417,7 +428,8 @@ class _Search:
 
     def _is_right(self, candidate: TuningCandidate) -> bool:
         """Whether a candidate can be launched, and its results agree with those of the heuristic's
-        choice."""
+        choice.
+        """
         self._scratch.clear()
         try:
             candidate.run()
@@ -441,8 +453,11 @@ class _Search:
 
 
 def _form_of(variant: Variant, launch: BoundLaunch) -> Hashable:
-    """Returns a value that identifies a launch: the kernel text, launch shape and arguments.
-    Different parameters may lead to equal launches for these inputs."""
+    """Returns a value that identifies a launch: the kernel's text, the numbers of blocks and
+    threads, and the arguments.
+
+    Different parameters may lead to equal launches for these inputs, of which only one is timed.
+    """
     shape = launch.grid, launch.block, launch.smem_bytes
     return variant.kernel.source.text, shape, tuple(launch.args)
 
@@ -480,10 +495,12 @@ _COARSEST = 2.0**-1
 
 @dataclass
 class TuningCandidate:
-    """A kernel lowered with some parameters, and its launch on the caller's inputs.
+    """A kernel lowered with some schedule parameters, which is timed, and its launch on the
+    caller's inputs.
 
     The results are written to memory of the search, not to the caller's outputs. `tensors` are the
-    inputs, then that memory. `seconds` are the times of the measured runs.
+    inputs, then that memory. `numbers` are the scalar inputs. `seconds` are the times of the
+    measured runs.
     """
 
     params: Any
@@ -522,8 +539,9 @@ def is_launchable(launch: BoundLaunch, device: DeviceInfo) -> bool:
 
 # ------------------------------------------------------------------ memory
 class Scratch:
-    """Buffers for the results of a kernel, with the same layouts and alignments as the caller's
-    outputs."""
+    """Buffers for the results of a kernel that is timed, with the same layouts and alignments as
+    the caller's outputs, which must not change.
+    """
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._flat: list[torch.Tensor] = []
@@ -537,7 +555,7 @@ class Scratch:
             self.tensors.append(flat.as_strided(out.shape, out.stride(), skipped))
 
     def take(self, other: Scratch) -> None:
-        """Copies the results from another `Scratch` that has the same layouts."""
+        """Copies the results from `other`, which has buffers of the same layouts."""
         for mine, others in zip(self._flat, other._flat, strict=True):
             mine.copy_(others)
 
@@ -548,10 +566,11 @@ class Scratch:
             flat.zero_()
 
     def difference(self, other: Scratch, tolerance: float) -> float | None:
-        """Compares two sets of results. Returns None if the results agree within `tolerance`.
+        """Compares two sets of results. Returns None if they agree within `tolerance`.
 
         Otherwise, returns the largest difference of floating-point results as a multiple of the
-        allowed difference. Returns inf if values that are not finite floating-point numbers differ.
+        allowed difference. Returns inf if other values differ: integers, or numbers that are not
+        finite.
         """
         worst = 0.0
         for mine, others in zip(self._flat, other._flat, strict=True):
@@ -560,8 +579,9 @@ class Scratch:
 
 
 def scratch_nbytes(outputs: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes that a search allocates: two sets of results, and temporary tensors for the
-    comparison of results."""
+    """Returns the bytes that a search for the fastest parameters allocates: two sets of results,
+    and temporary tensors for the comparison of results.
+    """
     compared = min(max((span(t) for t in outputs), default=0), _CHUNK)
     return 2 * sum(span(t) * t.element_size() for t in outputs) + 8 * 8 * compared
 
@@ -582,8 +602,11 @@ def free_nbytes(device: torch.device) -> int | None:
 
 # ------------------------------------------------------------------ agreement
 def tolerance_of(fusion: Fusion) -> float:
-    """Returns the rounding tolerance for the results of a fusion, by the coarsest dtype of the
-    fusion's tensors; see `Scratch.difference`."""
+    """Returns by how much results of a fusion may differ between kernels because of rounding. It
+    depends on the least precise dtype of the fusion's tensors.
+
+    `Scratch.difference` says how the number is used.
+    """
     dtypes = {to_torch(tv.dtype()) for tv in fusion.tensors()}
     floats = [d for d in dtypes if d.is_floating_point]
     return max((_TOLERANCE.get(d, _COARSEST) for d in floats), default=_TOLERANCE[torch.float32])
@@ -609,7 +632,9 @@ def _worst(mine: torch.Tensor, others: torch.Tensor, tolerance: float) -> float:
 
 
 def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields consecutive pieces of a 1-d tensor, converted to double precision."""
+    """Yields consecutive parts of a 1-d tensor, converted to double precision. A whole converted
+    tensor would need too much memory.
+    """
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     for part in flat.split(_CHUNK):
         yield (part if part.dtype == torch.float64 else part.float()).double()
@@ -621,8 +646,10 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 def make_timer(device: torch.device) -> Timer:
-    """Returns a function that measures the run time of a kernel on a device. On a GPU, the L2 cache
-    is overwritten before each run, so that operands come from memory."""
+    """Returns a function that measures the run time of a kernel on a device.
+
+    On a GPU, the L2 cache is overwritten before each run, so that operands come from memory.
+    """
     return _CudaTimer(device) if device.type == "cuda" else _time_on_host
 
 
@@ -654,7 +681,8 @@ class _CudaTimer:
 
 
 def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budget_s: float) -> None:
-    """Times all candidates in turns, one run of each per round.
+    """Times all candidates in turns, one run of each per round, so that changes of the device's
+    speed affect all alike.
 
     Stops after `rounds` rounds, or when `budget_s` seconds have passed, but not before three
     rounds. Earlier measurements of the candidates are discarded.
@@ -676,11 +704,11 @@ _Bind = Callable[[Variant], "Record | None"]
 
 
 class TunedExecutor(FusedKernelExecutor):
-    """Runs a fusion with the parameters that `Tuning` finds.
+    """Runs a fusion as a kernel with schedule parameters that are chosen by measurement (`Tuning`).
 
-    The parameters are timed at the first run of each class of inputs (`InputsClass`), unless that
-    run is captured in a CUDA graph. The heuristic's parameters are used until then. The heuristic's
-    parameters are also used if the tuned parameters do not fit the tensors of a run.
+    Parameters are timed at the first run of each class of inputs (`InputsClass`), unless that run
+    is captured in a CUDA graph. In two cases the parameters of the heuristic, which does not
+    measure, are used: until then, and if the tuned kernel does not accept the tensors of a run.
     """
 
     def __init__(self, fusion: Fusion, **given: Any) -> None:
@@ -697,8 +725,9 @@ class TunedExecutor(FusedKernelExecutor):
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Always returns None, because a tuned kernel must be timed on tensors, and layouts have no
-        contents."""
+        """Always returns None: there is no launch for tensors of which only the layouts are known,
+        because a tuned kernel must first be timed on tensors with contents.
+        """
         del tensors, sizes, device, numbers, are_sized
         return None
 
@@ -710,11 +739,11 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Does the same as `FusedKernelExecutor.launch_for`, but returns None during a CUDA graph
-        capture.
+        """Returns the launch that `run` would execute for tensors like these, or None during the
+        capture of a CUDA graph.
 
         Nothing can be timed in a capture, and the returned launch would be reused by later runs,
-        which may find faster parameters.
+        which may find faster parameters. Otherwise this is `FusedKernelExecutor.launch_for`.
         """
         if device is None and _is_captured(outputs):
             return None
@@ -729,10 +758,10 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Does the same as `FusedKernelExecutor._record`, but does not cache launches that were
-        bound without timing.
+        """Returns the version of the kernel and the launch for tensors like these, and caches the
+        result only if parameters could be timed.
 
-        Nothing is timed if `device` is passed, or during a CUDA graph capture.
+        Nothing is timed if `device` is passed, or during the capture of a CUDA graph.
         """
         if device is None and not _is_captured(outputs):
             return super()._record(inputs, outputs, tensors, numbers, sizes)
@@ -746,11 +775,12 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the fastest variant and its launch.
+        """Returns the fastest version of the kernel for these tensors, and its launch; None if an
+        extent is 0.
 
-        If the parameters for these inputs are not known yet, this call times parameters. Nothing is
-        timed if `device` is passed, or in a CUDA graph capture. If the tuned variant does not
-        accept these tensors, the heuristic's choice is returned.
+        If the parameters for these inputs are not known yet, this call times kernels. Nothing is
+        timed if `device` is passed, or during the capture of a CUDA graph. If the fastest version
+        does not accept these tensors, that of the heuristic (which does not measure) is returned.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
@@ -786,8 +816,10 @@ class TunedExecutor(FusedKernelExecutor):
         return serve(self._variants[key]) or self._by_heuristic(*given)
 
     def _can_lower(self, key: VariantKey, asked: InputsClass) -> bool:
-        """Lowers the tuned parameters, and stores the variant. Returns whether the lowering
-        succeeded."""
+        """Lowers the kernel with the parameters in `key` that tuning has found for the class of
+        inputs `asked`. Stores the kernel and returns True if this succeeds; otherwise returns
+        False.
+        """
         try:
             self._variants[key] = self._lower(key, asked.device)
         except (UnsupportedError, DefinitionError):
@@ -805,13 +837,18 @@ class TunedExecutor(FusedKernelExecutor):
         numbers: Sequence[Number],
         serve: _Bind,
     ) -> Any:
-        """Times several parameters of the kernel on these tensors, and returns the fastest
-        parameters.
+        """Times the kernel with several schedule parameters on these tensors, and returns the
+        fastest parameters.
+
+        - `asked`: the class of the inputs. `choice`: kernel and launch of the heuristic's choice.
+        - `tensors`, `numbers`: the tensors and scalar inputs of the call.
+        - `serve`: returns a launch of another version of the kernel, or None if that is impossible.
         """
 
         def lower(params: Any) -> Record | None:
-            """Lowers the parameters `params` for the search only, without storing the variant, and
-            binds the launch. Returns None if these parameters cannot be used."""
+            """Returns the kernel with the parameters `params` and its launch, only for the search.
+            Returns None if these parameters cannot be used.
+            """
             try:
                 key = (asked.layouts, params, asked.index)
                 return serve(self._scheduled(key, asked.device)[0])
@@ -842,10 +879,11 @@ class TunedExecutor(FusedKernelExecutor):
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns None while variants can be added: a size of another order of magnitude is then
-        timed separately.
+        """Returns None as long as another version of the kernel can be added: parameters for a size
+        of another order of magnitude are then timed separately.
 
-        When the executor has all its variants, does the same as `FusedKernelExecutor._nearby`.
+        When the maximum number of versions exists, does the same as `FusedKernelExecutor._nearby`:
+        returns a version for similar sizes.
         """
         return super()._nearby(key, alignments, values, tensors) if self._is_full else None
 

@@ -1,9 +1,11 @@
-"""Candidates for tuning: parameters near those that a heuristic chose.
+"""Candidates for tuning: schedule parameters (threads, vector width, ..) near those that the
+heuristic chose without measuring.
 
     pointwise(threads 128x1, vector 8, unroll 1)  ->  threads 64, 256; vector 4; unroll 2; both; ..
 
-Neighbours differ from the chosen parameters in some values, each by a factor that is a power of
-two. Lowering or launching a neighbour may be impossible. The search skips such neighbours.
+A candidate (neighbour) differs from the chosen parameters in some values, each by a factor that is
+a power of two. Lowering or launching a candidate may be impossible. The search skips such
+candidates.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ _Found = Iterable[tuple[float, Any]]
 
 
 def neighbours(params: Any) -> list[Any]:
-    """Returns parameters that differ from `params` by few factors of two, nearest first.
+    """Returns the schedule parameters to time as alternatives to `params`. They differ from
+    `params` by few factors of two, and the nearest come first.
 
-    `params` itself is not returned. Plain loops without threads and manual schedules have no
-    neighbours.
+    `params` itself is not in the result. Plain loops without threads, and schedules written by the
+    user, have no neighbours.
     """
     make = _BY_CLASS.get(type(params))
     found = () if make is None else make(params)
@@ -49,16 +52,17 @@ def neighbours(params: Any) -> list[Any]:
 
 
 def to_fields(params: Any) -> dict[str, Any]:
-    """Returns parameters as a dict that JSON can store: the class name as "kind", and each field by
-    name."""
+    """Returns schedule parameters as a dict that JSON can store: the class name as "kind", and each
+    field by name.
+    """
     return {"kind": type(params).__name__} | {f.name: getattr(params, f.name) for f in _of(params)}
 
 
 def from_fields(found: object, like: Any) -> Any:
-    """Returns the parameters that `to_fields` stored as `found`, for a kernel whose heuristic chose
-    `like`.
+    """Returns the schedule parameters that `to_fields` stored as `found`.
 
-    Returns None if `found` is not a valid description of parameters for that kernel.
+    `like` are the parameters that the heuristic chose for the kernel. Returns None if `found` is
+    not a valid description of parameters for that kernel.
     """
     if not isinstance(found, dict):
         return None
@@ -80,7 +84,8 @@ def _of(params: Any) -> Sequence[Any]:
 
 # ------------------------------------------------------------------ distances
 def _scaled(value: int, down: int, up: int, *, least: int = 1, most: int = MAX_THREADS) -> Choices:
-    """Returns the candidates for a number, each with its distance in factors of two.
+    """Returns the candidates for one number of the schedule parameters, each with its distance from
+    `value` in factors of two.
 
     The candidates are `value`, up to `down` halvings that are at least `least`, and up to `up`
     doublings that are at most `most`.
@@ -94,10 +99,10 @@ def _scaled(value: int, down: int, up: int, *, least: int = 1, most: int = MAX_T
 
 
 def _combined(params: Any, **choices: Choices) -> _Found:
-    """Yields `params` with every combination of the given values, with the sum of the values'
-    distances.
+    """Yields pairs (distance, parameters): `params` with every combination of values in `choices`.
 
-    `choices` maps a field's name to its values and their distances.
+    `choices` maps the name of a field to its candidate values and their distances from the value in
+    `params`. The distances of a combination are added.
     """
     for pairs in itertools.product(*(c.items() for c in choices.values())):
         values = {name: value for name, (value, _) in zip(choices, pairs, strict=True)}
@@ -154,9 +159,11 @@ def _persistent(params: InnerPersistentParams) -> _Found:
 
 
 def _clusters(params: InnerPersistentParams) -> _Found:
-    """Yields parameters with twice and with half the number of CUDA blocks per cluster.
+    """Yields parameters with twice and with half the number of CUDA blocks per cluster, as
+    neighbours of `params`.
 
-    Each thread then holds half or twice as many elements in registers (`kept`).
+    A cluster holds a row in registers, so each thread then holds half or twice as many elements
+    (`kept`).
     """
     if params.cluster == 1:
         return
@@ -167,12 +174,12 @@ def _clusters(params: InnerPersistentParams) -> _Found:
 
 
 def _kept(params: InnerPersistentParams) -> _Found:
-    """Yields neighbours of parameters whose kernel holds each reduced row of the input in
+    """Yields neighbours of the parameters of a kernel that holds each reduced row of the input in
     registers.
 
     The neighbours have twice or half the threads per row, other numbers of rows per block, or
-    another number of resident threads. Parameters whose kernel reads each row again in a loop
-    (`_looped`) are neighbours, too.
+    another number of threads per multiprocessor. Parameters of a kernel that reads each row again
+    in a loop (`_looped`) are neighbours, too.
     """
     resident = {n: float(n != params.resident) for n in (0, RESIDENT, RESIDENT_ONE, 1536)}
     costly = {c: float(c != params.keeps_costly) for c in (False, True)}
@@ -202,8 +209,9 @@ def _looped(params: InnerPersistentParams) -> _Found:
 
 
 def _strips(params: OuterPersistentParams) -> _Found:
-    """Returns neighbours of the outer persistent parameters: other strip widths, vector sizes, and
-    numbers of rows per thread."""
+    """Returns neighbours of the parameters of a kernel that reduces columns, a strip of adjacent
+    columns per CUDA block: other strip widths, vector sizes, and numbers of rows per thread.
+    """
     if not params.threads_x:
         return []
     resident = {n: float(n != params.resident) for n in (params.resident, RESIDENT_ONE, 1536)}
@@ -219,8 +227,9 @@ def _strips(params: OuterPersistentParams) -> _Found:
 
 
 def _transpose(params: TransposeParams) -> _Found:
-    """Returns neighbours of the transpose tile: half and twice each of its two sizes, with other
-    numbers of threads."""
+    """Returns neighbours of the parameters of a kernel that transposes by rectangular tiles: half
+    and twice each of the tile's two sizes, with other numbers of threads.
+    """
     widest = max(params.vector, params.staged_vector)
     found = _combined(
         params,

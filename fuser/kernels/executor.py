@@ -3,10 +3,10 @@
 A run first looks for a launch that was made for tensors of these shapes, strides and alignments. If
 there is one, only the addresses are replaced. Otherwise, three steps make a new launch:
 
-1. The layouts of the tensors are divided into classes (`LayoutClasses`).
-2. The heuristic chooses the scheduler's parameters from sizes and alignments.
-3. Layout classes and parameters select a variant: one version of the kernel, as text and compiled.
-   A new variant is lowered if none fits.
+1. The layouts of the tensors are divided into classes (`LayoutClasses`). 2. The heuristic chooses
+the scheduler's parameters (threads, vector width, ..) from sizes and alignments. 3. Layout classes
+and parameters select a variant: one version of the kernel, as text and compiled. A new variant is
+lowered if there is none.
 
 A fusion has at most `MAX_VARIANTS` variants. When that many exist, tensors with new layouts or
 sizes use a similar variant, or the generic variant, which makes no assumptions.
@@ -87,10 +87,10 @@ _DUMPS = ("scheduler_params", "scheduled_ir", "fusion_ir", "kernel_ir", "cuda_ke
 
 
 class KernelLaunch(NamedTuple):
-    """The launch of a kernel for tensors of one shape, strides and alignment.
+    """The launch of a kernel for tensors of certain shapes, strides and alignments.
 
-    `variant` is the version of the kernel that is launched. A version is lowered for certain memory
-    layouts and scheduler parameters.
+    `variant` is the version of the kernel that is launched. Each version is lowered for certain
+    memory layouts and scheduler parameters.
     """
 
     variant: Variant
@@ -99,22 +99,26 @@ class KernelLaunch(NamedTuple):
 
     @property
     def kernel(self) -> CompiledKernel:
-        """The compiled kernel of the variant, which must have been compiled before."""
+        """The compiled kernel, which must have been compiled before."""
         assert self.variant.compiled is not None, "a kernel is launched before it is compiled"
         return self.variant.compiled
 
     def explain(self, error: KernelError) -> KernelError:
-        """Returns the error of this launch with the op and the user's source line added."""
+        """Returns `error`, which this launch has raised, with the op and the user's source line
+        added.
+        """
         return self.executor.explained(self.variant, error)
 
 
 class FusedKernelExecutor:
-    """Runs a local fusion (no device axes) with one scheduler.
+    """Runs one fusion as a kernel, scheduled by one scheduler. The tensors are those of one device:
+    no axis is split over devices.
 
-    A fusion with a stream axis has an additional last input: the number of the iteration of the
-    stream loop. A run then writes only the shard of that iteration.
+    A fusion may be one iteration of a stream loop, a loop on the host that computes a tensor part
+    by part. It then has an additional last input: the number of the iteration. A run writes only
+    the part of that iteration.
 
-    - `scheduler`: the name of the scheduler.
+    - `scheduler`: the name of the scheduler, the automatic schedule that chooses loops and threads.
     - `name`: the name of the kernel.
     - `settings`: the features of the program that uses the kernel.
     - `device`: replaces the device description for the heuristics, so that a GPU's schedules can
@@ -193,13 +197,13 @@ class FusedKernelExecutor:
         """Computes the outputs of the fusion into `outputs`, which the caller has allocated in the
         fusion's order.
 
-        `sizes` are the values of the symbols. `stream` is the handle of a CUDA stream; None means
-        the current stream.
+        `sizes` has the values of the symbols for sizes. `stream` is the handle of a CUDA stream;
+        None means the current stream.
 
         Raises:
             InputError: the number of tensors is wrong, or a tensor has a wrong number of
                 dimensions.
-            KernelError: a launch failed, or checked mode reported an error.
+            KernelError: a launch failed, or a checked kernel reported an error.
         """
         if self._steps is not None:
             self._check_step(self._steps, inputs, sizes)
@@ -227,7 +231,8 @@ class FusedKernelExecutor:
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
         """Returns the launch that `run` would execute for tensors of these shapes, strides and
-        alignments. Returns None if `run` launches nothing, and in checked mode.
+        alignments, so that later calls can repeat it. Returns None if `run` launches nothing, and
+        for checked kernels.
 
         If `device` is passed, the tensors may be meta tensors. The returned kernel may then still
         have to be compiled, with `compile_many`.
@@ -260,11 +265,11 @@ class FusedKernelExecutor:
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Returns the same as `launch_for`, for tensors that are given by their layouts, and scalar
-        inputs `numbers`.
+        """Returns the same as `launch_for`, for tensors of which only the layouts are known, and
+        scalar inputs `numbers`.
 
         Returns None if more checks are needed, or if the kernel is not compiled. `are_sized` says
-        that `sizes_fit` has accepted the shapes. The shapes are then not checked again.
+        that `sizes_fit` has accepted the shapes, which are then not checked again.
         """
         if self.checked or self._steps is not None:
             return None
@@ -294,10 +299,11 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the version of the kernel (variant) and the launch for tensors like these.
+        """Returns the version of the kernel and the launch for tensors like these, from a cache if
+        possible.
 
-        Tensors are alike if their shapes, strides and alignments are equal. The result is cached.
-        Returns None if an extent is 0.
+        Tensors are alike if their shapes, strides and alignments are equal. Returns None if an
+        extent is 0.
         """
         places = [(t.shape, t.stride(), address(t) & 15) for t in tensors]
         key: object = (
@@ -321,15 +327,20 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo,
     ) -> Record | None:
-        """Returns the same as `bind`, and caches the result for later calls of `run` with tensors
-        of these shapes, strides and alignments."""
+        """Returns the version of the kernel and the launch for these tensors, and caches them for
+        later calls of `run` with tensors of these shapes, strides and alignments.
+
+        Returns None if an extent is 0.
+        """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
         with self._lock:
             return self._record(inputs, outputs, tensors, numbers, sizes, device)
 
     def explained(self, variant: Variant, error: KernelError) -> KernelError:
-        """Returns the error of a launch with the op and the user's source line added."""
+        """Returns `error`, which a launch of `variant` has raised, with the op and the user's
+        source line added.
+        """
         return KernelError(f"{error}\n{variant.blame(self.fusion, self._tensors, error)}")
 
     def _check_step(self, count: Scalar, inputs: Sequence[Value], sizes: Sizes) -> None:
@@ -363,10 +374,10 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the version of the kernel (variant) and the launch for these tensors.
+        """Returns the version of the kernel that serves these tensors, and its launch. If there is
+        no such version, a new one is lowered, but not compiled.
 
-        Returns None if an extent is 0. If no version fits, a new one is lowered, but not compiled.
-        Meta tensors are accepted if `device` is passed.
+        Returns None if an extent is 0. Meta tensors are accepted if `device` is passed.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         bound = self._extents.bind(inputs, outputs, tensors, sizes)
@@ -383,7 +394,7 @@ class FusedKernelExecutor:
         *,
         are_plain: bool,
     ) -> Record:
-        """Returns the version of the kernel (variant) and the launch, for tensors with known sizes.
+        """Returns the version of the kernel that serves tensors with known sizes, and its launch.
 
         `bound` has the values of all sizes. `are_plain` says that all tensors are contiguous and
         aligned to a vector.
@@ -415,8 +426,8 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> Record:
-        """Returns the version of the kernel with the parameters that the heuristic chooses, and its
-        launch.
+        """Returns the version of the kernel with the parameters that the heuristic chooses without
+        measuring, and its launch.
 
         If these tensors violate an assumption of that version, a version with fewer assumptions is
         returned.
@@ -463,12 +474,11 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
-        """Returns the version of the kernel (variant) for these layouts, and its launch if already
-        known.
+        """Returns the version of the kernel for these layouts, and its launch if it had to be
+        computed for the choice, else None.
 
-        The launch is None unless the choice of the variant needed it. The variant may rely on the
-        alignments `known`. If `known` is None, the generic variant is returned, which relies on
-        nothing. `alignments` are the actual alignments of the tensors.
+        The version may rely on the alignments `known`. If `known` is None, the generic version is
+        returned, which relies on nothing. `alignments` are the actual alignments of the tensors.
         """
         if known is None:
             return self._generic_for(bound, device), None
@@ -492,13 +502,13 @@ class FusedKernelExecutor:
     def _within_limits(
         self, variant: Variant, key: VariantKey, bound: KernelSizes, device: DeviceInfo
     ) -> Variant:
-        """Returns the variant if the device accepts the variant's number of CUDA blocks.
+        """Returns `variant` if the device accepts its number of CUDA blocks.
 
-        Otherwise, returns the same kernel with a folded grid (`folded`): each launched block does
-        the work of several blocks.
+        Otherwise, returns a version of the same kernel in which each launched block does the work
+        of several blocks.
 
         Raises:
-            DefinitionError: a manual schedule has too many blocks.
+            DefinitionError: a schedule written by the user has too many blocks.
         """
         if variant.fits_grid(bound.values):
             return variant
@@ -514,8 +524,8 @@ class FusedKernelExecutor:
         """Returns the generic version of the kernel, which makes no assumptions about layouts and
         sizes.
 
-        If that version has too many CUDA blocks for the device, its grid is folded
-        (`_within_limits`).
+        If that version has too many CUDA blocks for the device, a launched block does the work of
+        several.
         """
         variant = self._generic_variant(device)
         return self._within_limits(variant, self._generic_key(device), bound, device)
@@ -527,8 +537,9 @@ class FusedKernelExecutor:
         bound: KernelSizes,
         device: DeviceInfo,
     ) -> Any:
-        """Returns the scheduler parameters that the heuristic chooses for these layouts, alignments
-        (`known`) and sizes."""
+        """Returns the schedule parameters (threads, vector width, ..) that the heuristic chooses
+        for these layouts, alignments (`known`) and sizes (`bound`).
+        """
         latest, its_device, choose = self._latest_chooser
         if latest is not layouts or its_device is not device:
             choose = self._chooser(layouts, device)
@@ -549,11 +560,12 @@ class FusedKernelExecutor:
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns a version of the kernel that was made for other sizes, and its launch.
+        """Returns a version of the kernel that was made for other sizes but serves these tensors,
+        and its launch. This avoids a compilation.
 
-        A compilation is thus avoided. Returns None if there is no such version. Normally, the
-        tensors must be small, and not much larger than those for which the version was made. When
-        the executor has `MAX_VARIANTS` versions, any version with similar parameters is accepted.
+        Returns None if there is no such version. Normally, the tensors must be small, and not much
+        larger than those for which the version was made. When `MAX_VARIANTS` versions exist, any
+        version with similar parameters is accepted.
         """
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
@@ -587,7 +599,7 @@ class FusedKernelExecutor:
         return layouts, self.scheduler.generic(device), DataType.Int
 
     def _specialized(self, layouts: tuple[Layout, ...]) -> tuple[Fusion, dict[int, TensorView]]:
-        """Returns a copy of the fusion whose inputs and outputs have these layouts.
+        """Returns a copy of the fusion whose inputs and outputs have the memory layouts `layouts`.
 
         Also returns the copy's input and output tensors, by the numbers of the original tensors.
         """
@@ -598,9 +610,11 @@ class FusedKernelExecutor:
         return fusion, {tv.number: twins[tv] for tv in self._tensors}
 
     def _lower_first(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Lowers the fusion with the first parameters of the scheduler's list that can be lowered.
+        """Lowers the fusion with the chosen parameters, or else with simpler ones that can be
+        lowered.
 
-        The list (`ladder`) begins with the chosen parameters and ends with the generic ones.
+        `key` has the chosen parameters. The scheduler's list `ladder` begins with them and ends
+        with the generic ones. With `folded`, each launched CUDA block may do the work of several.
 
         Raises:
             UnsupportedError, DefinitionError: the error for the last parameters of the list.
@@ -616,9 +630,11 @@ class FusedKernelExecutor:
         raise refused
 
     def _lower(self, key: VariantKey, device: DeviceInfo, *, folded: bool = False) -> Variant:
-        """Returns a lowered version of the kernel, which executors of equal fusions share.
+        """Returns the version of the kernel for `key`, lowered now or before by an executor of an
+        equal fusion, with which it is shared.
 
-        If dumps are enabled, each executor lowers its own version, because dumps contain names.
+        With `folded`, each launched CUDA block may do the work of several. If dumps are enabled,
+        each executor lowers its own version, because dumps contain names.
         """
         if self._lowered is None or any(map(options.dump_enabled, _DUMPS)):
             return self._lower_alone(key, device, folded=folded)
@@ -646,8 +662,10 @@ class FusedKernelExecutor:
     def _scheduled(
         self, key: VariantKey, device: DeviceInfo, *, folded: bool = False
     ) -> tuple[Variant, Fusion]:
-        """Schedules and lowers the fusion; returns the version of the kernel, and the scheduled
-        fusion.
+        """Schedules and lowers the fusion for the layouts and parameters in `key`. Returns the
+        version of the kernel, and the scheduled fusion.
+
+        With `folded`, each launched CUDA block may do the work of several.
         """
         layouts, params, index = key
         fusion, twins = self._specialized(layouts)
@@ -691,8 +709,8 @@ def compile_many(
     *,
     device: torch.device | str,
 ) -> int:
-    """Lowers and compiles the kernels of many executors. Returns how many kernels had to be
-    compiled.
+    """Lowers and compiles the kernels of many executors, which is faster than one by one. Returns
+    how many kernels had to be compiled.
 
     Meta tensors with the right strides are accepted. On the CPU, one compiler process compiles all
     kernels at the end. On CUDA, threads compile each kernel while the next one is lowered.
@@ -719,7 +737,7 @@ def _lower_missing(
 ) -> Iterator[KernelSource]:
     """Yields the source of each kernel that is not compiled yet, one per request at most.
 
-    Also appends the version of the kernel (variant) that belongs to the source to `variants`.
+    The version of the kernel to which the source belongs is appended to `variants`.
     """
     seen: set[int] = set()
     for number, (executor, inputs, outputs, sizes) in enumerate(requests, 1):
@@ -733,8 +751,7 @@ def _lower_missing(
 
 
 def _chooses_nothing(facts: Facts) -> None:
-    """Returns None. The executor uses this function as its chooser until the first real chooser is
-    built."""
+    """Returns None. An executor calls this function until its heuristic has been built."""
 
 
 # ----------------------------------------------------------------------
@@ -742,8 +759,8 @@ def _chooses_nothing(facts: Facts) -> None:
 
 
 def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
-    """Returns the version of the kernel that a request would launch. If none fits, lowers a new
-    one.
+    """Returns the version of the kernel that a request would launch, lowered now if there is none.
+    It is used for dumps.
 
     Returns None if nothing is launched.
     """
@@ -756,7 +773,8 @@ def variant_of(request: KernelRequest, device: torch.device) -> Variant | None:
 def scheduled_fusion(
     executor: FusedKernelExecutor, variant: Variant, device: torch.device
 ) -> Fusion:
-    """Returns the scheduled fusion from which a version of the kernel (variant) was lowered.
+    """Returns the scheduled fusion from which a version of the kernel (`variant`) was lowered, for
+    a dump.
 
     The fusion is scheduled again, because an executor does not store it.
 

@@ -49,11 +49,12 @@ _INT64_END = 1 << 63
 
 @dataclass
 class Variant:
-    """One kernel of a fusion, lowered for some layouts and parameters, and compiled on first use.
+    """One version of a kernel, lowered for certain memory layouts and schedule parameters, and
+    compiled on first use.
 
     Two mappings have the numbers of the fusion's input and output tensors as keys. `twins` maps to
-    the kernel's tensors. `places` maps to the tensors' positions among the inputs and outputs of a
-    launch.
+    the tensors of the kernel's own copy of the fusion. `places` maps to the positions among the
+    inputs and outputs of a launch.
     """
 
     kernel: Kernel
@@ -70,17 +71,24 @@ class Variant:
 
     @cached_property
     def needs(self) -> Needs:
-        """The scalars that a launch must evaluate, sorted by their use."""
+        """The scalars that a launch must evaluate (conditions, arguments, numbers of blocks and
+        threads), sorted by their use.
+        """
         return Needs.of(self)
 
     def fits_grid(self, values: Mapping[Symbol, Number]) -> bool:
-        """Whether the device accepts the numbers of CUDA blocks and threads. `values` are the
-        values of the fusion's symbols."""
+        """Whether the device accepts the numbers of CUDA blocks and threads of a launch.
+
+        `values` has the values of the fusion's symbols.
+        """
         return not self.kernel.limits or self._limits.hold(self.own(values))
 
     def shape(self, values: Mapping[Symbol, Number]) -> tuple[list[int], list[int]]:
         """Returns the number of CUDA blocks of a launch, and the number of threads per block, each
-        along x, y and z."""
+        along x, y and z.
+
+        `values` has the values of the fusion's symbols.
+        """
         known, kernel = self.own(values), self.kernel
         grid, block = ([int(sc.evaluate(n, known)) for n in s] for s in (kernel.grid, kernel.block))
         return grid, block
@@ -90,20 +98,21 @@ class Variant:
         return Computed(self.kernel.limits)
 
     def own(self, values: Mapping[Symbol, Number]) -> Mapping[Symbol, Number]:
-        """Returns the values by the kernel's own symbols, from `values` by the fusion's symbols.
+        """Returns `values`, which has the fusion's symbols as keys, with the kernel's own symbols
+        as keys.
 
-        The two sets of symbols differ if the kernel was lowered for another, equal fusion.
+        The two differ if the kernel was lowered for another fusion that is equal except for names.
         """
         if self.symbols is None:
             return values
         return {mine: values[its] for mine, its in self.symbols.items() if its in values}
 
     def blame(self, fusion: Fusion, tensors: Sequence[TensorView], error: KernelError) -> str:
-        """Returns the text of the op that computes the tensor named in an error, with the user's
-        source line.
+        """Returns text that names the user's code for an error of the kernel: the op that computes
+        the tensor named in `error`, with the user's source line.
 
-        If no op computes the tensor, returns the ops that read the tensor. If the error names no
-        tensor, returns all ops. `tensors` are the fusion's inputs and outputs.
+        If no op computes the tensor, the text has the ops that read the tensor. If the error names
+        no tensor, it has all ops. `tensors` are the fusion's inputs and outputs.
         """
         named = re.search(r"\bT(\d+)\b", str(error))
         number = int(named[1]) if named else None
@@ -117,10 +126,11 @@ class Variant:
         return "\n".join(f"{what} {op_text(e)} (user code at {e.where or 'unknown'})" for e in ops)
 
     def blame_number(self, fusion: Fusion, scalar: Scalar, problem: str) -> str:
-        """Returns the error message for a scalar of the kernel whose value cannot be used because
-        of `problem`.
+        """Returns the error message for a number whose value the kernel cannot use because of
+        `problem`.
 
-        The message names the op that reads the scalar, and the user's source line.
+        The message names the op that reads the number, and the user's source line. `scalar` is the
+        number as an expression of the kernel's symbols.
         """
         if self.symbols is not None:
             scalar = sc.substitute(scalar, {mine: its for mine, its in self.symbols.items()})  # noqa: C416
@@ -142,11 +152,12 @@ class Variant:
         symbols: Mapping[Symbol, Symbol],
         places: Mapping[int, int],
     ) -> Variant:
-        """Returns the same kernel as a variant of another fusion that differs only in the names of
-        tensors and symbols.
+        """Returns this version of the kernel for another fusion that differs from the original one
+        only in the names of tensors and symbols.
 
-        `numbers` and `symbols` map the tensor numbers and symbols of this variant's fusion to those
-        of the other fusion. `places` belongs to the other fusion; see `Variant`.
+        `numbers` and `symbols` map the tensor numbers and symbols of the original fusion to those
+        of the other fusion. `places` has the positions of the other fusion's tensors among its
+        inputs and outputs.
         """
         twins = {numbers[number]: twin for number, twin in self.twins.items()}
         made = Variant(self.kernel, self.params, twins, places, symbols=symbols)
@@ -158,8 +169,8 @@ class Variant:
 def take_compiled(
     variants: Sequence[Variant], compiled: Sequence[CompiledKernel], began: float
 ) -> None:
-    """Assigns the compiled kernels to variants. Also assigns each variant an equal share of the
-    compile time.
+    """Stores the compiled kernels in `variants`, and for each an equal share of the time that the
+    compilation took.
 
     The compilation of all kernels started at the time `began`, as returned by `now`.
     """
@@ -170,8 +181,8 @@ def take_compiled(
 
 @dataclass(frozen=True)
 class Needs:
-    """The scalars that a launch of a kernel must evaluate: guards, arguments, grid, block and
-    memory.
+    """The scalars that a launch of a kernel must evaluate: conditions, arguments, numbers of CUDA
+    blocks and threads, and bytes of memory.
 
     All are evaluated in one call. A tensor's place is its position among the inputs, then the
     outputs, of the fusion.
@@ -199,7 +210,7 @@ class Needs:
 
     @staticmethod
     def of(variant: Variant) -> Needs:
-        """Collects the arguments of a variant's kernel by their kinds."""
+        """Collects the scalars that a launch of `variant` must evaluate, sorted by their use."""
         kernel = variant.kernel
         twins = variant.twins.items()
         number_of = {twin.number: number for number, twin in twins}
@@ -259,8 +270,9 @@ def launch_of(
     *,
     checked: bool = False,
 ) -> BoundLaunch | None:
-    """Evaluates the arguments, grid and block of a launch. Returns None if a guard or an alignment
-    of the variant is not satisfied.
+    """Evaluates the arguments and the numbers of CUDA blocks and threads of a launch. Returns None
+    if these tensors violate a condition or an alignment on which `variant`, a version of the
+    kernel, relies.
 
     - `tensors` are the inputs, then the outputs.
     - `values` are the values of the fusion's symbols.
@@ -317,7 +329,7 @@ def launch_of(
 
 class _ScalarArgument(NamedTuple):
     """A kernel argument that depends on the scalar inputs, as a function that computes the argument
-    from the values of the scalar inputs.
+    from their values. The other values that it needs are fixed for a launch.
     """
 
     scalar: Scalar
@@ -336,7 +348,7 @@ class _ScalarArgument(NamedTuple):
 
     def check(self, value: Number) -> None:
         """Checks that the value of a 64-bit integer argument fits in 64 bits. Narrower integers
-        wrap in the kernel.
+        wrap around in the kernel and need no check.
 
         Raises:
             KernelError: the value does not fit.
@@ -356,11 +368,12 @@ Sizes = Mapping[Symbol, int]
 
 
 class KernelSizes(NamedTuple):
-    """The values of a kernel's symbols.
+    """The values of a kernel's symbols (sizes and scalar inputs) for a launch.
 
     - `values`: the values of all symbols.
     - `sizes`: the integer values only.
-    - `iterations`: the number of iterations of the kernel's largest iteration space.
+    - `iterations`: the largest number of elements over which the kernel loops, for the choice of
+      the index type.
     """
 
     values: Mapping[Symbol, Number]
@@ -368,15 +381,17 @@ class KernelSizes(NamedTuple):
     iterations: int
 
     def with_numbers(self, numbers: Iterable[tuple[Symbol, Number]]) -> KernelSizes:
-        """Returns a copy to which the values of scalar inputs are added, given as (symbol,
-        value)."""
+        """Returns a copy to which the values of scalar inputs are added, which are passed as pairs
+        (symbol, value).
+        """
         values = {**self.values, **{s: Const(x, s.dtype).value for s, x in numbers}}
         sizes = {s: v for s, v in values.items() if isinstance(v, int)}
         return KernelSizes(values, sizes, self.iterations)
 
 
 class KernelExtents:
-    """Checks tensors against one fusion, and binds the fusion's symbols to the tensors' sizes.
+    """Checks the tensors of a call against one fusion, and determines from them the values of the
+    fusion's symbols.
 
     `tensors` are the fusion's tensor inputs, then its outputs. `symbols` are the symbols that occur
     in the extents of all tensors of the fusion.
@@ -425,7 +440,8 @@ class KernelExtents:
         tensors: Sequence[torch.Tensor],
         sizes: Sizes,
     ) -> KernelSizes | None:
-        """Returns the values of the symbols for these tensors. Returns None if an extent is 0.
+        """Returns the values of the fusion's symbols for these tensors. Returns None if an extent
+        is 0.
 
         `tensors` are the tensors among `inputs`, then `outputs`. `sizes` are values that the caller
         already knows.
@@ -454,22 +470,25 @@ class KernelExtents:
     def values(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> Mapping[Symbol, Number]:
-        """Returns the values of all symbols, determined from inputs and outputs; see
-        `Binder.bind`."""
+        """Returns the values of all symbols of the fusion, determined from inputs and outputs.
+
+        `sizes` are values that the caller already knows.
+        """
         return self._binder.bind([*inputs, *outputs], sizes)
 
     def fit(self, shapes: Sequence[Sequence[Scalar]]) -> bool:
-        """Whether tensors of these symbolic shapes are accepted, for all values of the symbols and
-        for all strides."""
+        """Whether the kernel accepts tensors of these symbolic shapes, for all values of the
+        symbols and for all strides. Shapes then need no check in later calls.
+        """
         canonical = self._fusion.canonical
         fits = self._extents == [[canonical(x) for x in shape] for shape in shapes]
         return fits and not self._expanded and not self._is_empty
 
     def iterations(self, sizes: Sizes) -> int | None:
-        """Returns the number of iterations that `at_once` would compute, for tensors that `fit`
-        accepts and that have elements.
+        """Returns the largest number of elements over which the kernel loops, for tensors of shapes
+        that `fit` has accepted. All extents must be at least 1.
 
-        Returns None in the cases in which `at_once` returns None.
+        Returns None if the number cannot be computed from `sizes`; `bind` must then be called.
         """
         run = self._count
         if run is None:
@@ -492,8 +511,11 @@ class KernelExtents:
     def at_once(
         self, tensors: Sequence[torch.Tensor | StridedLayout], sizes: Sizes
     ) -> KernelSizes | None:
-        """Does the same as `bind`, but faster, and only for fusions without scalar inputs. Returns
-        None if `sizes` lacks a symbol or a check fails; `bind` must then be called."""
+        """Returns the values of the fusion's symbols for these tensors, like `bind`, but faster,
+        and only for fusions without scalar inputs.
+
+        Returns None if `sizes` lacks a symbol or a check fails; `bind` must then be called.
+        """
         if len(tensors) != len(self._shapes):
             return None
         extents, pairs = self._parts
@@ -536,8 +558,9 @@ class KernelExtents:
 
 
 def free_symbols(fusion: Fusion, scalars: Sequence[Symbol]) -> tuple[Symbol, ...]:
-    """Returns the symbols of a fusion whose values follow neither from the sizes of its inputs nor
-    from its scalar inputs (`scalars`)."""
+    """Returns the symbols of a fusion that neither the sizes of its input tensors nor its scalar
+    inputs (`scalars`) determine. The caller must pass their values.
+    """
     bound = {
         a.size for v in fusion.inputs if isinstance(v, TensorView) for a in v.domain.no_reductions
     }
@@ -562,10 +585,11 @@ _INT32_LIMIT = (1 << 31) - 1 - _OVERRUN
 
 
 def index_dtype(iterations: int, tensors: Sequence[torch.Tensor | StridedLayout]) -> DataType:
-    """Returns the integer type for a kernel's indices: Int32 if all fit in 32 bits, else Int (64
-    bits).
+    """Returns the integer type for a kernel's indices: Int32 if all indices fit in 32 bits, else
+    Int (64 bits).
 
-    All offsets and iteration counts must fit, including indices past the end of a tensor.
+    `iterations` is the largest number of elements over which the kernel loops. Indices past the end
+    of a tensor, which incomplete blocks compute, must fit, too.
     """
     largest = max(
         iterations, *[t.span if isinstance(t, StridedLayout) else span(t) for t in tensors]
@@ -587,10 +611,10 @@ def span(t: torch.Tensor) -> int:
 
 
 def alignment(t: torch.Tensor | StridedLayout, layout: Layout) -> int:
-    """Returns the largest power of two, at most 16, that divides the tensor's address and certain
-    strides in bytes.
+    """Returns the largest power of two, at most 16, that divides the tensor's address and its
+    strides in bytes, so that vectors can be loaded from every row.
 
-    The strides are those of all axes that are not contiguous.
+    Axes that are contiguous in `layout` are left out, because their strides follow from the others.
     """
     found = gcd(address(t), VECTOR_BYTES)
     order, flags = layout
@@ -620,7 +644,8 @@ def address(t: torch.Tensor | StridedLayout) -> int:
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
-    """Returns the description of the device on which the tensors are.
+    """Returns the description (number of multiprocessors, limits, ..) of the device on which the
+    tensors are.
 
     Raises:
         InputError: there are no tensors.
@@ -640,8 +665,9 @@ def describe(tensors: Sequence[torch.Tensor]) -> DeviceInfo:
 
 
 class Lowered:
-    """The kernels that the executors of one program have lowered. Executors of equal fusions share
-    these kernels."""
+    """The kernels that the executors of one program have lowered. Executors of fusions that differ
+    only in names share these kernels.
+    """
 
     def __init__(self) -> None:
         # Keyed by the types of a fusion's ops, and by everything else that determines a kernel.
@@ -656,11 +682,11 @@ class Lowered:
         places: Mapping[int, int],
         lower: Callable[[], Variant],
     ) -> Variant:
-        """Returns the variant that `lower` creates. If an equal fusion was lowered before, returns
-        its variant with renamed tensors and symbols instead.
+        """Returns the version of the kernel that `lower` creates. If a fusion that is equal except
+        for names was lowered before, returns its version, renamed, without a call of `lower`.
 
-        `what` is everything besides the fusion that determines the kernel. For `places` see
-        `Variant`.
+        `what` is everything besides the fusion that determines the kernel. `places` has the
+        positions of the fusion's tensors among its inputs and outputs.
         """
         kinds = tuple([type(op) for op in fusion.exprs])
         similar = self._variants.setdefault((kinds, what), [])
@@ -688,8 +714,12 @@ class Lowered:
 
 @record
 class Kernel:
-    """The text of a kernel, its arguments in order, the grid and block of a launch, and the
-    conditions of a launch; see `LoweredKernel`."""
+    """The source text of a kernel, its arguments in order, the numbers of CUDA blocks and threads
+    of a launch, and the conditions of a launch.
+
+    `guards` and `limits` are conditions on sizes and strides. `alignments` has pairs (tensor,
+    bytes): the tensor's address must be a multiple of the bytes.
+    """
 
     source: KernelSource
     args: tuple[Arg, ...]
@@ -711,8 +741,15 @@ def make_kernel(
     device: DeviceInfo,
     folded: bool = False,
 ) -> Kernel:
-    """Lowers a scheduled fusion and prints the kernel's text. For the arguments and errors see
-    `lower_kernel`."""
+    """Lowers a scheduled fusion, generates the CUDA source text, and returns both as a `Kernel`.
+
+    `index_dtype` is the type of index arithmetic. With `folded`, each launched CUDA block may do
+    the work of several, so that any number of blocks is accepted.
+
+    Raises:
+        UnsupportedError, DefinitionError: the schedule cannot be carried out, or it contradicts
+            itself or the device's limits.
+    """
     lowered = lower_kernel(fusion, name=name, index_dtype=index_dtype, device=device, folded=folded)
     source, ir_text = print_kernel(lowered)
     return Kernel(
