@@ -1,4 +1,4 @@
-"""Captures the work of CUDA streams as a graph, which a single driver call launches again.
+"""Captures the work of CUDA streams as a CUDA graph, which a single driver call launches again.
 
 Between launches, the arguments of a captured kernel can be replaced. Everything else is fixed at
 the capture, including all other addresses.
@@ -30,12 +30,12 @@ Slots = list[Any]
 
 
 class Graph(Protocol):
-    """A captured graph. Launches of one graph must not overlap, because all launches use the same
-    memory.
+    """A captured CUDA graph. Launches of one graph must not overlap, because all launches use the
+    same memory.
     """
 
     def launch(self, stream: int) -> None:
-        """Enqueues the whole graph on a stream, given by its raw handle.
+        """Enqueues the whole graph on the stream with the raw handle `stream`.
 
         Raises:
             KernelError: the driver rejects the launch.
@@ -44,11 +44,12 @@ class Graph(Protocol):
 
     def update(self, node: object, call: LaunchCall) -> None:
         """Copies the current arguments of `call` to the captured kernel `node`. Later launches of
-        the graph use these arguments."""
+        the graph use these arguments.
+        """
         ...
 
     def twin(self) -> Graph:
-        """Returns another instance of the graph, as it was captured.
+        """Returns another instance of the graph, in the state in which it was captured.
 
         Updates of one instance do not change the other, but their launches use the same memory.
         """
@@ -56,37 +57,42 @@ class Graph(Protocol):
 
 
 class GraphMaker(Protocol):
-    """Captures runs that are executed one after another on one stream."""
+    """Captures work as CUDA graphs, which are executed one after another on one stream."""
 
     # The stream (a raw handle) on which a captured run begins.
     stream: int
 
     def stand_in(self, stream: int) -> int:
-        """Returns the stream on which the work of `stream` is captured.
+        """Returns the stream on which the work of `stream` (a raw handle) is captured.
 
-        Another stream is used because libraries have data per stream. Replays of the graph must not
-        share that data with other work on `stream`, which may run at the same time.
+        Another stream is used because libraries have data per stream. Replays of the CUDA graph
+        must not share that data with other work on `stream`, which may run at the same time.
         """
         ...
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> Graph:
-        """Returns a graph of the work that the actions enqueue. The captured work is not executed.
+        """Returns a CUDA graph of the work that the functions `actions` enqueue. The captured work
+        is not executed.
 
-        Each action is called with `slots`.
+        Each function is called with `slots`, the list of a program's values.
 
         Raises:
-            RuntimeError: the work of an action cannot be captured. Errors of the actions are passed
-                on.
+            RuntimeError: the work of a function cannot be captured. Errors of the functions are
+                passed on.
         """
         ...
 
     def kernel(self, call: LaunchCall, stream: int) -> object:
-        """Launches a kernel inside a capture, and returns the graph's node for that kernel."""
+        """Launches a kernel during a capture, and returns the CUDA graph's node for that kernel,
+        whose arguments can be updated later.
+        """
         ...
 
 
 class _ThreadUser(threading.local):
-    """A flag of each thread: whether the thread is registered as one that runs programs."""
+    """A flag of each thread: whether the thread is registered as one that runs programs. No CUDA
+    graph is captured while other such threads exist.
+    """
 
     is_known = False
 
@@ -94,7 +100,7 @@ class _ThreadUser(threading.local):
 class Users:
     """The threads of this process that run programs.
 
-    Nothing is captured as a CUDA graph while other such threads exist, because another thread could
+    Nothing is captured as a CUDA graph while another such thread exists, because that thread could
     end the capture.
     """
 
@@ -105,7 +111,8 @@ class Users:
         self.here = _ThreadUser()
 
     def enter(self) -> None:
-        """Registers this thread, as soon as no capture is active, and sets `here.is_known` to True.
+        """Registers this thread as one that runs programs, as soon as no CUDA graph is being
+        captured. Sets `here.is_known` to True.
 
         A thread that Python did not start cannot be registered, for example a thread in which torch
         computes gradients.
@@ -117,8 +124,9 @@ class Users:
 
     @contextmanager
     def alone(self) -> Generator[list[str]]:
-        """A context in which no other thread can begin to run programs. The context's value is
-        `others()`."""
+        """A context in which no other thread can begin to run programs. Its value is the list of
+        names that `others()` returns.
+        """
         with self._lock:
             yield self.others()
 
@@ -171,7 +179,7 @@ class _KernelNodeParams(ctypes.Structure):
 
 
 class _KernelNode:
-    """A captured kernel, and its parameters in the driver's format."""
+    """A kernel in a captured CUDA graph, and its parameters in the driver's format."""
 
     def __init__(self, handle: int, params: _KernelNodeParams) -> None:
         self.handle = ctypes.c_void_p(handle)
@@ -195,7 +203,8 @@ def _refusal(library: Any, function: str, status: int, problem: str) -> KernelEr
 
 
 def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: Any) -> None:
-    """Destroys a graph or an executable graph.
+    """Destroys a CUDA graph or an executable graph by calling `destroy`, a function of the driver,
+    with its handle.
 
     The garbage collector calls this function, possibly while the user captures a CUDA graph.
     """
@@ -204,7 +213,7 @@ def _destroy(library: Any, destroy: Callable[[ctypes.c_void_p], int], handle: An
 
 
 class _Template:
-    """A graph as captured, from which executable graphs are instantiated."""
+    """A CUDA graph as captured, from which executable graphs are instantiated."""
 
     def __init__(self, graph: Any, library: Any, maker: CudaGraphs) -> None:
         self.graph, self.library = graph, library
@@ -231,8 +240,9 @@ class CudaGraph:
         self.raw = address_of(self._launch), address_of(self._set_params), handle
 
     def raw_node(self, node: object, call: LaunchCall) -> tuple[int, int]:
-        """Sets a kernel node's parameters to the arguments of a call. Returns the addresses of the
-        node and of the parameters, for callers in C."""
+        """Sets the parameters of the captured kernel `node` to the arguments of `call`, and returns
+        the addresses of the node and of the parameters, for callers in C.
+        """
         assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         return node.handle.value or 0, ctypes.addressof(node.params)
@@ -242,7 +252,9 @@ class CudaGraph:
         return CudaGraph(self._template)
 
     def launch(self, stream: int) -> None:
-        """Enqueues the graph on a stream. If this thread has no CUDA context, binds one first."""
+        """Enqueues the graph on the stream with the raw handle `stream`. If this thread has no CUDA
+        context, binds one first.
+        """
         status = self._launch(self._handle, ctypes.c_void_p(stream))
         if status == _INVALID_CONTEXT:
             bind_primary_context()
@@ -257,8 +269,9 @@ class CudaGraph:
             )
 
     def update(self, node: object, call: LaunchCall) -> None:
-        """Copies the current arguments of `call` to the kernel node `node` of this executable
-        graph."""
+        """Copies the current arguments of `call` to the captured kernel `node` of this executable
+        graph. Later launches use them.
+        """
         assert isinstance(node, _KernelNode)
         node.params.arguments = call.packed
         status = self._set_params(self._handle, node.handle, ctypes.byref(node.params))
@@ -273,10 +286,10 @@ class CudaGraph:
 
 
 class _CaptureDevice:
-    """The streams and the memory pool for captures on one device.
+    """The streams and the memory pool that captures of CUDA graphs on one device use.
 
     An instance is used again later, and never freed. Torch ends the process if a pool is freed
-    during a capture. A garbage collection or another thread could free the pool at any time.
+    during a capture, and a garbage collection or another thread could free the pool at any time.
     """
 
     def __init__(self) -> None:
@@ -292,8 +305,9 @@ _places: dict[int, list[_CaptureDevice]] = {}
 
 
 def _new_stream() -> int:
-    """Creates a stream and returns its handle. Torch's own streams are not used, because other code
-    may use them, too."""
+    """Creates a CUDA stream and returns its handle. Torch's own streams are not used, because other
+    code may use them, too.
+    """
     made = load_driver().cuStreamCreate(_NON_BLOCKING)
     return int(_checked("cuStreamCreate", made))
 
@@ -343,8 +357,9 @@ class CudaGraphs:
         weakref.finalize(self, _places[torch.cuda.current_device()].append, place)
 
     def stand_in(self, stream: int) -> int:
-        """Returns the stream on which the work of `stream` is captured. The result is always the
-        same for one stream."""
+        """Returns the stream on which the work of `stream` (a raw handle) is captured. The result
+        is always the same for one stream.
+        """
         if stream == self.stream or stream in self._stand_ins.values():
             return stream
         found = self._stand_ins.get(stream)
@@ -356,8 +371,8 @@ class CudaGraphs:
         return found
 
     def capture(self, actions: Sequence[Callable[[Slots], object]], slots: Slots) -> CudaGraph:
-        """Captures the work that the actions enqueue in this thread, and returns an executable
-        graph.
+        """Captures the work that the functions `actions` enqueue in this thread, and returns an
+        executable CUDA graph.
         """
         import torch
 
@@ -378,8 +393,9 @@ class CudaGraphs:
         return CudaGraph(_Template(graph, self._library, self))
 
     def kernel(self, call: LaunchCall, stream: int) -> _KernelNode:
-        """Launches a kernel inside the capture. Returns its node, with the parameters that later
-        updates change."""
+        """Launches a kernel during the capture, and returns its node in the CUDA graph, with the
+        parameters that later updates change.
+        """
         status = call.function(*call.arguments)
         if status:
             call.fail(status)

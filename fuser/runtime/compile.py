@@ -1,4 +1,4 @@
-"""Compiles kernels for CPUs and GPUs, or takes them from memory or the disk cache."""
+"""Compiles kernels for CPUs and GPUs, or takes them from the cache in memory or on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _memory_lock = make_lock()
 
 def clear_memory_cache() -> None:
     """Removes the compiled kernels of this process from the memory cache. Later requests use the
-    disk cache."""
+    disk cache.
+    """
     with _memory_lock:
         _memory.clear()
 
@@ -36,9 +37,9 @@ def compile_kernels(
     """Returns the compiled kernels for a device, in the order of `sources`. Kernels in the memory
     or disk cache are not compiled again.
 
-    On the CPU, the missing kernels are compiled in one translation unit. On CUDA, a thread compiles
-    each kernel as soon as `sources` yields its source. `checked` (CPU only) adds checks of bounds,
-    alignment and barriers, and of uninitialised reads and races in shared memory.
+    On the CPU, the missing kernels are compiled together in one translation unit. On CUDA, a thread
+    compiles each kernel as soon as `sources` yields its source. `checked` (CPU only) adds checks of
+    bounds, alignment and barriers, and of uninitialised reads and races in shared memory.
 
     Raises:
         CompileError: the compiler is missing or rejects a kernel.
@@ -94,7 +95,8 @@ def compile_kernels(
 
 def compiler_of(device: torch.device | str, *, checked: bool = False) -> str:
     """Returns a digest of everything besides a kernel's text that determines its machine code:
-    compiler, flags, headers and architecture."""
+    compiler, flags, headers and architecture. It is a part of cache keys.
+    """
     kind, index = device_parts(device)
     if kind == "cpu":
         return cpu_kernel.compiler_key(checked)

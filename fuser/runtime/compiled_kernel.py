@@ -1,5 +1,6 @@
-"""The interfaces of compiled kernels and their launches, and counts of requests and
-compilations."""
+"""The interfaces of compiled kernels and their launches, and statistics of requests and
+compilations.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ Dim3: TypeAlias = tuple[int, int, int]
 
 
 class TensorLike(Protocol):
-    """The methods of a tensor that a launch calls. `torch.Tensor` has these methods."""
+    """The methods of a tensor that the launch of a kernel calls. `torch.Tensor` has these
+    methods.
+    """
 
     def data_ptr(self) -> int:
         """Returns the address of the tensor's first element."""
@@ -28,11 +31,11 @@ Argument: TypeAlias = "int | float | bool | TensorLike | tuple[int, int]"
 
 
 class LaunchCall(NamedTuple):
-    """A launch as one call of a C function: `function(*arguments)` returns 0, or a status for
-    `fail`.
+    """A launch as one call of a C function: `function(*arguments)` returns 0, or an error status
+    that is to be passed to `fail`.
 
     `words[i]` are the 8 bytes from which the kernel reads parameter i. Callers write new addresses
-    into `words`.
+    into `words` before a call.
     """
 
     words: Any
@@ -47,28 +50,35 @@ class LaunchCall(NamedTuple):
 
 
 class PreparedLaunch(ABC):
-    """A launch that can be repeated, with arguments that are already packed.
+    """A launch that can be repeated, with arguments that are already packed into the form that the
+    kernel reads.
 
-    Only pointers can be replaced; scalars, grid and block are fixed. An instance must not be used
-    by several threads. The caller must keep the tensors alive.
+    Only the addresses of tensors can be replaced; scalars and the numbers of CUDA blocks and
+    threads are fixed. An instance must not be used by several threads. The caller must keep the
+    tensors alive.
     """
 
     @abstractmethod
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces the address of the pointer parameter with index `param`."""
+        """Replaces the address of the tensor that is the argument for the parameter with index
+        `param`.
+        """
 
     @abstractmethod
     def run(self, stream: int | None = None) -> None:
         """Launches the kernel.
 
-        `stream` is a raw CUDA handle. If `stream` is None, torch's current stream is used. On the
-        CPU, `stream` has no effect.
+        `stream` is the raw handle of a CUDA stream. If it is None, torch's current stream is used.
+        On the CPU, `stream` has no effect.
         """
 
     @abstractmethod
     def bind(self, stream: int) -> LaunchCall:
-        """Returns the launch on a stream as a `LaunchCall`, which is valid as long as this object
-        exists."""
+        """Returns the launch on the CUDA stream with the raw handle `stream` as one call of a C
+        function.
+
+        The returned call is valid as long as this object exists.
+        """
 
 
 class CompiledKernel(ABC):
@@ -89,18 +99,19 @@ class CompiledKernel(ABC):
         stream: int | None = None,
     ) -> None:
         """Runs the kernel, with one argument for each parameter. On CUDA, enqueues the kernel on
-        `stream`.
+        the stream with the raw handle `stream`.
 
         Raises:
-            KernelError: the arguments, grid, block or shared memory are invalid, the device reports
-                an error, or checked mode finds one.
+            KernelError: the arguments, the numbers of CUDA blocks or threads, or the bytes of
+                shared memory are invalid; the device reports an error; or the run-time checks of a
+                checked kernel find one.
         """
 
     @abstractmethod
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Returns a launch whose arguments are packed once, for repeated use."""
+        """Returns a launch for repeated use, whose arguments are packed only once."""
 
     def _argument_error(self, args: Sequence[Argument], cause: Exception) -> KernelError:
         """Returns the error for arguments that could not be packed because of `cause`."""
@@ -125,27 +136,31 @@ _statistics = _Statistics()
 
 
 def compilations() -> int:
-    """Returns the number of kernels compiled in this process. Kernels that were found in a cache
-    are not counted."""
+    """Returns the number of kernels compiled in this process, without those that were found in a
+    cache.
+    """
     return _statistics.compilations
 
 
 def kernel_requests() -> int:
-    """Returns how many kernels `compile_kernels` and `compile_cubin` were asked for in this
-    process."""
+    """Returns the number of kernels that this process has requested by `compile_kernels` and
+    `compile_cubin`. The difference from `compilations()` was found in caches.
+    """
     return _statistics.requests
 
 
 def count_compilations(kernels: int) -> None:
-    """Adds `kernels` to the number of compiled kernels. Modules that run a compiler call this
-    function."""
+    """Adds `kernels` to this process's number of compiled kernels. Modules that run a compiler call
+    this function.
+    """
     with _statistics.lock:
         _statistics.compilations += kernels
 
 
 def count_requests(kernels: int) -> None:
-    """Adds `kernels` to the number of requested kernels. The public functions that compile call
-    this function."""
+    """Adds `kernels` to this process's number of requested kernels. The public functions that
+    compile call this function.
+    """
     with _statistics.lock:
         _statistics.requests += kernels
 
@@ -170,7 +185,7 @@ NUMBERS = frozenset((int, float, bool))
 
 
 def slot_code(param: KernelParam) -> str:
-    """Returns the `struct` format code for the 8 bytes of a parameter.
+    """Returns the `struct` format code by which the value of a parameter is packed into 8 bytes.
 
     Raises:
         KernelError: the parameter is a scalar of a type that kernels do not accept.

@@ -1,4 +1,5 @@
-"""The compiled runner: a C extension module that repeats recorded calls.
+"""The compiled runner: a C extension module that repeats the recorded calls of a program, faster
+than Python.
 
 When a process repeats calls often, the runner is compiled in the background, with the C++ compiler
 for CPU kernels. No call waits for the compilation. The compiled runner is stored in the kernel
@@ -45,8 +46,9 @@ class _Absent(Exception):
 
 
 class _Build:
-    """A running compiler process. The process ends when the last reference to this object is
-    dropped."""
+    """A running compiler process, which compiles the runner (the C extension that repeats recorded
+    calls). It ends when the last reference to this object is dropped.
+    """
 
     def __init__(self, key: str, cache: KernelCache) -> None:
         self._key, self._cache = key, cache
@@ -76,7 +78,8 @@ class _Build:
             raise _Absent(str(error)) from error
 
     def poll(self) -> Binary | None:
-        """Returns the compiled library of the runner, or None if the compiler still runs.
+        """Returns the compiled library of the runner (the C extension that repeats recorded calls),
+        or None if the compiler still runs.
 
         The library is returned even if the cache could not store it.
         """
@@ -111,7 +114,9 @@ COMPILING = "it is being compiled"
 
 
 class _State:
-    """The compiled runner of this process, or the reason why there is none."""
+    """The compiled runner of this process (the C extension that repeats recorded calls), or the
+    reason why there is none.
+    """
 
     def __init__(self) -> None:
         self.lock = make_lock()
@@ -144,15 +149,16 @@ def find() -> ModuleType | None:
 
 
 def why_not() -> str:
-    """Returns the reason why there is no compiled runner (yet). Returns "" if the runner is
-    compiled.
+    """Returns the reason why there is no compiled runner (yet), or "" if there is one. The runner
+    is the C extension that repeats recorded calls.
     """
     return _state.why
 
 
 def waits_for() -> str:
-    """Searches for the compiled runner again, and returns a text on the status of its
-    compilation."""
+    """Searches again for the compiled runner (the C extension that repeats recorded calls), and
+    returns a text on the status of its compilation.
+    """
     if find() is not None:
         return "it is compiled now"
     if _state.is_absent:
@@ -162,8 +168,8 @@ def waits_for() -> str:
 
 
 def wait(timeout_s: float) -> ModuleType | None:
-    """Waits for the compiled runner and returns the runner. Returns None if the runner cannot be
-    compiled within `timeout_s` seconds.
+    """Waits for the compiled runner (the C extension that repeats recorded calls), and returns it.
+    Returns None if it cannot be compiled within `timeout_s` seconds.
     """
     expiry = time.monotonic() + timeout_s
     while find() is None and not _state.is_absent and time.monotonic() < expiry:
@@ -172,8 +178,10 @@ def wait(timeout_s: float) -> ModuleType | None:
 
 
 def _look() -> ModuleType | None:
-    """Loads the compiled runner from the cache. If the cache does not have the runner, starts the
-    compiler, or checks whether the compiler has ended.
+    """Loads the compiled runner (the C extension that repeats recorded calls) from the cache.
+
+    If the cache does not have it, starts the compiler, or checks whether the compiler has ended.
+    Returns None as long as the compiler runs.
     """
     if _state.build is not None:
         made = _state.build.poll()
@@ -232,7 +240,8 @@ def _loaded(binary: Binary) -> ModuleType:
 
 
 def _tables() -> tuple[Any, ...]:
-    """Returns the arguments of the runner's function `setup`.
+    """Returns the arguments of the function `setup` of the compiled runner (the C extension that
+    repeats recorded calls).
 
     These are torch's table of C functions for tensors, descriptors of tensor attributes, and the
     addresses of other C functions of torch.

@@ -1,7 +1,7 @@
 """Kernels for the CPU: g++ compiles CUDA text with the header `simt.h`, many kernels at once.
 
-A compiled library exports one C function per kernel. The function's argument is a launch record,
-which the comment before `LaunchFunction` describes.
+A compiled library exports one C function per kernel. The function's argument is a launch record
+(numbers of blocks and threads, and arguments), which the comment before `LaunchFunction` describes.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def cxx_compiler() -> str:
 
 @functools.cache
 def _compiler_identity(compiler: str) -> str:
-    """Returns the compiler's version, and the options that `-march=native` selects on this
-    machine."""
+    """Returns the compiler's version, and the options that `-march=native` selects on this machine.
+    Both determine machine code, so they are a part of cache keys.
+    """
     try:
         answer = subprocess.run(
             [compiler, "-march=native", "-###", "-E", "-x", "c++", "-"],
@@ -129,11 +130,12 @@ def _compiler_identity(compiler: str) -> str:
 
 
 def try_compiler(timeout_s: float) -> str:
-    """Compiles one line of C++ with the flags of kernels. Returns the compiler's path and version.
+    """Compiles one line of C++ with the flags of kernels, to find out whether the compiler works.
+    Returns the compiler's path and version.
 
     Raises:
-        CompileError: there is no compiler, or the compiler fails or does not end within
-            `timeout_s` seconds.
+        CompileError: there is no compiler, or the compiler fails or does not end within `timeout_s`
+            seconds.
     """
     _run_compiler((), _TRIVIAL, {}, timeout_s=timeout_s)
     compiler = cxx_compiler()
@@ -143,7 +145,8 @@ def try_compiler(timeout_s: float) -> str:
 @contextlib.contextmanager
 def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
     """Yields two paths in a temporary folder: that of a source file with `text`, and that of the
-    library to create."""
+    library to create.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix="fuser-") as folder:
             source = Path(folder, "unit.cpp")
@@ -159,13 +162,13 @@ def _scratch_folder(text: str) -> Iterator[tuple[Path, Path]]:
 def _run_compiler(
     flags: Sequence[str], text: str, texts: dict[str, str], *, timeout_s: float | None = None
 ) -> bytes:
-    """Compiles the translation unit `text` to a shared library, and returns the bytes of the
-    library.
+    """Compiles the C++ text `text` to a shared library, and returns the bytes of the library.
 
     `texts` has the source texts by file name, for excerpts in error messages.
 
     Raises:
-        CompileError: compilation failed; has the log and the source lines around the first error.
+        CompileError: compilation failed. The message has the compiler's log, and the source lines
+            around the first error.
     """
     compiler = cxx_compiler()
     with _scratch_folder(text) as (source, library):
@@ -202,8 +205,9 @@ def _not_started(compiler: str, error: OSError) -> NoCompilerError:
 
 
 def _said(answer: subprocess.CompletedProcess[str]) -> str:
-    """Returns the compiler's output as the end of a sentence: after a colon, or ", and wrote
-    nothing"."""
+    """Returns the compiler's output as the end of a sentence: after a colon, or the words ", and
+    wrote nothing".
+    """
     text = answer.stderr.strip() or answer.stdout.strip()
     return f":\n{text}" if text else ", and wrote nothing"
 
@@ -214,8 +218,12 @@ def _refused(
     text: str,
     texts: dict[str, str],
 ) -> CompileError:
-    """Returns the error for a failed compilation. Compiles a trivial source to find out whether the
-    compiler itself is broken."""
+    """Returns the error for a failed compilation of `text`. Compiles a trivial source to find out
+    whether the compiler itself is broken.
+
+    `answer` is the ended compiler process. `texts` has source texts by file name, for excerpts in
+    the message.
+    """
     code = answer.returncode
     ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     if not answer.stderr.strip() or text == _TRIVIAL:
@@ -235,10 +243,11 @@ def _argument(param: KernelParam, slot: int, slots: int) -> str:
 
 
 def _unit(source: KernelSource, symbol: str, *, checked: bool) -> str:
-    """Returns the C++ text of one kernel in its own namespace, with an exported function `symbol`.
+    """Returns the C++ text of one kernel in its own namespace, with an exported function `symbol`
+    that runs the kernel.
 
-    The function takes a launch record: the grid, the block and the arguments of a launch as bytes.
-    The function runs the kernel with these arguments.
+    The function takes a launch record: the numbers of CUDA blocks and threads, and the arguments of
+    a launch, as bytes.
     """
     count = len(source.params)
     arguments = ",\n      ".join(
@@ -272,7 +281,11 @@ FUSER_EXPORT int {symbol}(const simt::Launch* launch) {{
 
 @functools.cache
 def compiler_key(checked: bool) -> str:
-    """Returns a digest of everything besides a kernel's text that determines its machine code."""
+    """Returns a digest of everything besides a kernel's text that determines its machine code:
+    headers, flags and compiler.
+
+    `checked` selects the flags for run-time checks.
+    """
     flags = _COMMON_FLAGS + (_CHECKED_FLAGS if checked else _FAST_FLAGS + _KEEP_LOOPS)
     return digest(
         preamble(SIMT_FILES + RT_FILES),
@@ -287,12 +300,12 @@ def _kernel_key(source: KernelSource, *, checked: bool) -> str:
 
 
 def kernel_key_unchecked(source: KernelSource) -> str:
-    """Returns the cache key of a kernel for the CPU, without run-time checks."""
+    """Returns the key under which a kernel for the CPU, without run-time checks, is cached."""
     return _kernel_key(source, checked=False)
 
 
 def kernel_key_checked(source: KernelSource) -> str:
-    """Returns the cache key of a kernel for the CPU, with run-time checks."""
+    """Returns the key under which a kernel for the CPU, with run-time checks, is cached."""
     return _kernel_key(source, checked=True)
 
 
@@ -308,7 +321,9 @@ def _fast_flags(sources: Iterable[KernelSource]) -> tuple[str, ...]:
 def _compile_missing(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> Binary:
-    """Compiles kernels together, in one compiler process, and stores the library in the cache."""
+    """Compiles kernels together, in one compiler process, and stores the library in the cache.
+    `sources` has the kernels by cache key.
+    """
     symbols = {key: _symbol(key) for key in sources}
     units = [_unit(source, symbols[key], checked=checked) for key, source in sources.items()]
     text = preamble(SIMT_FILES + RT_FILES) + "".join(units)
@@ -323,7 +338,7 @@ def _compile_missing(
 def _load_or_compile(
     cache: KernelCache, sources: dict[str, KernelSource], *, checked: bool
 ) -> dict[str, LaunchFunction]:
-    """Returns the C function of each kernel, by cache key.
+    """Returns the C function of each kernel, by cache key. `sources` has the kernels by cache key.
 
     Kernels that are not on disk, or that cannot be loaded, are compiled together. While this
     process waits for the lock, another process may compile some kernels. Such kernels are then
@@ -377,7 +392,7 @@ def compile_checked(sources: Iterable[KernelSource]) -> list[CompiledKernel]:
 
 # ---- loading ------------------------------------------------------------------------------------
 class _Library(ctypes.CDLL):
-    """A loaded library. The library is unloaded when the last reference to the library or to one of
+    """A loaded shared library. It is unloaded when the last reference to the library or to one of
     its functions is dropped.
     """
 
@@ -392,7 +407,7 @@ _loads = itertools.count(1)
 
 @contextlib.contextmanager
 def in_memory(binary: Binary) -> Iterator[str]:
-    """Yields a path from which the dynamic loader can read a library that is only in memory."""
+    """Yields a path from which the dynamic loader can read a library that exists only in memory."""
     handle = os.memfd_create(binary.name, os.MFD_CLOEXEC)
     try:
         with os.fdopen(handle, "wb", closefd=False) as file:
@@ -406,8 +421,9 @@ def in_memory(binary: Binary) -> Iterator[str]:
 
 
 def _library(binary: Binary) -> _Library:
-    """Returns the loaded library of a binary. If the library is not loaded yet, loads it from
-    memory, because no other process can change memory."""
+    """Returns the loaded library with the contents `binary`. If it is not loaded yet, loads it from
+    memory, because no other process can change memory.
+    """
     loaded = _libraries.get(binary.name)
     if loaded is None:
         with in_memory(binary) as path:
@@ -416,7 +432,8 @@ def _library(binary: Binary) -> _Library:
 
 
 def _function(binary: Binary, symbol: str) -> LaunchFunction:
-    """Returns the C function of a kernel, by its symbol.
+    """Returns the C function `symbol`, which runs a kernel, from the library with the contents
+    `binary`.
 
     Raises:
         OSError, AttributeError: the binary is not a library, or does not have the symbol.
@@ -498,10 +515,10 @@ class _Report(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts of a kernel's last launch, summed over all CUDA blocks.
+    """Statistics of a checked kernel's last launch on the CPU, summed over all CUDA blocks.
 
-    Loads and stores are counted by their width in bytes (1, 2, 4, 8, 16). The other counts are
-    numbers of events.
+    Each dict of loads or stores maps a width in bytes (1, 2, 4, 8, 16) to the number of accesses.
+    The other fields are numbers of events.
     """
 
     global_loads: dict[int, int]
@@ -562,8 +579,9 @@ class CpuKernel(CompiledKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
-        """Runs the kernel and waits for its end; see `CompiledKernel.launch`. `stream` has no
-        effect."""
+        """Runs the kernel on the CPU with one argument for each parameter, and waits for its end.
+        `stream` has no effect.
+        """
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -576,9 +594,7 @@ class CpuKernel(CompiledKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Returns a launch for repeated use, whose arguments are packed once; see
-        `CompiledKernel.prepare`.
-        """
+        """Returns a launch on the CPU for repeated use, whose arguments are packed only once."""
         if smem_bytes and not self.source.uses_barriers:
             raise self._smem_error(smem_bytes)
         try:
@@ -601,8 +617,9 @@ class CpuKernel(CompiledKernel):
 class PreparedCpuLaunch(PreparedLaunch):
     """A launch of a CPU kernel whose launch record is packed once, for repeated use.
 
-    The record has the grid, the block and the arguments, in the format that the kernel's C function
-    reads. The compiled runner in C calls the function `entry` with the record's `address`.
+    The record has the numbers of CUDA blocks and threads, and the arguments, in the format that the
+    kernel's C function reads. The C code that repeats recorded calls uses the function `entry` with
+    the record's `address`.
     """
 
     def __init__(self, kernel: CpuKernel, record: bytes, grid: Dim3, block: Dim3) -> None:
@@ -616,22 +633,26 @@ class PreparedCpuLaunch(PreparedLaunch):
 
     @property
     def entry(self) -> int:
-        """The address of the C function `int (*)(const simt::Launch*)` that runs the launch record
-        at `address`."""
+        """The address of the C function `int (*)(const simt::Launch*)` that runs the kernel with
+        the packed arguments at `address`.
+        """
         return ctypes.cast(cast("Any", self._function), ctypes.c_void_p).value or 0
 
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces the address of the pointer parameter with index `param`."""
+        """Replaces the address of the tensor that is the argument for the parameter with index
+        `param`.
+        """
         self._words[self._first + param] = address
 
     def run(self, stream: int | None = None) -> None:
-        """Runs the kernel. `stream` has no effect."""
+        """Runs the kernel on the CPU and waits for its end. `stream` has no effect."""
         if self._function(self.address):
             self._fail(0)
 
     def bind(self, stream: int) -> LaunchCall:
-        """Returns the launch as a call of the kernel's C function on the launch record. `stream`
-        has no effect."""
+        """Returns the launch as a call of the kernel's C function with the packed arguments.
+        `stream` has no effect.
+        """
         params = len(self._words) - self._first
         words = (ctypes.c_uint64 * params).from_buffer(self._words, 8 * self._first)
         raw = self.entry, self.address
@@ -643,8 +664,8 @@ class PreparedCpuLaunch(PreparedLaunch):
 
 
 class CheckedCpuKernel(CpuKernel):
-    """A kernel compiled for the CPU with all run-time checks. `counters` has the counts of its last
-    launch.
+    """A kernel compiled for the CPU with all run-time checks (bounds, alignment, barriers, races).
+    `counters` has statistics of its last launch.
 
     `order_seed` selects the order in which CUDA blocks and threads run: 0 in order, 1 reversed. Any
     other number shuffles the order with that number as seed.
@@ -658,7 +679,7 @@ class CheckedCpuKernel(CpuKernel):
 
     @property
     def counters(self) -> Counters:
-        """The counts of accesses and events of the last launch."""
+        """The numbers of memory accesses and events of the last launch."""
         return Counters._from(self._report)
 
     def _checked_record(
@@ -709,14 +730,16 @@ class CheckedCpuKernel(CpuKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Returns a launch that repeats this checked launch. Each repetition packs the arguments
-        again."""
+        """Returns a launch for repeated use. A checked kernel also checks the sizes of buffers, so
+        each run packs the arguments again.
+        """
         return _CheckedPreparedLaunch(self, args, grid=grid, block=block, smem_bytes=smem_bytes)
 
 
 class _CheckedPreparedLaunch(PreparedLaunch):
-    """Repeats a checked launch. If a pointer is replaced, the checks use the size in bytes of the
-    previous buffer."""
+    """A launch, for repeated use, of a CPU kernel with run-time checks. If an address is replaced,
+    the checks assume that the new buffer has the size of the previous one.
+    """
 
     def __init__(
         self,
@@ -732,19 +755,22 @@ class _CheckedPreparedLaunch(PreparedLaunch):
         self._shape = grid, block, smem_bytes
 
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces the address of the pointer parameter with index `param`. The size in bytes of
-        its buffer does not change."""
+        """Replaces the address of the tensor that is the argument for the parameter with index
+        `param`. The checks assume that the new buffer has the size of the old one.
+        """
         old = self._args[param]
         extent = old[1] if isinstance(old, tuple) else span_nbytes(cast("torch.Tensor", old))
         self._args[param] = (address, extent)
 
     def run(self, stream: int | None = None) -> None:
-        """Launches the kernel with the current addresses. `stream` has no effect."""
+        """Runs the kernel on the CPU with the current addresses. `stream` has no effect."""
         grid, block, smem_bytes = self._shape
         self._kernel.launch(self._args, grid=grid, block=block, smem_bytes=smem_bytes)
 
     def bind(self, stream: int) -> LaunchCall:
-        """Always raises `KernelError`, because each checked launch packs its arguments again."""
+        """Always raises `KernelError`: a launch with run-time checks cannot be one call of a C
+        function, because each launch packs its arguments again.
+        """
         raise KernelError(
             f"kernel {self._kernel.name}: a checked launch cannot be bound as one call, because "
             "each launch packs its arguments again"

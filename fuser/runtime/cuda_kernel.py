@@ -1,6 +1,6 @@
 """Kernels on CUDA devices: compiles them with NVRTC, and launches them through the driver.
 
-A launch is enqueued on a stream that is given by its raw handle, by default torch's current stream.
+A launch is enqueued on a stream with a known raw handle, by default torch's current stream.
 Launches are thus ordered with torch's own work, and can be captured into CUDA graphs.
 """
 
@@ -60,7 +60,7 @@ def load_driver() -> Any:
 
 
 class LaunchConfig(ctypes.Structure):
-    """`CUlaunchConfig` of the driver's C interface."""
+    """The struct `CUlaunchConfig` of the CUDA driver's C interface."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -77,7 +77,7 @@ def _launch_directly() -> Callable[..., int] | None:
     """Returns the driver's C function `cuLaunchKernelEx`, or None if the driver's library cannot be
     loaded.
 
-    Repeated launches call the C function, to avoid the conversions of the Python binding.
+    Repeated launches call the C function, to avoid the slower conversions of the Python binding.
     """
     try:
         return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
@@ -122,8 +122,8 @@ def architecture(index: int | None) -> str:
 
 
 def compile_for_device(sources: Iterable[KernelSource], arch: str) -> list[CompiledKernel]:
-    """Compiles and loads kernels; kernels in the disk cache are only loaded. A kernel is compiled
-    as soon as `sources` yields its source.
+    """Returns kernels loaded for the GPU architecture `arch`. Those in the disk cache are not
+    compiled. Another kernel is compiled as soon as `sources` yields its source.
     """
     sources, compiled = tee(sources)
     codes = cubins(compiled, arch)
@@ -132,7 +132,8 @@ def compile_for_device(sources: Iterable[KernelSource], arch: str) -> list[Compi
 
 class _Arguments:
     """The packed arguments of a launch, 8 bytes each, and the array of their addresses, which the
-    driver reads."""
+    CUDA driver reads.
+    """
 
     def __init__(self, params: int) -> None:
         self.slots = (ctypes.c_uint64 * max(params, 1))()
@@ -142,7 +143,7 @@ class _Arguments:
 
 
 class CudaKernel(CompiledKernel):
-    """A kernel loaded from machine code. The kernel can run on every device of its architecture."""
+    """A kernel loaded from machine code. It can run on every CUDA device of its architecture."""
 
     def __init__(self, source: KernelSource, code: bytes) -> None:
         super().__init__(source)
@@ -171,8 +172,9 @@ class CudaKernel(CompiledKernel):
         return found
 
     def _allow_cluster(self) -> None:
-        """Permits clusters larger than the portable size on all devices. Every GPU with clusters
-        supports the portable size without permission."""
+        """Permits the kernel clusters of more CUDA blocks than every GPU with clusters supports
+        without permission, on all devices.
+        """
         import torch
 
         driver = load_driver()
@@ -200,7 +202,9 @@ class CudaKernel(CompiledKernel):
         smem_bytes: int = 0,
         stream: int | None = None,
     ) -> None:
-        """Enqueues the kernel on a stream; see `CompiledKernel.launch`."""
+        """Enqueues the kernel on a stream with one argument for each parameter. Without `stream`,
+        torch's current stream is used.
+        """
         # All launches share one buffer, because the driver copies the arguments before it returns.
         with self._lock:
             try:
@@ -212,8 +216,7 @@ class CudaKernel(CompiledKernel):
     def prepare(
         self, args: Sequence[Argument], *, grid: Dim3, block: Dim3, smem_bytes: int = 0
     ) -> PreparedLaunch:
-        """Packs the arguments into a new buffer, and returns the launch; see
-        `CompiledKernel.prepare`."""
+        """Packs the arguments into a new buffer, and returns a launch for repeated use."""
         arguments = _Arguments(len(self.source.params))
         try:
             self._pack(arguments, args)
@@ -222,8 +225,9 @@ class CudaKernel(CompiledKernel):
         return PreparedCudaLaunch(self, arguments, grid, block, smem_bytes)
 
     def attributes(self) -> dict[str, int]:
-        """Returns the resources that the compiler assigned to the kernel: registers, local bytes
-        (spills) and static shared bytes."""
+        """Returns the resources that the compiler assigned to the kernel: registers per thread,
+        local bytes (spilled registers) and static bytes of shared memory.
+        """
         import torch
 
         attribute = load_driver().CUfunction_attribute
@@ -275,7 +279,7 @@ class CudaKernel(CompiledKernel):
 
 
 class PreparedCudaLaunch(PreparedLaunch):
-    """A launch of a CUDA kernel with its own buffer of packed arguments."""
+    """A launch of a CUDA kernel for repeated use, with its own buffer of packed arguments."""
 
     def __init__(
         self, kernel: CudaKernel, arguments: _Arguments, grid: Dim3, block: Dim3, smem_bytes: int
@@ -285,15 +289,21 @@ class PreparedCudaLaunch(PreparedLaunch):
         self._shape = grid, block, smem_bytes
 
     def set_pointer(self, param: int, address: int) -> None:
-        """Replaces the address of the pointer parameter with index `param`."""
+        """Replaces the address of the tensor that is the argument for the parameter with index
+        `param`.
+        """
         self._arguments.slots[param] = address
 
     def run(self, stream: int | None = None) -> None:
-        """Enqueues the launch on a stream. If `stream` is None, torch's current stream is used."""
+        """Enqueues the launch on the stream with the raw handle `stream`. If it is None, torch's
+        current stream is used.
+        """
         self._kernel._enqueue(self._arguments.address, *self._shape, stream)
 
     def bind(self, stream: int) -> LaunchCall:
-        """Returns the launch on a stream as one call of the driver's C function."""
+        """Returns the launch on the stream with the raw handle `stream` as one call of the driver's
+        C function.
+        """
         grid, block, smem_bytes = self._shape
         self._kernel._allow_smem(smem_bytes)
         launch = _launch_directly()
@@ -372,7 +382,9 @@ def _call(function: str, *args: Any) -> Any:
 
 
 def _content(kind: str, program: Any) -> bytes:
-    """Returns a result of a compilation, which `kind` selects: `CUBIN` or `ProgramLog`."""
+    """Returns a result of the compiled NVRTC program `program`, which `kind` selects: `CUBIN`
+    (machine code) or `ProgramLog`.
+    """
     found = bytearray(_call(f"nvrtcGet{kind}Size", program))
     _call(f"nvrtcGet{kind}", program, found)
     return bytes(found)
@@ -394,14 +406,15 @@ def _text(source: KernelSource) -> str:
 
 
 def kernel_key(source: KernelSource, arch: str) -> str:
-    """Returns the cache key of a kernel for one GPU architecture."""
+    """Returns the key under which a kernel, compiled for one GPU architecture, is cached."""
     return digest(compiler_key(), arch, source.name, source.text)
 
 
 @functools.cache
 def compiler_key() -> str:
     """Returns a digest of everything besides a kernel's text and architecture that determines its
-    machine code."""
+    machine code: headers, compiler version and options.
+    """
     return digest(preamble(RT_FILES), version(), *OPTIONS)
 
 
@@ -410,8 +423,8 @@ def _compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) 
     during the compilation.
 
     Raises:
-        CompileError: compilation failed; has NVRTC's log and the source lines around the first
-            error.
+        CompileError: compilation failed. The message has NVRTC's log, and the source lines around
+            the first error.
     """
     given = [option.encode() for option in (f"--gpu-architecture={arch}", *options)]
     text, name = _text(source).encode(), source.name.encode()

@@ -1,10 +1,11 @@
 """Zeroed memory for kernels that a caller captures into a CUDA graph.
 
-Some kernels need workspaces that are zero at their start, and leave them zero. Workspaces are
-therefore cleared only once. In a graph, a workspace allocated during the capture would be cleared
+Some kernels need memory (workspaces) that is zero at their start, and leave it zero. It is
+therefore cleared only once. Memory that is allocated during the capture of a graph would be cleared
 by an extra node in every replay. To avoid that, the graph gets memory that was cleared before. The
 memory can be used again when the driver has destroyed the graph and all its instances. A user
-object of the graph reports that by posting a semaphore.
+object of the graph (an object with a destructor that the driver calls) reports that by posting a
+semaphore.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def status_text(library: Any, status: int) -> str:
 
 @contextlib.contextmanager
 def relaxed(library: Any) -> Generator[None]:
-    """A context for driver calls that would otherwise make an active capture fail."""
+    """A context for calls of the CUDA driver that would otherwise make an active capture of a CUDA
+    graph fail.
+
+    `library` is libcuda, loaded by ctypes.
+    """
     mode = ctypes.c_int(_RELAXED)
     library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -54,16 +59,18 @@ def relaxed(library: Any) -> Generator[None]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """A buffer, and the address of a semaphore. The semaphore is posted when a graph no longer uses
-    the buffer."""
+    """A buffer that CUDA graphs may use, and the address of a semaphore, which the driver posts
+    when a graph no longer uses the buffer.
+    """
 
     data: torch.Tensor
     returned: int
 
 
 class GraphMemory:
-    """The zeroed memory of one device for graphs: buffers that are ready, and buffers that graphs
-    use."""
+    """The zeroed memory of one device for captured CUDA graphs: buffers that are ready, and buffers
+    that graphs use.
+    """
 
     def __init__(self, device: torch.device, driver: Any, libc: Any) -> None:
         """Stores the device and the C libraries to call: libcuda (`driver`) and libc."""
@@ -75,8 +82,9 @@ class GraphMemory:
         self._lock = make_lock()
 
     def make_ready(self, nbytes: int) -> None:
-        """Allocates and clears buffers of at least `nbytes` bytes for later captures. Must not be
-        called during a capture."""
+        """Allocates and clears buffers of at least `nbytes` bytes, which later captures of CUDA
+        graphs can use. Must not be called during a capture.
+        """
         import torch
 
         size = _size_of(nbytes)
@@ -95,10 +103,11 @@ class GraphMemory:
             stock += [_Memory(part, self._new_semaphore()) for part in data.split(size)]
 
     def lend(self, nbytes: int) -> torch.Tensor | None:
-        """Returns a zeroed buffer for the graph that is being captured on the current stream.
+        """Returns a zeroed buffer for the CUDA graph that is being captured on the current stream.
         Returns None if no buffer is ready.
 
-        The driver reports when the graph no longer uses the buffer.
+        The driver reports when the graph no longer uses the buffer, which another graph can then
+        use.
         """
         with self._lock:
             self._take_back()
@@ -135,8 +144,9 @@ class GraphMemory:
         return sum(memory.data.numel() for memory in kept)
 
     def _graph(self) -> ctypes.c_void_p | None:
-        """Returns the graph that is being captured on the current stream. Returns None if there is
-        no capture."""
+        """Returns the CUDA graph that is being captured on the current stream. Returns None if
+        there is no capture.
+        """
         status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
         places = (ctypes.byref(x) for x in (status, number, graph, nodes, count))
@@ -144,7 +154,7 @@ class GraphMemory:
         return None if failed or not graph.value else graph
 
     def _take_back(self) -> None:
-        """Makes the buffers that graphs no longer use ready for other graphs."""
+        """Makes the buffers that CUDA graphs no longer use ready for other graphs."""
         lent: list[_Memory] = []
         for memory in self._lent:
             is_back = self._libc.sem_trywait(ctypes.c_void_p(memory.returned)) == 0
@@ -152,8 +162,9 @@ class GraphMemory:
         self._lent = lent
 
     def _new_semaphore(self) -> int:
-        """Returns the address of a new semaphore. The semaphore is never freed, because a graph may
-        outlive the Python interpreter."""
+        """Returns the address of a new semaphore. It is never freed, because a CUDA graph that
+        posts it may outlive the Python interpreter.
+        """
         self._libc.calloc.restype = ctypes.c_void_p
         address = self._libc.calloc(ctypes.c_size_t(1), ctypes.c_size_t(_SEMAPHORE_BYTES))
         self._libc.sem_init(ctypes.c_void_p(address), ctypes.c_int(0), ctypes.c_uint(0))
@@ -161,14 +172,17 @@ class GraphMemory:
 
 
 def _size_of(nbytes: int) -> int:
-    """Returns the size of a buffer for at least `nbytes` bytes: a power of two."""
+    """Returns the size of a buffer for at least `nbytes` bytes: a power of two, so that many
+    requests can use the same buffers.
+    """
     return max(SMALLEST, 1 << (nbytes - 1).bit_length())
 
 
 @functools.cache
 def _of(index: int) -> GraphMemory | None:
-    """Returns the graph memory of a CUDA device. Returns None if the C libraries lack a needed
-    function."""
+    """Returns the zeroed memory for CUDA graphs on the CUDA device number `index`. Returns None if
+    the C libraries lack a needed function.
+    """
     import torch
 
     try:
@@ -186,15 +200,16 @@ def _of(index: int) -> GraphMemory | None:
 
 
 def graph_memory_nbytes(device: torch.device) -> int:
-    """Returns the bytes of zeroed memory for graphs on a device, whether ready or in use."""
+    """Returns the bytes of zeroed memory for CUDA graphs on a device, whether ready or in use."""
     if device.type != "cuda" or (found := graph_memory(device)) is None:
         return 0
     return found.nbytes()
 
 
 def graph_memory(device: torch.device) -> GraphMemory | None:
-    """Returns the zeroed memory for graphs on a device. Returns None for a device without graphs,
-    such as the CPU."""
+    """Returns the zeroed memory for CUDA graphs on a device. Returns None for a device without
+    graphs, such as the CPU.
+    """
     import torch
 
     if device.type != "cuda":

@@ -54,16 +54,18 @@ _FOLDERS = ("entries", "objects", "tuned", "locks")
 
 @dataclass(frozen=True)
 class Binary:
-    """The verified bytes of an object file. `name` contains their SHA-256, so equal names mean
-    equal bytes."""
+    """The contents of an object file with compiled kernels, checked for damage. `name` contains
+    their SHA-256, so equal names mean equal bytes.
+    """
 
     name: str
     data: bytes
 
 
 def digest(*parts: str | bytes) -> str:
-    """Returns the SHA-256 of the parts. Each part is preceded by its length, so that ("ab", "c")
-    and ("a", "bc") differ."""
+    """Returns the SHA-256 of the parts, which serves as a cache key. Each part is preceded by its
+    length, so that ("ab", "c") and ("a", "bc") differ.
+    """
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -73,8 +75,9 @@ def digest(*parts: str | bytes) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of compiled kernels, a subfolder of
-    `fuser.support.options.cache_dir()`."""
+    """Returns the folder in which compiled kernels are cached, a subfolder of
+    `fuser.support.options.cache_dir()`.
+    """
     return cache_dir() / f"kernels-v{_VERSION}"
 
 
@@ -89,8 +92,9 @@ def _warn_once(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class CacheContents:
-    """The size of a cache: the number of kernels, the number of tuning results, and the total bytes
-    of all objects."""
+    """The size of the kernel cache on disk: the number of kernels, the number of tuning results,
+    and the total bytes of all objects.
+    """
 
     kernels: int
     tuned: int
@@ -152,8 +156,9 @@ def _remove(path: Path) -> None:
 
 
 def _read(path: Path, limit_nbytes: int) -> bytes | None:
-    """Returns the content of a regular file of at most `limit_nbytes` bytes. Returns None for
-    anything else."""
+    """Returns the contents of a regular file of at most `limit_nbytes` bytes. Returns None for
+    anything else.
+    """
     try:
         # A pipe must not block the reader, and a link must not redirect it.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -206,10 +211,10 @@ class KernelCache:
             _warn_once(self.folder)
 
     def find(self, key: str, symbol: str) -> Binary | None:
-        """Returns the object file that has the kernel of a key. Returns None unless entry and
-        object are complete and undamaged.
+        """Returns the object file with the compiled kernel that is stored under `key`. Returns None
+        unless the files are complete and undamaged.
 
-        `symbol` is the kernel's name in the object, which the entry must have, too.
+        `symbol` is the kernel's name in the object file, which must be stored under the key, too.
         """
         path = self.folder / "entries" / key
         try:
@@ -234,8 +239,8 @@ class KernelCache:
         return found
 
     def store(self, symbols: dict[str, str], data: bytes, extension: str) -> Binary:
-        """Stores an object file, and an entry for each kernel in it. `symbols` maps each kernel's
-        key to its symbol.
+        """Stores an object file with several compiled kernels. `symbols` maps each kernel's cache
+        key to its name in the file.
 
         If the files cannot be written, the process warns once.
         """
@@ -244,8 +249,8 @@ class KernelCache:
         return binary
 
     def _keep(self, write: Callable[[], None], nbytes: int) -> None:
-        """Calls `write`, and then deletes old files if needed. If the files cannot be written, the
-        process warns once.
+        """Calls `write`, which writes files of `nbytes` bytes, and then deletes old files if the
+        cache is too large. If the files cannot be written, the process warns once.
         """
         try:
             write()
@@ -269,8 +274,9 @@ class KernelCache:
 
     # ------------------------------------------------------------ tuning results
     def find_tuned(self, key: str) -> dict[str, Any] | None:
-        """Returns the tuning result that `store_tuned` stored under a key, or None. A damaged
-        result is ignored after a warning."""
+        """Returns the tuning result (the fastest schedule parameters of a kernel) that
+        `store_tuned` stored under `key`, or None. A damaged result is ignored after a warning.
+        """
         path = self.folder / "tuned" / key
         data = _read(path, _MAX_TUNED_NBYTES)
         if data is None and not os.path.lexists(path):
@@ -290,8 +296,8 @@ class KernelCache:
         return found
 
     def store_tuned(self, key: str, found: dict[str, Any]) -> None:
-        """Stores a tuning result as readable JSON. If the file cannot be written, the process warns
-        once.
+        """Stores a tuning result (the fastest schedule parameters of a kernel) under `key`, as
+        readable JSON. If the file cannot be written, the process warns once.
         """
         data = json.dumps({**found, "check": _check(key, found)}, indent=1).encode()
         self._keep(lambda: _write_atomically(self.folder / "tuned" / key, data), len(data))
@@ -302,8 +308,11 @@ class KernelCache:
 
     # ------------------------------------------------------------ eviction
     def _evict(self, nbytes: int) -> None:
-        """Calls `evict` at the first store of a process, and again after the process has written a
-        sixteenth of the byte limit."""
+        """Deletes old files if the cache is too large. This is checked at the first store of a
+        process, and again each time the process has written a sixteenth of the byte limit.
+
+        `nbytes` is the number of bytes that have just been written.
+        """
         written = _written.get(self.folder)
         _written[self.folder] = (written or 0) + nbytes
         if written is None or _written[self.folder] > LIMIT_NBYTES // 16:
@@ -370,8 +379,9 @@ class KernelCache:
     # ------------------------------------------------------------ locks
     @contextlib.contextmanager
     def lock(self, key: str, *, deadline_s: float = _LOCK_DEADLINE_S) -> Iterator[bool]:
-        """A context that holds the lock of a key. Its value is False if the lock could not be
-        acquired within `deadline_s` seconds.
+        """A context that holds the lock of a cache key, so that other processes do not compile the
+        same kernel at the same time. Its value is False if the lock could not be acquired within
+        `deadline_s` seconds.
 
         The lock only avoids duplicate work. Without the lock, two processes compile the same
         kernel, and either result is right. The lock belongs to the open file, so the lock ends when
@@ -408,14 +418,16 @@ class KernelCache:
 
 
 def _check(key: str, found: object) -> str:
-    """Returns a checksum that detects damaged tuning results, and results stored under another
-    key."""
+    """Returns a checksum that is stored with a tuning result. It detects damaged results, and
+    results stored under another key.
+    """
     return digest(key, json.dumps(found, sort_keys=True))
 
 
 def _open_lock(path: Path) -> int | None:
     """Opens the file of a lock, after deleting anything at the path that is not a regular file.
-    Returns None if the file cannot be opened."""
+    Returns the file descriptor, or None if the file cannot be opened.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(2):
         handle = None
@@ -437,8 +449,9 @@ _open_locks: set[int] = set()
 
 
 def _close_locks() -> None:
-    """Closes the lock files that other threads of the parent process hold. Runs in a forked
-    child."""
+    """Closes the lock files that other threads of the parent process hold. It runs in a forked
+    child, which must not extend the parent's locks.
+    """
     for handle in _open_locks:
         with contextlib.suppress(OSError):
             os.close(handle)

@@ -20,14 +20,19 @@ _CONTEXT_LINES = 4
 
 @functools.cache
 def codegen_text(name: str) -> str:
-    """Returns the text of a file in the folder `fuser/codegen`."""
+    """Returns the text of the file `name` in the folder `fuser/codegen`, such as a header of
+    kernels.
+    """
     return resources.files("fuser.codegen").joinpath(name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def preamble(names: tuple[str, ...]) -> str:
-    """Concatenates files of `fuser/codegen`. `#line` directives make error messages show the
-    original file names and line numbers."""
+    """Returns the texts of the files `names` of `fuser/codegen`, one after another, to be placed in
+    front of a kernel's text.
+
+    `#line` directives make error messages show the original file names and line numbers.
+    """
     parts: list[str] = []
     for name in names:
         text = codegen_text(name).replace("#pragma once\n", "\n")
@@ -36,10 +41,11 @@ def preamble(names: tuple[str, ...]) -> str:
 
 
 def in_namespace(source: KernelSource, symbol: str, launcher: str = "") -> str:
-    """Returns a kernel's text followed by `launcher`, in a namespace, so that one translation unit
-    can contain several kernels.
+    """Returns a kernel's text followed by `launcher`, in a C++ namespace, so that one translation
+    unit can contain several kernels.
 
-    In the namespace, the kernel is named `{symbol}_kernel`.
+    In the namespace, the kernel is named `{symbol}_kernel`. `launcher` is C++ text, for example of
+    a function that calls the kernel.
     """
     return f"""
 namespace {symbol}_unit {{
@@ -56,7 +62,8 @@ namespace {symbol}_unit {{
 
 
 def explain(log: str, texts: Mapping[str, str]) -> str:
-    """Returns the compiler's log, followed by the numbered source lines around its first error.
+    """Returns `log`, the messages of a compiler, followed by the numbered source lines around its
+    first error.
 
     `texts` maps the file names of `#line` directives to the texts of these files. Two formats of a
     location are recognised: `FILE:LINE:COLUMN: error` (g++) and `FILE(LINE): error` (NVRTC).

@@ -1,5 +1,6 @@
-"""A launch as data: grid, block, arguments and workspaces. Each call supplies tensor addresses and
-scalar inputs."""
+"""The launch of a kernel as data: numbers of CUDA blocks and threads, arguments and workspaces.
+Each call supplies tensor addresses and scalar inputs.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ class BoundLaunch:
 
     - `args`: the arguments by parameter. Each run replaces the arguments that `pointers`, `numbers`
       and `workspaces` list.
+    - `grid`, `block`: the numbers of CUDA blocks, and of threads per block, along x, y and z.
     - `pointers`: pairs (parameter index, position of its tensor among the tensors of a call).
     - `numbers`: pairs (parameter index, function from the scalar inputs of a call to the argument).
-    - `workspaces`: pairs (parameter index, bytes) of memory that is zero before and after each
-      launch.
+    - `workspaces`: pairs (parameter index, bytes) of memory through which CUDA blocks exchange
+      values. It is zero before and after each launch.
     - `is_repeatable`: False if each launch must pack its arguments again.
     """
 
@@ -54,11 +56,12 @@ class BoundLaunch:
         numbers: Sequence[Number],
         stream: int | None,
     ) -> None:
-        """Launches the kernel on these tensors and scalar inputs. If `stream` is None, torch's
-        current stream is used.
+        """Launches the kernel on these tensors and scalar inputs. If `stream` (the raw handle of a
+        CUDA stream) is None, torch's current stream is used.
 
         Raises:
-            KernelError: the launch failed, or checked mode found an error.
+            KernelError: the launch failed, or the run-time checks of a checked kernel found an
+                error.
         """
         if not self.is_repeatable:
             try:
@@ -95,12 +98,13 @@ class BoundLaunch:
         numbers: Sequence[Number],
         memories: Sequence[torch.Tensor],
     ) -> tuple[PreparedLaunch, tuple[tuple[int, int], ...]]:
-        """Returns a launch with its own packed arguments, and pairs (parameter index, tensor name).
+        """Returns a launch with its own packed arguments, and pairs (parameter index, tensor name)
+        of the addresses that each call must replace.
 
-        Each call must replace the pointers of these parameters. `names` has the name (an integer)
-        of each tensor. The tensors in `fixed`, by name, are the same in all calls and are not in
-        the pairs. `memories` are the workspaces (`make_memories`), which the caller must keep
-        alive.
+        - `names` has the name (an integer) of each tensor.
+        - `fixed` has the tensors, by name, that are the same in all calls and are not in the pairs.
+        - `numbers` has the scalar inputs.
+        - `memories` are the workspaces (`make_memories`), which the caller must keep alive.
         """
         args, moving = list(self.args), list[tuple[int, int]]()
         for param, position in self.pointers:
@@ -119,7 +123,8 @@ class BoundLaunch:
     def number_writers(
         self, kernel: CompiledKernel
     ) -> list[tuple[Callable[..., None], int, Callable[[Sequence[Number]], Number]]]:
-        """Returns a triple for each parameter that depends on the scalar inputs of a call:
+        """Returns a triple for each parameter that depends on the scalar inputs of a call, so that
+        a caller can replace its value in a packed launch:
 
         - a function that packs a value into the words of a `LaunchCall`;
         - the position of the parameter in the words, in bytes;
@@ -132,8 +137,9 @@ class BoundLaunch:
         ]
 
     def make_memories(self, device: torch.device) -> list[torch.Tensor]:
-        """Returns new, zeroed workspaces, all in one allocation. Launches that may overlap must not
-        share workspaces."""
+        """Returns new, zeroed memory for each workspace, through which the CUDA blocks of a launch
+        exchange values. All of it is one allocation. Launches that may overlap must not share it.
+        """
         if not self.workspaces:
             return []
         import torch
@@ -180,7 +186,8 @@ class BoundLaunch:
                 args[param] = memory
 
     def _memories(self, device: torch.device, stream: int | None) -> list[torch.Tensor]:
-        """Returns the workspaces for launches on a stream.
+        """Returns the workspaces (zeroed memory through which CUDA blocks exchange values) for
+        launches on a stream.
 
         Each stream has its own workspaces, because launches on different streams may overlap. A
         captured launch gets new workspaces, because its replays may overlap with all other
