@@ -134,8 +134,10 @@ def _refused_call(given: int, named: Mapping[str, object]) -> ArgumentError:
 class FusionDefinition:
     """A tensor program, which is first defined in a `with` block and then run.
 
-    - `fd.ops` has the ops, and `fd.sched` the schedule primitives.
-    - `fd.fusion` is the fusion (the graph of ops) as defined. Running never changes the fusion.
+    - `fd.ops` has the ops. `fd.sched` has the functions with which a user chooses loops and
+      threads.
+    - `fd.fusion` is the fusion (the graph of ops) that the user defined. Running never changes the
+      fusion.
     - The first `execute` creates `fd.fec`, the cache of compiled programs. The fusion cannot be
       changed after that.
 
@@ -216,7 +218,7 @@ class FusionDefinition:
         return self._fusion
 
     def __repr__(self) -> str:
-        """Returns the definition as a Python program (`fuser.frontend.python_printer`)."""
+        """Returns the text of a Python program that creates this definition."""
         is_written = hasattr(self, "fec") or self._fusion is not None
         return (
             translate_fusion(self.fusion) if is_written else "<FusionDefinition, not written yet>"
@@ -303,9 +305,8 @@ class FusionDefinition:
     ) -> None:
         """Adds an output of the program.
 
-        With `alias_input`, the output updates that input in place.
-
-        A tensor that only updates an input is not returned (see `Fusion.add_output`).
+        With `alias_input`, the output updates that input in place: `execute` writes it into the
+        caller's tensor. A tensor that only updates an input is not returned.
 
         The program always reads the value that an updated input had at the start of the call. If
         that input is itself an output, the call returns the caller's own tensor, which then has the
@@ -347,7 +348,8 @@ class FusionDefinition:
     ) -> list[torch.Tensor]:
         """Runs the program on `inputs` and returns its outputs in the order of `add_output`.
 
-        - A tensor that the program shards is passed as this rank's shard.
+        - If the program splits a tensor over the devices of a mesh, this process passes the part
+          that its own device stores (its shard).
         - Numbers are passed for scalar inputs. Nested sequences are flattened.
         - The options (`docs/reference/options.md`) apply to this call only.
         - `save_repro_inputs=True` records the inputs' shapes and dtypes for `last_repro_script`.
@@ -358,7 +360,8 @@ class FusionDefinition:
         Raises:
             InputError: an input has a wrong type, number of dimensions, dtype, device or size, or
                 the number of inputs is wrong.
-            PeerError: another rank raised an error before anything was launched.
+            PeerError: another rank (process of the job) raised an error before anything was
+                launched.
 
         Example: `(out,) = fd.execute([torch.randn(2, 3), 0.5])`
         """
@@ -389,8 +392,8 @@ class FusionDefinition:
     ) -> list[torch.Tensor]:
         """Runs the first call of `execute`, or a call with `save_repro_inputs`.
 
-        If a rank raises an error, all ranks that run the program raise an error. `given` are the
-        device and the options of the call.
+        If a rank (a process of the job) raises an error, all ranks that run the program raise an
+        error. `given` are the device and the options of the call.
         """
 
         def prepare() -> Prepared[list[torch.Tensor]]:
@@ -426,7 +429,7 @@ class FusionDefinition:
         return self.repro_script_for(self.fake_inputs)
 
     def _report(self, error: Exception, inputs: object) -> None:
-        """Adds a note to an error: a script that reproduces the error.
+        """Adds a note to an error of a call with `inputs`: a script that reproduces the error.
 
         The caller has found that the error may be a fault of this project, not of the user.
         """
@@ -452,9 +455,10 @@ class FusionDefinition:
         """Runs the program several times on `inputs` and returns a timeline of the runs
         (`hostir.profiling.timeline.Trace`).
 
-        For each rank, the timeline has one track per stream and one track for the host. The trace
-        also has the times in which the program computes, communicates, and does neither. All ranks
-        of the program must call this method together. Each rank gets the traces of all ranks.
+        For each rank (process of the job), the timeline has one track per CUDA stream and one track
+        for the host. The trace also has the times in which the program computes, communicates, and
+        does neither. All ranks of the program must call this method together. Each rank gets the
+        traces of all ranks.
 
         Args:
             path: The file for the timeline, in the format of Perfetto. The first rank writes it.
@@ -468,12 +472,12 @@ class FusionDefinition:
                 describes a machine (`docs/explanation/cost-model.md`).
 
         Inputs, `device` and options are those of `execute`. Inputs that the program updates in
-        place keep their values. The traced plan is the one that `execute` replays, but its ops are
-        issued one by one, never as a CUDA graph.
+        place keep their values. The traced runs issue the same recorded list of ops that `execute`
+        repeats, but one by one, never as a CUDA graph.
 
         Raises:
-            InputError: as `execute`; or `path` cannot be written, which is checked before anything
-                runs.
+            InputError: in the same cases as `execute`; or `path` cannot be written, which is
+                checked before anything runs.
             ExecutionError: `source` cannot measure times of the device.
             PeerError: another rank raised an error.
         """
@@ -488,28 +492,29 @@ class FusionDefinition:
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
     def execute_with_dtensors(self, in_dtensors: Iterable[object]) -> list[DTensor]:
-        """Runs the program on DTensors and returns its visible outputs as DTensors.
+        """Runs the program on DTensors (torch's tensors that are distributed over processes) and
+        returns its outputs as DTensors. Outputs that only update an input are not returned.
 
         - A tensor input is a DTensor with the mesh and the sharding that the fusion declares for
           that input. The mesh may have any number of dimensions, and GPUs or CPUs.
         - Scalar inputs are numbers.
-        - If the memory order of a shard differs from the declared one, each call copies the shard.
-          One warning reports the copies.
-        - An output has the placements of its sharding (`fec.get_output_shardings`). Its mesh is
-          that of an input on the same devices. If no input has those devices, a new mesh with the
-          inputs' dimension names is created.
+        - If this process's part of a DTensor has another memory order than declared, each call
+          copies it. One warning reports the copies.
+        - An output has the placements that `fec.get_output_shardings` returns. Its mesh is that of
+          an input on the same devices. If no input has those devices, a new mesh with the inputs'
+          dimension names is created.
         - Outputs carry no gradient.
 
-        All ranks of the program must call this method together. An error is raised on every rank,
-        before anything runs.
+        All ranks (processes) of the program must call this method together. An error is raised on
+        every rank, before anything runs.
 
         Raises:
             DTensorError: an input is not a DTensor, or has another mesh or sharding than declared;
                 an input that is updated in place has another memory order than declared; the
                 inputs' meshes have different dimension names; an output has no mesh; there is no
                 default process group, or its ranks are not the Communicator's.
-            UnsupportedError: a DTensor is a partial sum, or its shards are not blocks.
-            InputError: as `execute`.
+            UnsupportedError: a DTensor is a partial sum, or its parts are not contiguous blocks.
+            InputError: in the same cases as `execute`.
             PeerError: another rank raised an error.
         """
         from fuser.frontend.dtensors import prepare_dtensors
@@ -520,7 +525,7 @@ class FusionDefinition:
         return run_agreed(Communicator.instance(), self._devices(), prepare)
 
     def _devices(self) -> tuple[int, ...]:
-        """Returns the ranks that run the program.
+        """Returns the ranks (processes of the job) that run the program.
 
         These ranks compare their calls before anything else is checked.
         """
@@ -552,17 +557,18 @@ class FusionDefinition:
         """Returns lines of text: how many CUDA graphs repeat the runs of this program, or why none
         does.
 
-        There is one line for each signature of inputs and each stream on which such inputs ran.
-        `FUSER_DISABLE=cuda_graphs`, or this option of a call, turns CUDA graphs off.
+        There is one line for each kind of inputs (shapes, strides, dtypes) and each stream on which
+        such inputs ran. `FUSER_DISABLE=cuda_graphs`, or this option of a call, turns CUDA graphs
+        off.
         """
         return self.fec.cuda_graphs() if hasattr(self, "fec") else []
 
     def memory(self) -> Memory:
         """Returns how many bytes this definition holds between runs, and how many of them are
-        shared.
+        shared with other programs.
 
-        The intermediates of all programs on a stream share one buffer, which is as large as the
-        largest program needs. Outputs belong to the caller. See `hostir.runtime.plan.Memory`.
+        The intermediate results of all programs on a stream share one buffer, which is as large as
+        the largest program needs. Outputs belong to the caller. See `hostir.runtime.plan.Memory`.
         """
         return self.fec.memory() if hasattr(self, "fec") else Memory()
 
@@ -571,14 +577,16 @@ class FusionDefinition:
         none.
 
         The compiled runner is a C function that repeats the recorded launches of a call. There is
-        one line for each signature of inputs. The count begins when the runner was last enabled for
-        that signature. A line without a count says after how many more calls the runner is tried
-        again. `FUSER_DISABLE=compiled_runner`, or this option of a call, runs everything in Python.
+        one line for each kind of inputs (shapes, strides, dtypes). The number counts from the time
+        when the runner was last enabled for such inputs. A line without a number says after how
+        many more calls the runner is tried again. `FUSER_DISABLE=compiled_runner`, or this option
+        of a call, runs everything in Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns a report on which matmuls and communications overlap for inputs like these.
+        """Returns a report on which matmuls and communications run at the same time (overlap) for
+        inputs like these.
 
         The report has the predicted times that led to the choice, for the program that ran last
         (see `docs/explanation/cost-model.md`). `FUSER_DISABLE=auto_overlap`, or this option of a
@@ -592,11 +600,12 @@ class FusionDefinition:
     def manual_execute(
         self, inputs: Iterable[object], heuristic_params: object = None
     ) -> list[torch.Tensor]:
-        """Runs the fusion as one kernel, with the schedule that the user gave the fusion's tensors.
+        """Runs the whole fusion as one kernel, with the loops and threads (schedule) that the user
+        has chosen for its tensors.
 
-        The schedule is read at the first call. The fusion is not divided into segments, and must
-        have no meshes. `heuristic_params` is the result of `sched.schedule`. These parameters do
-        not change the schedule, but their `lparams` and `cparams` must agree with the schedule.
+        The schedule is read at the first call. The tensors must not be distributed over devices.
+        `heuristic_params` is the result of `sched.schedule`. These parameters do not change the
+        schedule, but their `lparams` and `cparams` must agree with it.
 
         Raises:
             DefinitionError: the parameters contradict the schedule.
@@ -649,14 +658,18 @@ class FusionDefinition:
     ) -> list[torch.Tensor]:
         """Runs `manual_execute`, compares the outputs with references, and returns the outputs.
 
-        The references are those of `validate`.
+        If `reference_outputs` is None, the references are torch's results in the same dtypes.
+
+        Raises:
+            ValidationError: an output differs. The message names the first such output.
         """
         fusion = self.fusion
         return validation.validate_run(fusion, self.manual_execute, inputs, reference_outputs)
 
 
 def execute_with_dtensors(fd: FusionDefinition, in_dtensors: Iterable[object]) -> list[DTensor]:
-    """Runs a definition on DTensors and returns DTensors.
+    """Runs a definition on DTensors (torch's tensors that are distributed over processes) and
+    returns DTensors.
 
     The function does the same as the method `FusionDefinition.execute_with_dtensors`.
     """

@@ -1,7 +1,8 @@
-"""Runs a definition on torch's DTensors: takes the shards out of them, and wraps the results.
+"""Runs a definition on torch's DTensors (tensors that are distributed over processes): takes this
+process's part out of each, and wraps the results.
 
 Dimension i of a torch mesh is dimension i of the fusion's mesh (mesh_x is the last dimension). If
-several mesh dimensions shard one axis, the first of them shards it outermost, as in torch.
+several mesh dimensions split one axis, the first of them splits it outermost, as in torch.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ def prepare_dtensors(
 
     Returns this rank's run signature, the scalar inputs, and the function that runs the program.
     The run signature describes the program and its sizes. All ranks compare their run signatures
-    and scalar inputs before they run. Raises the errors of
-    `FusionDefinition.execute_with_dtensors`.
+    and scalar inputs before they run.
+
+    Raises:
+        DTensorError, UnsupportedError, InputError: in the same cases as
+            `FusionDefinition.execute_with_dtensors`.
     """
     defined = cache.fusion()
     given = flatten(in_dtensors, declared=defined.inputs)
@@ -115,9 +119,8 @@ def _check_inputs(fusion: Fusion, given: Sequence[Argument]) -> tuple[str, ...] 
 
 
 def _check_ranks() -> None:
-    """Checks that this process has the same rank in torch.distributed as in the Communicator.
-
-    The numbers of ranks must also be equal.
+    """Checks that this process has the same rank in torch.distributed as in this project's
+    Communicator, and that both have equally many ranks.
 
     Raises:
         DTensorError: the ranks or their numbers differ, or there is no default process group.
@@ -203,7 +206,8 @@ def _axes_of_dtensor(value: Any, what: str, where: str) -> Axes:
 def _shards(
     cache: FusionExecutorCache, fusion: Fusion, given: Sequence[Argument]
 ) -> list[Argument]:
-    """Returns this rank's shards of the inputs, in the memory orders that the fusion declares.
+    """Returns the parts of the inputs that this rank stores (its shards), in the memory orders that
+    the fusion declares.
 
     Torch chooses the memory order of a shard: usually row-major, whatever the strides of the
     DTensor. A shard in another memory order is therefore not the user's mistake. The shard is
@@ -243,7 +247,8 @@ def _shards(
 
 
 def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
-    """Returns whether a shard must be copied into the declared memory order.
+    """Returns whether `shard`, this rank's part of an input, must be copied because it has another
+    memory order than the declared input `tv`.
 
     Returns False if the number of dimensions differs, or if an expanded axis has several elements
     in memory, because other checks report these errors.
@@ -256,7 +261,7 @@ def _is_moved(tv: TensorView, shard: torch.Tensor) -> bool:
 
 
 def _shard(value: Argument) -> Argument:
-    """Returns this rank's shard of a DTensor, after waiting for pending communication.
+    """Returns the part of a DTensor that this rank stores, after waiting for pending communication.
 
     Any other value is returned unchanged.
     """
@@ -277,13 +282,14 @@ def _mesh_of(tv: TensorView) -> DeviceMesh:
 
 
 def _axes_of(tv: TensorView, what: str, cuts_of_axes: Placement) -> Axes:
-    """Returns, for each dimension of a tensor's mesh, the axis that this dimension shards, or None.
+    """Returns, for each dimension of a tensor's mesh, the axis that this dimension splits, or None.
 
-    `cuts_of_axes` has, for each axis, the parallel types that shard it, outermost first. `what`
-    names the tensor in messages.
+    `cuts_of_axes` has, for each axis, the mesh dimensions (as parallel types) that split it,
+    outermost first. `what` names the tensor in messages.
 
     Raises:
-        UnsupportedError: a DTensor cannot have such shards, because they are not contiguous blocks.
+        UnsupportedError: a DTensor cannot be distributed like this, because the parts are not
+            contiguous blocks.
     """
     assert tv.mesh is not None
     axes: list[int | None] = [None] * tv.mesh.ndim
@@ -311,8 +317,8 @@ def _maker(
     names: tuple[str, ...] | None,
     devices: Sequence[int],
 ) -> Any:
-    """Returns a function that takes a device type and returns the torch mesh of output number
-    `output`, which is on `mesh`.
+    """Returns a function that takes "cuda" or "cpu" and returns the torch mesh of output number
+    `output`. `mesh` is the mesh of that output in the fusion.
 
     If an input is on the same mesh, the output uses the input's torch mesh. `meshes` are the
     inputs' torch meshes, `names` their dimension names, and `devices` the ranks that run the

@@ -1,13 +1,13 @@
-"""FusionExecutorCache: finds or compiles the host program for a fusion and inputs, and runs it.
+"""FusionExecutorCache: finds or compiles the host program (the list of launches, communications and
+allocations) for a fusion and inputs, and runs it.
 
 There are three levels of caches, all bounded:
 
 1. The signature of the inputs: shapes, strides, dtypes and devices. A repeated call needs only one
-   dictionary look-up.
-2. The input class: the facts that change the program. These are dtypes, memory layouts and the
-   structure of the fusion for these sizes. With the input class, the program is found in the cache
-   of the process (`program_cache`), and bound to this rank.
-3. The caches of the kernel executors, which have the compiled variants of each kernel.
+dictionary look-up. 2. The input class: the facts that change the program. These are dtypes, memory
+layouts and the structure of the fusion for these sizes. With the input class, the program is found
+in the cache of the process (`program_cache`), and bound to this rank. 3. The caches of the kernel
+executors, which have the compiled versions of each kernel.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ ClassKey = tuple[Communicator, Settings, Hashable]
 
 
 class FusionExecutorCache(Watching, Inspection):
-    """The compiled programs of one fusion, one program for each input class.
+    """The compiled programs of one fusion, one program for each class of inputs.
 
-    An input class has the facts about inputs that change the program, such as dtypes and memory
+    A class of inputs has the facts about inputs that change the program, such as dtypes and memory
     layouts. Running never changes the fusion.
     """
 
@@ -162,7 +162,8 @@ class FusionExecutorCache(Watching, Inspection):
 
     @cached_property
     def _compared_fusion(self) -> tuple[str, tuple[Op, ...]]:
-        """The fusion that ranks compare before a run, as text and as ops.
+        """The fusion in the form that ranks (processes of the job) compare before a run, as text
+        and as ops.
 
         Two facts are left out because they do not change the program: the order in which tensors
         were annotated, and meshes that ops copied from their operands.
@@ -185,11 +186,15 @@ class FusionExecutorCache(Watching, Inspection):
         return Classifier(self._fusion)
 
     def cuda_graphs(self) -> list[str]:
-        """Returns lines of text on CUDA graphs, as `FusionDefinition.cuda_graphs` describes."""
+        """Returns lines of text: how many CUDA graphs repeat the runs for each kind of inputs, or
+        why none does. `FusionDefinition.cuda_graphs` describes them.
+        """
         return self._status_lines(CallCacheEntry.graphs)
 
     def memory(self) -> Memory:
-        """Returns the memory that is held between runs, as `FusionDefinition.memory` describes."""
+        """Returns how many bytes these programs hold between runs, and how many of them are shared
+        with other programs.
+        """
         calls = list(self._by_signature.values())
         evaluators = {call.bound.evaluator for call in calls}
         plans = [plan for call in calls for plan in call.known.plans.values()]
@@ -260,8 +265,8 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def _consider(self, call: CallCacheEntry, given: Sequence[Argument]) -> None:
-        """Lets the compiled runner (a C function) repeat calls like `call`, if the runner supports
-        them.
+        """Lets the compiled runner (a C function) repeat calls like `call`, if it supports such
+        calls. Repeated calls then take less time on the host.
 
         The call has just run with the inputs `given`.
         """
@@ -276,7 +281,8 @@ class FusionExecutorCache(Watching, Inspection):
             call.steady = self._steady = found
 
     def _is_like(self, call: CallCacheEntry, inputs: Sequence[Argument]) -> bool:
-        """Returns whether the inputs still belong to the entry `call`.
+        """Returns whether the inputs still have the shapes, strides and dtypes of the cache entry
+        `call`.
 
         Another thread may have changed the inputs during the run.
         """
@@ -291,10 +297,10 @@ class FusionExecutorCache(Watching, Inspection):
     def _others_turn(
         self, declined: Steady, inputs: Iterable[object], *others: object
     ) -> list[torch.Tensor] | None:
-        """Runs the inputs by the compiled runner of another call, after the runner `declined`
-        rejected them.
+        """Runs the program by the compiled runner (a C function) of another kind of inputs, after
+        the runner `declined` has rejected these inputs.
 
-        Returns None if no runner accepts the inputs. The other call is found by the shape of the
+        Returns None if no runner accepts the inputs. The other runner is found by the shape of the
         first input. A runner that has rejected inputs too often is dropped.
         """
         call = self._latest
@@ -315,8 +321,8 @@ class FusionExecutorCache(Watching, Inspection):
         return outputs
 
     def compiled_runner(self) -> list[str]:
-        """Returns lines of text on the compiled runner, as `FusionDefinition.compiled_runner`
-        describes.
+        """Returns lines of text: how many calls the compiled runner (a C function) has repeated for
+        each kind of inputs, or why none. `FusionDefinition.compiled_runner` describes them.
         """
         return self._status_lines(CallCacheEntry.repeated)
 
@@ -382,10 +388,11 @@ class FusionExecutorCache(Watching, Inspection):
     def _look(
         self, inputs: Iterable[object], device: int | str | torch.device | None
     ) -> tuple[Iterable[object], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of the program with seeds, and a function that wraps the run.
+        """Returns the program's inputs, including seeds of random ops, for a run that has not
+        begun, and a function that wraps the run.
 
-        The run has not begun, because all ranks must still agree to it. The wrapped run advances
-        torch's random generator when it begins.
+        All ranks must still agree to the run. The wrapped run advances torch's random generator
+        when it begins.
         """
         inputs = self._read(inputs)
         if self._draws is None:
@@ -395,16 +402,17 @@ class FusionExecutorCache(Watching, Inspection):
         return self._draws.look(inputs, device)
 
     def _read(self, inputs: Iterable[object]) -> Iterable[object]:
-        """Returns the inputs of the program, computed from the inputs that the caller passed.
+        """Returns the inputs of the program, from the inputs that the caller passed.
 
-        CPU scalars are replaced by their values. Sizes that are computed from floats are appended.
+        CPU tensors without axes are replaced by their values. Sizes that are computed from floats
+        are appended, because the program has inputs for them.
         """
         inputs = inputs if self._scalars is None else self._scalars.read(inputs)
         return inputs if self._float_sizes is None else self._float_sizes.complete(inputs)
 
     def _completed(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of the program, from the inputs of a call that is only inspected, not
-        run.
+        """Returns the inputs of the program (including seeds and computed sizes), from the inputs
+        of a call that is only inspected, not run.
         """
         inputs = self._read(inputs)
         return (
@@ -421,7 +429,7 @@ class FusionExecutorCache(Watching, Inspection):
         enable: Sequence[str],
         disable: Sequence[str],
     ) -> tuple[CallCacheEntry, Sequence[Argument], tuple[int, ...] | None]:
-        """Finds or creates the cache entry of a call.
+        """Finds or creates the cache entry for a call with such inputs.
 
         Returns the entry, the inputs as a flat list, and the inputs' alignments in memory. For a
         new entry, the alignments are None.
@@ -458,8 +466,8 @@ class FusionExecutorCache(Watching, Inspection):
         communicator: Communicator,
         settings: Settings,
     ) -> CallCacheEntry:
-        """Creates the cache entry for inputs with a new signature, after finding or building their
-        program.
+        """Creates the cache entry for inputs with new shapes, strides or dtypes, after finding or
+        building their program.
         """
         resolved = self._autograd.resolved(inputs)
         with uncollected, progress.shown(communicator.rank()):
@@ -556,8 +564,8 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> BoundProgram:
-        """Finds or builds the program for an input class, and creates the evaluator that runs it on
-        this rank.
+        """Finds or builds the program for a class of inputs, and creates the evaluator that runs it
+        on this rank.
         """
         program, overlaps = self._program(input_class, communicator, device, settings)
         evaluator = ProgramEvaluator(
@@ -578,10 +586,10 @@ class FusionExecutorCache(Watching, Inspection):
         device: torch.device,
         settings: Settings,
     ) -> tuple[Program, Overlaps | NoOverlap]:
-        """Finds or builds the program for an input class.
+        """Finds or builds the program for a class of inputs.
 
-        Also returns the object that decides which matmuls and communications overlap. The job may
-        have fewer ranks than the meshes name, because nothing runs.
+        Also returns the object that decides which matmuls and communications run at the same time.
+        The job may have fewer ranks than the program needs, because nothing runs.
         """
         # Before the cache's lock is taken, because it may open connections.
         backend = self._params.backend or (
@@ -620,9 +628,11 @@ class FusionExecutorCache(Watching, Inspection):
         texts: list[Dump],
         overlaps: Overlaps | NoOverlap,
     ) -> Program:
-        """Lowers this definition to a host program, for an input class and a communication backend.
+        """Compiles this definition to a host program (launches, communications, allocations), for a
+        class of inputs and the communication library `backend`.
 
-        The requested dumps are appended to `texts`.
+        `overlaps` decides which matmuls and communications run at the same time. The dumps that
+        were asked for are appended to `texts`.
         """
         label = self._label + (f", program {self._built}" if self._built else "")
         self._built += 1
@@ -699,7 +709,9 @@ class FusionExecutorCache(Watching, Inspection):
         return None
 
     def overlap_report(self, inputs: Iterable[object]) -> str:
-        """Returns the report on overlap that `FusionDefinition.overlap_report` describes."""
+        """Returns a report on which matmuls and communications run at the same time for inputs like
+        these, as `FusionDefinition.overlap_report`.
+        """
         sizes = self._sizes_of(self._completed(inputs))
         latest = self._last()
         report = latest.overlaps.report(sizes)
@@ -707,8 +719,8 @@ class FusionExecutorCache(Watching, Inspection):
 
 
 def _with_notes(report: str, program: HostIrContainer) -> str:
-    """Returns a report on overlap, with notes on changes of input shardings that would save
-    work.
+    """Returns `report` (on matmuls and communications that run at the same time), with notes on
+    changes of input shardings that would save work.
     """
     return "\n".join((report, *(f"note: {note}" for note in sliced_inputs(program))))
 
@@ -731,10 +743,11 @@ def overlaps_of(
     settings: Settings,
     params: LowerParams,
 ) -> Overlaps | NoOverlap:
-    """Returns the object that decides which matmuls and communications of a program overlap.
+    """Returns the object that decides which matmuls and communications of a program run at the same
+    time (overlap).
 
     All programs with the key `key` share this object. Streams of CPU ranks do not run concurrently.
-    On CPU ranks, overlap therefore needs the option `machine` or `steps`.
+    On CPU ranks, overlap is therefore considered only with the option `machine` or `steps`.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):
@@ -787,7 +800,8 @@ def _captured(communicator: Communicator, device: torch.device, can_copy: bool) 
 def _why_not(
     fusion: Fusion, devices: tuple[int, ...], settings: Settings, params: LowerParams
 ) -> str:
-    """Returns the reason why overlap is not considered for this definition and these options.
+    """Returns the reason why no matmuls and communications are made to run at the same time
+    (overlap) for this definition and these options.
 
     Returns "" if overlap is considered.
     """
@@ -816,7 +830,9 @@ _QUIET = 3
 
 @record
 class _Constant:
-    """A number in an op, the op's name, and the user's source line of that op."""
+    """A number that is an operand of an op, with the op's name and the user's source line of that
+    op.
+    """
 
     value: Number
     op: str
@@ -825,8 +841,8 @@ class _Constant:
 
 @dataclass
 class _Alike:
-    """The numbers in programs that are equal but for these numbers, and whether a warning was
-    issued.
+    """The numbers in programs that are equal except for these numbers, and whether a warning about
+    this was issued.
     """
 
     seen: dict[tuple[Number, ...], tuple[_Constant, ...]] = field(default_factory=dict)
@@ -839,7 +855,7 @@ _ALIKE: Recent[Hashable, _Alike] = Recent(256)
 def note_constants(fusion: Fusion) -> None:
     """Records the numbers in a program that is being compiled.
 
-    If several compiled programs differ only in such numbers, the function warns once, because one
+    If several compiled programs differ only in such numbers, a warning is issued once, because one
     program with a scalar input could replace them.
     """
     constants: list[_Constant] = []
@@ -860,7 +876,8 @@ def note_constants(fusion: Fusion) -> None:
 
 
 def _without_numbers(op: TensorOp, constants: list[_Constant]) -> str:
-    """Returns the text of an op in which symbols replace the numbers.
+    """Returns the text of an op in which symbols replace the numbers, so that programs which differ
+    only in numbers have equal texts.
 
     The numbers are appended to `constants`.
     """

@@ -2,8 +2,8 @@
 
 Definitions are equal if their fusions have the same structure (`Fusion.__eq__`): ops, layouts,
 shardings and updates, but not names. Without these caches, equal definitions share only their
-programs (`program_cache`). With these caches, they also share everything that belongs to a rank,
-such as the recorded plans of calls.
+programs (`program_cache`). With these caches, they also share everything that belongs to a rank
+(process), such as the recorded steps by which a call is repeated.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ class LRUCache:
 
 
 class LruFusionCache:
-    """A decorator for functions that return a definition.
-
-    Equal definitions share compiled programs.
+    """A decorator for functions that return a definition. The definitions that are equal share
+    compiled programs.
 
         @LruFusionCache(max_fusions=64)
         def layer(n):

@@ -1,13 +1,13 @@
 """Inputs that programs have in addition to the user's: seeds, sizes and values of CPU scalars.
 
-A random op without a seed gets two inputs, seed and offset. Each call takes their values from
-torch's generator:
+A random op without a seed gets two inputs, seed and offset, which determine its numbers. Each call
+takes their values from torch's generator:
 
     u = rng_uniform({i0}, float)   ->   u = rng_uniform({i0}, float, i1, i2)     inputs .., i1, i2
     v = rng_uniform({i0}, float)   ->   v = rng_uniform({i0}, float, i1, i2 + 1)
 
-A program is then a function of its inputs, and a recorded plan still draws new numbers in each
-replay. The generator is that of the device on which the program runs, as for torch's own ops.
+A program is then a function of its inputs, and a recorded run still draws new numbers in each
+repetition. The generator is that of the device on which the program runs, as for torch's own ops.
 
 - On CUDA, the generator has a seed and an offset. The offset is increased by 4 for each op. If a
   call has one random op, then after `torch.manual_seed(s)` the n-th call has the numbers of
@@ -59,7 +59,8 @@ _lock = make_lock()
 
 
 class Draws:
-    """The random ops of a definition that have no seed, and the inputs that give them one.
+    """The random ops of a definition that have no seed, and the two inputs (seed and offset) that
+    determine their numbers.
 
     `fusion` is a copy of the definition whose last two inputs are the seed and the offset of these
     ops.
@@ -84,13 +85,14 @@ class Draws:
 
     @staticmethod
     def of(fusion: Fusion) -> Draws | None:
-        """Returns a `Draws` for the definition's random ops without a seed, or None without such
-        ops.
+        """Returns a `Draws` (which supplies seeds) for the definition's random ops without a seed;
+        None if it has no such ops.
         """
         return Draws(fusion) if any(map(_draws, fusion.exprs)) else None
 
     def complete(self, inputs: Iterable[object], key: Sequence[int] = (0, 0)) -> list[Argument]:
-        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then seed and offset.
+        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then seed and offset
+        of the random ops.
 
         `key` has the seed and the offset.
 
@@ -102,7 +104,7 @@ class Draws:
         return [*given, *key]
 
     def take(self, inputs: Iterable[object], device: Device) -> list[Argument]:
-        """Returns the inputs of a run that begins now, with seed and offset.
+        """Returns the inputs of a run that begins now, with seed and offset of the random ops.
 
         Seed and offset are taken from torch's generator, which is advanced.
         """
@@ -113,11 +115,11 @@ class Draws:
     def look(
         self, inputs: Iterable[object], device: Device
     ) -> tuple[list[Argument], Callable[[Callable[[], T]], Callable[[], T]]]:
-        """Returns the inputs of a run that has not begun, with seed and offset, and a function for
-        the run.
+        """Returns the inputs of a run that has not begun, with seed and offset of the random ops,
+        and a function that wraps the run.
 
-        All ranks must still agree to the run. The function wraps the run: torch's generator is
-        advanced only when the wrapped run begins. If the ranks do not agree, nothing runs, and the
+        All ranks (processes of the job) must still agree to the run. Torch's generator is advanced
+        only when the wrapped run begins. If the ranks do not agree, nothing runs, and the
         generators of all ranks stay equal. Other threads may draw at the same time. Therefore, seed
         and offset are read from a copy of torch's generator, which is never set back.
         """
@@ -156,7 +158,8 @@ class Draws:
 
 @dataclass(frozen=True)
 class _Seed:
-    """The seed of random ops, among the numbers that ranks compare before a run.
+    """The seed of random ops, as one of the numbers that ranks (processes of the job) compare
+    before a run.
 
     On the CPU, the seed is a number that the generator drew. Messages therefore also show the seed
     that the user set.
@@ -179,7 +182,8 @@ class _Seed:
 def compared_numbers(
     given: Sequence[object], positions: Sequence[int], device: Device, draws: Draws | None
 ) -> tuple[object, ...]:
-    """Returns the inputs at `positions`, which ranks compare in each call.
+    """Returns the scalar inputs that ranks (processes of the job) compare in each call: those of
+    the inputs `given` at `positions`.
 
     Ranks compare the `repr` of each number, and messages show its `str`. If the program draws
     random numbers (`draws`), the last two inputs are seed and offset.
@@ -207,9 +211,8 @@ def _draws(op: object) -> bool:
 
 
 class FloatSizes:
-    """The sizes of a definition that are computed from floats.
-
-    The host computes them once per call.
+    """The tensor sizes of a definition that are computed from floats. The host computes them once
+    per call.
 
     `fusion` is a copy of the definition in which each of these sizes is an additional Int input, at
     the end of the inputs.
@@ -236,8 +239,8 @@ class FloatSizes:
 
     @staticmethod
     def of(fusion: Fusion) -> FloatSizes | None:
-        """Returns a `FloatSizes` for the definition's sizes that are computed from floats, or None
-        if none is.
+        """Returns a `FloatSizes` for the tensor sizes of the definition that are computed from
+        floats; None if there are none.
         """
         used = [v for op in fusion.used_exprs() for v in op.outputs]
         scalars = structural_scalars(fusion, used)
@@ -245,8 +248,8 @@ class FloatSizes:
         return FloatSizes(fusion, found) if found else None
 
     def complete(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then the computed
-        sizes.
+        """Returns the inputs of `fusion`: the caller's inputs as a flat list, then the sizes that
+        are computed from floats.
 
         Raises:
             InputError: the number of inputs is wrong, or a computed value is not a valid size.
@@ -332,7 +335,9 @@ def _parts(x: Scalar) -> Iterator[Scalar]:
 
 
 def _user(fusion: Fusion, size: Scalar) -> TensorOp | None:
-    """Returns the first op whose result has a shape that contains the size `size`, or None."""
+    """Returns the first op whose result has an axis with the size expression `size`, or None. An
+    error message names this op.
+    """
     for op in fusion.used_exprs():
         scalars = (x for v in op.outputs for x in shape_scalars(v))
         if any(y is size for x in scalars for y in _parts(x)):
@@ -356,7 +361,8 @@ _HOST = torch.device("cpu")
 
 @record
 class _Result:
-    """One result of the program, and its use after the run.
+    """One result of the program, and its use after the run. A CPU scalar is a tensor without axes
+    in host memory.
 
     - `is_shown`: whether callers get the result.
     - `into`: the position of the CPU scalar input that the result updates, or None.
@@ -395,13 +401,16 @@ class HostScalars:
 
     @staticmethod
     def of(fusion: Fusion) -> HostScalars | None:
-        """Returns a `HostScalars` for the definition's CPU scalars, or None if it has none."""
+        """Returns a `HostScalars` for the definition's CPU scalars (input tensors without axes in
+        host memory); None if it has none.
+        """
         return HostScalars(fusion) if any(map(_is_scalar, fusion.inputs)) else None
 
     def _taken_results(self) -> list[_Result]:
-        """Removes the updates of CPU scalars from `fusion`, and returns how each result is used.
+        """Removes the in-place updates of CPU scalars (tensors without axes in host memory) from
+        `fusion`, and returns how each result is used.
 
-        In `fusion`, CPU scalars are not tensor inputs. A value that updates a CPU scalar is
+        In `fusion`, CPU scalars are numbers and not tensors. A value that updates a CPU scalar is
         therefore an ordinary result of the program, and is copied after the run.
         """
         scalars = {v: i for i, v in enumerate(self._declared) if _is_scalar(v)}
@@ -422,7 +431,9 @@ class HostScalars:
 
     @property
     def has_results(self) -> bool:
-        """Whether a CPU scalar is an output of the definition or is updated in place."""
+        """Whether a CPU scalar (a tensor without axes in host memory) is an output of the
+        definition or is updated in place.
+        """
         return any(not r.is_shown or (r.into, r.given) != (None, None) for r in self._results)
 
     def finished(
@@ -431,8 +442,9 @@ class HostScalars:
         """Returns the outputs for the caller, from the inputs of the call and the program's
         outputs.
 
-        An output that is a CPU scalar is the caller's own tensor. Updates of CPU scalars are copied
-        into the caller's tensors first. The copy waits for the program.
+        An output that is a CPU scalar (a tensor without axes in host memory) is the caller's own
+        tensor. Updates of CPU scalars are copied into the caller's tensors first. The copy waits
+        for the program.
         """
         for result, out in zip(self._results, outputs, strict=True):
             if result.into is not None:
@@ -451,8 +463,8 @@ class HostScalars:
         return [*flatten(inputs, declared=self._declared)]
 
     def read(self, inputs: Iterable[object]) -> list[Argument]:
-        """Returns the inputs of `fusion`: the caller's inputs, with the values of CPU scalars as
-        numbers.
+        """Returns the inputs of `fusion`: the caller's inputs, with numbers in place of the CPU
+        scalars (tensors without axes in host memory).
 
         Raises:
             InputError: the number of inputs is wrong, or an input is not the CPU scalar that the
@@ -488,14 +500,17 @@ def _is_lazy(x: torch.Tensor) -> bool:
 
 
 class Autograd:
-    """Converts the inputs of one fusion to plain tensors. Warns once if this loses a gradient."""
+    """Converts the inputs of one fusion to plain tensors, without gradients. Warns once if a
+    gradient is lost.
+    """
 
     def __init__(self, fusion: Fusion) -> None:
         self._fusion = fusion
         self._is_warned = False
 
     def resolved(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs with lazy negative and conjugate views computed.
+        """Returns the inputs, with negations and conjugations computed that torch has only noted as
+        lazy views.
 
         Kernels read the memory of a tensor, which does not contain the negation or conjugation.
 
@@ -520,12 +535,11 @@ class Autograd:
         ]
 
     def without_tangents(self, inputs: Sequence[Argument]) -> Sequence[Argument]:
-        """Returns the inputs with forward-mode dual tensors replaced by their primal values.
+        """Returns the inputs, with the dual tensors of forward-mode differentiation replaced by
+        their primal values. Warns once.
 
-        Warns once.
-
-        With dual tensors, torch would propagate tangents through the ops that it computes, and
-        kernels would lose the tangents.
+        With dual tensors, torch would compute tangents for the ops that torch runs, and kernels
+        would lose them.
         """
         duals = {
             i: forward_ad.unpack_dual(v)

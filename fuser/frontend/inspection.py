@@ -1,8 +1,8 @@
-"""Shows the compiled kernels and the scheduled IR of a definition, and measures runs.
+"""Shows the compiled kernels and the schedules of a definition, and measures runs.
 
-The kernels shown are those for one class of inputs. `ProgramEvaluator.requests` follows the program
+The kernels shown are those for one kind of inputs. `ProgramEvaluator.requests` follows the program
 without data, and finds the tensors with which each kernel is launched. These tensors determine
-which compiled variant of the kernel is used.
+which compiled version of the kernel is used.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def cuda_text(bound: BoundProgram, inputs: Sequence[Argument], *, with_runtime: 
 def scheduled_ir(
     bound: BoundProgram, inputs: Sequence[Argument], *, tensor_transforms: bool
 ) -> str:
-    """Returns the scheduled IR of each segment of a program, in run order.
+    """Returns text with the ops of each part of a program (kernel, library call or communication),
+    in run order.
 
-    The IR of a kernel is the scheduled fusion on local shards. The IR of a library call or a
-    communication is the list of the segment's ops. `tensor_transforms` adds the domains of the
-    tensors.
+    For a kernel, these are the ops with the loops and threads that were chosen, on the tensors of
+    one device. `tensor_transforms` adds the axes of each tensor, with their splits and merges.
     """
     used, device = kernels_of(bound, inputs), device_of(inputs, None)
     texts: list[str] = []
@@ -92,7 +92,8 @@ def scheduled_ir(
 
 
 def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
-    """Returns uninitialized inputs with the given signature and alignments.
+    """Returns uninitialized inputs with the same shapes, strides, dtypes and alignments as those of
+    an earlier call.
 
     With them, a program can be inspected after the caller's inputs are gone. `places` has, for each
     tensor, the offset of its address from a multiple of the vector size, in bytes.
@@ -113,9 +114,10 @@ def stand_ins(signature: Signature, places: Sequence[int]) -> list[Argument]:
 
 
 def launches_of(program: Program) -> dict[str, int]:
-    """Returns the numbers of launches in one run of a program, by kind.
+    """Returns how many launches one run of a program has, by kind.
 
-    The kinds are segments, kernels, library_calls, aliases and collectives.
+    The kinds are segments (parts that run as one unit), kernels, library_calls, aliases (views
+    without any work) and collectives.
     """
     kinds = [s.kind for s in program.segmented.segments]
     return {
@@ -140,8 +142,8 @@ def _inputs_text(signature: Signature) -> str:
 
 
 class Inspection:
-    """Base class of an executor cache: methods that return facts about its programs, without
-    running them.
+    """Base class of the cache of a definition's programs: methods that return facts about the
+    programs, without running them.
     """
 
     _by_signature: Recent[CallKey, CallCacheEntry]
@@ -180,13 +182,14 @@ class Inspection:
     def get_cuda_kernel(
         self, inputs: Sequence[Argument], intrinsic_code: bool = False, device: int = 0
     ) -> str:
-        """Returns the CUDA text of all kernels for inputs like these. `device` has no effect.
+        """Returns the CUDA text of all kernels that the program launches for inputs like these.
+        `device` has no effect.
 
         If `intrinsic_code` is True, the text begins with the device functions that the kernels
         call.
 
         Raises:
-            NotCompiledError: a run on such inputs would compile a kernel.
+            NotCompiledError: no program for such inputs has run.
         """
         bound, given = self._compiled_for(inputs)
         return cuda_text(bound, given, with_runtime=intrinsic_code)
@@ -194,18 +197,21 @@ class Inspection:
     def get_scheduled_ir(
         self, inputs: Sequence[Argument], tensor_transforms: bool = False, device: int = 0
     ) -> str:
-        """Returns the scheduled IR of each segment for inputs like these. `device` has no effect.
+        """Returns text with the ops of each part of the program (kernel, library call or
+        communication) for inputs like these. `device` has no effect.
 
-        `tensor_transforms` adds the domains of the tensors.
+        For a kernel, these are the ops with the loops and threads that were chosen.
+        `tensor_transforms` adds the axes of each tensor, with their splits and merges.
 
         Raises:
-            NotCompiledError: a run on such inputs would compile a kernel.
+            NotCompiledError: no program for such inputs has run.
         """
         bound, given = self._compiled_for(inputs)
         return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
 
     def get_most_recent_scheduled_ir(self, tensor_transforms: bool = False) -> str:
-        """Returns the scheduled IR of each segment, for the inputs of the last call.
+        """Returns text with the ops of each part of the program (kernel, library call or
+        communication), for the inputs of the last call.
 
         The method allocates tensors of the same sizes. See `get_scheduled_ir`.
 
@@ -277,7 +283,8 @@ class Inspection:
         return self._program_of(inputs)[0].program
 
     def host_program(self) -> HostIrContainer:
-        """Returns the host program of the most recent run.
+        """Returns the host program (the list of launches, communications and allocations) of the
+        most recent run.
 
         Raises:
             NotCompiledError: no program has run.
@@ -285,9 +292,10 @@ class Inspection:
         return self._last().program.container
 
     def statistics(self) -> dict[str, int]:
-        """Returns the numbers of launches in one run of the program that ran last, by kind.
+        """Returns how many launches one run of the program that ran last has, by kind.
 
-        The kinds are segments, kernels, library_calls, aliases and collectives.
+        The kinds are segments (parts that run as one unit), kernels, library_calls, aliases (views
+        without any work) and collectives.
 
         Raises:
             NotCompiledError: no program has run.
@@ -295,12 +303,13 @@ class Inspection:
         return launches_of(self._last().program)
 
     def get_output_shardings(self, inputs: Sequence[Argument] | None = None) -> list[Sharding]:
-        """Returns the sharding of every visible output for inputs like these.
+        """Returns, for inputs like these, how each output is distributed over devices. Outputs that
+        only update an input are left out.
 
         If `inputs` is None, the shardings are those of the most recent run. An output without a
         mesh has a sharding over an empty mesh. If no tensor of the program has a mesh, the list is
-        empty. The shardings are those that users and propagation have chosen, without the stream
-        axes that automatic overlap adds.
+        empty. The shardings are those that users and propagation have chosen, without the divisions
+        into steps that are added to overlap computation and communication.
 
         Raises:
             NotCompiledError: no such program has run.
@@ -325,7 +334,9 @@ _PROFILED = "// profiled"
 
 
 class Watching:
-    """Base class of an executor cache: methods that run a program with measurements."""
+    """Base class of the cache of a definition's programs: methods that run a program with
+    measurements.
+    """
 
     _draws: Draws | None
     _numbers: list[int]
@@ -398,9 +409,10 @@ class Watching:
         device: int | str | torch.device | None,
         *options: Sequence[str],
     ) -> tuple[CallCacheEntry, Prepared[T]]:
-        """Prepares a measured run.
+        """Prepares a measured run: checks the inputs and finds the program, but launches nothing.
 
-        Returns the call's cache entry, and the results of `prepare_trace`.
+        Returns the call's cache entry; and this rank's run signature (which describes the program
+        and its sizes), the scalar inputs, and the function that runs the program.
 
         The function `take` measures the run, with the settings `asked`. The run signature contains
         `line`, so that it is an error on all ranks if another rank runs without these measurements.

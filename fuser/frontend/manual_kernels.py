@@ -1,4 +1,6 @@
-"""Kernels with a schedule that the user wrote: `FusionDefinition.manual_execute`."""
+"""Kernels whose loops and threads (schedule) the user has chosen:
+`FusionDefinition.manual_execute`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from hostir.runtime.inputs import ExactNumbers, InputBinder
 
 
 class KernelExecutor:
-    """One kernel for a fusion, with the schedule that the user gave the fusion's tensors.
+    """Runs a fusion as one kernel, with the loops and threads (schedule) that the user has chosen
+    for its tensors.
 
     `compile` copies the schedule. nvFuser distinguishes kernels by the four numbers of the
     constructor. In this class they have no effect, except that profiles show `fusion_id`.
@@ -54,15 +57,16 @@ class KernelExecutor:
         compile_params: CompileParams | None = None,
         scheduler_type: SchedulerType = SchedulerType.none,
     ) -> None:
-        """Copies the fusion with its current schedule, and compiles its kernel for the inputs
-        `args`.
+        """Copies the fusion with its current schedule (loops and threads), and compiles its kernel
+        for the inputs `args`.
 
         If `args` is empty, the first `run` compiles the kernel. `scheduler_type` has no effect,
         because the schedule is that of the tensors.
 
         Raises:
-            UnsupportedError: the fusion has an op that no kernel computes, a mesh, a stream axis,
-                aliased outputs, or random ops without a seed; or a parameter is not supported.
+            UnsupportedError: the fusion has an op that no kernel computes, a mesh, an axis that a
+                loop on the host computes part by part, aliased outputs, or random ops without a
+                seed; or a parameter is not supported.
             DefinitionError: the parameters contradict the schedule.
         """
         del scheduler_type  # the schedule is that of the tensors
@@ -137,9 +141,10 @@ class KernelExecutor:
         launch_constraints: LaunchParams | None,
         compile_params: CompileParams | None,
     ) -> None:
-        """Compiles the kernel for inputs like these, and checks the launch and compile parameters.
+        """Compiles the kernel for inputs like these, if necessary, and checks the launch and
+        compile parameters.
 
-        Parameters that contradict the compiled kernel or its launch are an error.
+        It is an error if they contradict the compiled kernel or its launch.
         """
         assert self._executor is not None
         (compile_params or CompileParams()).check()
@@ -156,7 +161,7 @@ class KernelExecutor:
     def _outputs(self, inputs: Sequence[Argument]) -> tuple[list[torch.Tensor], dict[Symbol, int]]:
         """Allocates the outputs for inputs like these.
 
-        Returns the outputs, and the values of the integer symbols.
+        Returns the outputs, and the values of the integer symbols (sizes).
         """
         device = device_of(inputs, None)
         values = self._binder.bind(inputs, device)
@@ -171,9 +176,9 @@ class KernelExecutor:
         return outputs, {s: v for s, v in values.items() if isinstance(v, int)}
 
     def kernel_text(self) -> str:
-        """Returns the CUDA text of all variants of the kernel that exist so far.
+        """Returns the CUDA text of all compiled versions of the kernel that exist so far.
 
-        A variant is compiled, for example, for another memory layout of the inputs.
+        There are several, for example, if inputs had different memory layouts.
         """
         variants = () if self._executor is None else self._executor.variants
         return "\n".join(v.kernel.source.text for v in variants)

@@ -36,17 +36,18 @@ _BY_ITSELF = "manual_execute is profiled by PythonProfiler(auto_scheduled=False)
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """The measurements of one kernel, library call or communication of a run on this rank.
+    """The measurements of one kernel, library call or communication of a run on this rank (process
+    of the job).
 
     - `scheduler`: the name of a `SchedulerType` ("none" for the plain schedule of a single op),
       "cluster_persistent", "user", "expr_eval" for ops that torch evaluates, or "communication".
-    - `segment_id`: the number of the program's segment, or -1 without a segment. Each iteration of
-      a stream loop has its own `KernelProfile`.
+    - `segment_id`: the number of the part of the program that runs as one unit, or -1. If a loop on
+      the host computes a tensor part by part, each iteration has its own `KernelProfile`.
     - `stream`: the number of the program's stream; -1 is the caller's.
     - `compile_time_ms`: the time in which the kernel was lowered and compiled, or found on disk,
       even if that was before this run. Kernels that were compiled together share their time
       equally.
-    - `input_bytes`, `output_bytes`: bytes of the local tensors.
+    - `input_bytes`, `output_bytes`: bytes of the tensors of this rank.
     - `time_ms`: the run time; on CPU ranks, by the host's clock.
 
     An unknown value is None. On a CPU, `registers`, `device` and the percentage are unknown.
@@ -74,14 +75,15 @@ class KernelProfile:
 
 @dataclass(frozen=True)
 class FusionProfile:
-    """The measurements of one run of a program on this rank.
+    """The measurements of one run of a program on this rank (process of the job).
 
     - `cuda_evt_time_ms`: the time from the start of the first op until the device has finished.
     - `host_time_ms`: the time until the host has issued all ops. Both times are by the host's
       clock, without the checks of inputs and without compilation.
     - `kernel_time_ms`, `compile_time_ms`: sums over `kernel_profiles`.
     - `effective_bandwidth_gbs`: the bytes of the fusion's inputs and outputs, per `kernel_time_ms`.
-    - `segments`: the number of segments of the program, including those without work on the device.
+    - `segments`: the number of parts of the program that run as one unit (kernels, library calls,
+      ..), including those without work on the device.
     """
 
     verbose: bool
@@ -99,7 +101,7 @@ class FusionProfile:
     source: str = ""
 
     def __str__(self) -> str:
-        """Returns the table that `FUSER_PROF=print` prints.
+        """Returns the profile as the table that `FUSER_PROF=print` writes to the terminal.
 
         If `verbose` is True, the table has more columns.
         """
@@ -177,9 +179,9 @@ def profile_of_program(taken: Profiled, program: Program, fusion_id: int) -> Fus
 
 
 def profile_of_kernel(taken: Profiled, fusion_id: int) -> FusionProfile:
-    """Returns the profile of the run of a kernel that the user scheduled.
+    """Returns the profile of the run of a kernel whose schedule the user wrote.
 
-    `taken` has the measurements of the run. The profile has one segment.
+    `taken` has the measurements of the run. The profile has one kernel.
     """
     return _profile(taken, [_row(work, taken, 0, "user") for work in taken.work], fusion_id, 1)
 
@@ -247,7 +249,8 @@ def _name(work: ProfiledOp) -> str:
 
 
 def _shape(launch: KernelLaunch | None, device: torch.device) -> tuple[str, str, str, int | None]:
-    """Returns grid, block, shared memory and registers of a kernel launch.
+    """Returns the numbers of CUDA blocks and threads, the shared memory and the registers of a
+    kernel launch, the first three as text.
 
     Without a launch, returns "" three times and None.
     """
@@ -284,7 +287,7 @@ def _bandwidth(taken: Profiled, nbytes: int, seconds: float) -> tuple[float, flo
 
 # ------------------------------------------------------------------ active profilers
 class Profiler:
-    """Receives the profiles of runs, and stores the last profile of the thread.
+    """Receives the profiles of runs, and stores the last one.
 
     `PythonProfiler` creates one for its `with` block.
     """
@@ -293,8 +296,8 @@ class Profiler:
         """Creates a profiler for one kind of run.
 
         `is_by_hand` is True for runs of `manual_execute` and False for runs of `execute`. If
-        `is_by_hand` is None, both kinds are accepted, and each profile is printed if
-        `FUSER_PROF=print` is set.
+        `is_by_hand` is None, both kinds are accepted, and each profile is written to the terminal
+        if `FUSER_PROF=print` is set.
         """
         self._is_by_hand = is_by_hand
 
@@ -311,7 +314,9 @@ class Profiler:
         return not any(mode.endswith("nocupti") for mode in options.profiler_modes())
 
     def take(self, profile: FusionProfile) -> None:
-        """Stores the profile of a finished run, and prints the profile if that was requested."""
+        """Stores the profile of a finished run, and writes it to the terminal if that was
+        requested.
+        """
         _LAST.set(profile)
         if self._is_by_hand is None and _prints():
             print(profile)
@@ -341,10 +346,10 @@ class PythonProfiler:
     """Profiles the runs of this thread within a `with` block. `profile` is that of the last run.
 
     - `auto_scheduled=False` profiles `manual_execute` instead of `execute`.
-    - On several ranks, all ranks must profile the same runs. Each rank gets the profile of its own
-      ops. If only some ranks profile a run, that is an error.
-    - The ops of the recorded plan are issued one by one, twice, and never as a CUDA graph. The
-      profile therefore contains no capture and no warm-up.
+    - On several ranks (processes of the job), all ranks must profile the same runs. Each rank gets
+      the profile of its own ops. If only some ranks profile a run, that is an error.
+    - The ops of a run are issued one by one, twice, and never as a CUDA graph. The profile
+      therefore contains no capture and no warm-up.
     - With `FUSER_PROF=print`, the profile is printed at the end of the block.
 
     Raises:

@@ -1,8 +1,9 @@
 """The cache of this process's compiled programs, and the cache entries of calls.
 
-A program is the result of lowering one fusion for a backend, an input class and options. The key of
-a program contains these and the fusion's full text. All definitions and ranks with the same key
-share the program. Simulated ranks share programs, too, because a program contains no rank.
+A program is the result of compiling one fusion for a communication library (backend), a class of
+inputs and options. The key of a program contains these and the fusion's full text. All definitions
+and ranks with the same key share the program. Simulated ranks (threads of one process) share
+programs, too, because a program contains no rank.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ MAX_PROGRAMS = 256
 
 @dataclass
 class Program:
-    """A compiled program: the host program, and the kernels that all its ranks and definitions
-    share.
+    """A compiled program: the host program (launches, communications, allocations), and the kernels
+    that all its ranks and definitions share.
 
-    - `communications`: text of the communications, which ranks compare before they run.
+    - `communications`: text of the communications, which ranks (processes of the job) compare
+      before they run.
     - `label`: the name of the program in dumps.
     - `rank`: the rank that created the program.
     - `dumps`: the texts of compiler stages that `FUSER_DUMP` requests.
-    - `shardings`: the shardings of all outputs, including hidden ones, as chosen by the user and by
-      propagation. The tuple is empty if no tensor has a mesh.
+    - `shardings`: how all outputs, including hidden ones, are distributed over devices, as chosen
+      by the user and by propagation. The tuple is empty if no tensor has a mesh.
     """
 
     segmented: SegmentedFusion
@@ -84,7 +86,9 @@ class Program:
 
     @property
     def output_shardings(self) -> list[Sharding]:
-        """The shardings of `shown_outputs`. The list is empty if no tensor has a mesh."""
+        """How the outputs that callers get are distributed over devices. The list is empty if no
+        tensor has a mesh.
+        """
         fusion = self.segmented.fusion
         pairs = zip(fusion.outputs, self.shardings, strict=True) if self.shardings else ()
         shown = (sharding for out, sharding in pairs if not fusion.is_hidden(out))
@@ -99,9 +103,10 @@ class Program:
         return cut_axes(self.segmented.fusion)
 
     def check_divisible(self, sizes: Mapping[Symbol, int]) -> None:
-        """Checks that the devices that shard an axis divide its size, for all sharded axes.
+        """Checks that each axis which is split over devices has a size that is a multiple of the
+        number of these devices.
 
-        `sizes` has the global values of symbols.
+        `sizes` has the values of the symbols for whole (not local) sizes.
 
         Raises:
             ShardingError: a size is not a multiple of the number of devices.
@@ -110,7 +115,8 @@ class Program:
             check_cuts(self._cut_axes, refined_sizes(sizes))
 
     def kernel(self, group: KernelGroup) -> FusedKernelExecutor | StepKernels:
-        """Returns the executor of a kernel group.
+        """Returns the executor that compiles and launches the kernels of `group`: a part of the
+        program that is computed by one kernel.
 
         The first use of the group creates the executor.
         """
@@ -128,7 +134,9 @@ class Program:
         return found
 
     def group_of(self, executor: FusedKernelExecutor) -> int:
-        """Returns the number of the kernel group whose kernels an executor runs."""
+        """Returns the number of the part of the program (kernel group) whose kernels `executor`
+        runs.
+        """
         return next(
             number
             for number, runner in self._kernels.items()
@@ -156,9 +164,9 @@ class ProgramCache:
     ) -> Program:
         """Returns the program for a key, and calls `build` if there is none.
 
-        `steps` returns which matmuls and communications are currently chosen to overlap. The choice
-        is part of the key, and may change while a program is built. `build` runs under the cache's
-        lock, and therefore must not communicate.
+        `steps` returns which matmuls and communications are currently chosen to run at the same
+        time. The choice is part of the key, and may change while a program is built. `build` runs
+        under the cache's lock, and therefore must not communicate.
         """
         found = self._programs.recall((key, steps()))
         if found is not None:
@@ -172,8 +180,8 @@ class ProgramCache:
             return found
 
     def overlaps(self, key: Hashable, make: Callable[[], Overlaps]) -> Overlaps:
-        """Returns the object that decides which matmuls and communications overlap in programs with
-        this key.
+        """Returns the object that decides which matmuls and communications run at the same time
+        (overlap) in programs with the key `key`.
 
         If there is none, `make` creates the object.
         """
@@ -212,8 +220,8 @@ def status_lines(
     usual: Settings,
     passed: int,
 ) -> list[str]:
-    """Returns the lines of text on all calls, each with a description of the call's inputs and
-    options.
+    """Returns lines of text on the cached calls, each with a description of the inputs and options
+    of such calls.
 
     `lines` returns the lines of one call. `usual` are the options of a call without its own
     options. Only the first `passed` inputs are shown, because the caller passes only these.
@@ -235,8 +243,10 @@ def _class_text(key: CallKey, usual: Settings, passed: int) -> str:
 
 @dataclass
 class BoundProgram:
-    """A program on this rank: the program, and the evaluator that runs it with this rank's
+    """A program on this rank (process of the job), and the evaluator that runs it with this rank's
     communicator.
+
+    `overlaps` decides which matmuls and communications run at the same time.
     """
 
     program: Program
@@ -260,7 +270,9 @@ def why_never(*, draws: bool, is_lazy: bool, have_ranks: bool) -> str:
 
 
 def no_fast_path(inputs: Iterable[Any]) -> None:
-    """Rejects all inputs, because the call entry has no quick check of inputs yet."""
+    """Rejects all inputs, by returning None. It is used as the quick check of a cache entry that
+    has none yet.
+    """
     del inputs
 
 
@@ -294,13 +306,14 @@ class CallCacheEntry:
     patience: int = RUNS_BEFORE
 
     def graphs(self) -> list[str]:
-        """Returns lines of text: how many CUDA graphs repeat such calls on each stream, or why none
-        does.
+        """Returns lines of text: how many CUDA graphs repeat calls with such inputs on each stream,
+        or why none does.
         """
         return self.bound.evaluator.cuda_graphs(self.known)
 
     def repeated(self) -> list[str]:
-        """Returns one line of text: how many such calls the compiled runner has repeated.
+        """Returns one line of text: how many calls with such inputs the compiled runner (a C
+        function) has repeated.
 
         If it has repeated none, the line says why.
         """
@@ -309,7 +322,8 @@ class CallCacheEntry:
         return [f"repeated: {self.steady.runs} call(s)"]
 
     def _what_is_awaited(self) -> str:
-        """Returns the reason why the compiled runner does not repeat such calls yet.
+        """Returns the reason why the compiled runner (a C function) does not repeat calls with such
+        inputs yet.
 
         The text also says after how many calls the runner is tried again.
         """
@@ -319,7 +333,8 @@ class CallCacheEntry:
         return f"{why}; asked again in {self.runs_left} call(s)"
 
     def drop_fast_path(self, declined: Steady) -> None:
-        """Drops the compiled runner of such calls, because the runner no longer accepts them.
+        """Drops the compiled runner (a C function that repeats calls with such inputs), because it
+        no longer accepts them. `declined` is the runner.
 
         A runner that was used often is soon replaced by a new one. Two events can make a runner
         invalid: an error frees the buffer of intermediates, or a larger program moves this buffer.
@@ -331,9 +346,10 @@ class CallCacheEntry:
         self.runs_left = self.patience
 
     def enable_fast_path(self, inputs: Iterable[Any]) -> None:
-        """Replaces the quick check of inputs by a check in C, if the compiled runner is available.
+        """Replaces the quick check of inputs by a faster check in C, if the compiled runner (a C
+        extension) is available.
 
-        This method is called after enough runs of such calls. If the runner is still being
+        This method is called after enough calls with such inputs. If the runner is still being
         compiled, the method is called again later.
         """
         if self.why_not != compiled_runner.COMPILING:  # the compilation ends soon
@@ -352,9 +368,10 @@ class CallCacheEntry:
             self.glance = runner.Glance(tensors, VECTOR_BYTES - 1, places, self.glance)
 
     def prepare(self, inputs: Any, places: tuple[int, ...]) -> Prepared[list[torch.Tensor]]:
-        """Prepares a run like `FusionExecutorCache.prepare`, for inputs that the quick check has
-        accepted.
+        """Prepares a run for inputs that the quick check has accepted, but launches nothing.
 
+        Returns this rank's run signature (which describes the program and its sizes), the scalar
+        inputs, and the function that runs the program. Ranks compare the first two before they run.
         `places` are the alignments of the inputs in memory, which the quick check returned.
         """
         self.runs_left -= 1

@@ -1,16 +1,17 @@
-"""Prints a fusion as a Python program that defines the fusion again, in the calls that users write.
+"""Generates the text of a Python program that defines a fusion again, in the calls that users
+write.
 
     def nvfuser_fusion(fd : FusionDefinition) -> None :
         tv0 = fd.define_tensor(shape=[-1, -1], contiguity=[True, True], dtype=DataType.Float, ...)
         tv1 = fd.ops.exp(tv0)
         fd.add_output(tv1)
 
-When the program runs, it defines an equal fusion (`Fusion.__eq__`), which prints as the same text.
-Tensors and scalars are numbered in the order of their statements. Statements on shardings,
-schedules and layouts follow the outputs (`ScheduleText`).
+When the program runs, it defines an equal fusion (`Fusion.__eq__`), from which the same text is
+generated. Tensors and scalars are numbered in the order of their statements. Statements on
+shardings, schedules and layouts follow the outputs (`ScheduleText`).
 
 Source: the statements and their spelling are nvFuser's. Floats that need more than six digits are
-printed with as many as they need.
+written with as many as they need.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def number_text(value: float | complex) -> str:
 
 @checked
 def translate_fusion(fusion: Fusion) -> str:
-    """Returns a fusion as a Python program: the text of `repr(fd)`, with a newline at the end.
+    """Returns the text of a Python program that defines the fusion again: the text of `repr(fd)`,
+    with a newline at the end.
 
     Raises:
         UnsupportedError: no Python statement can create a value. The message names the value.
@@ -103,9 +105,9 @@ def translate_fusion(fusion: Fusion) -> str:
 
 
 class _Writer:
-    """Writes one fusion as Python statements.
+    """Generates the Python statements that define a fusion.
 
-    The object records the names of the tensors and scalars that are already written.
+    The object records the names of the tensors and scalars for which statements exist already.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -125,7 +127,7 @@ class _Writer:
 
     # ------------------------------------------------------------ the program
     def program(self) -> list[str]:
-        """Returns the lines of the printed function's body."""
+        """Returns the lines of the body of the Python function that defines the fusion."""
         if self._fusion.double_numbers:
             self._add("fd.fusion.double_numbers = True")
         for value in self._fusion.inputs:
@@ -162,9 +164,8 @@ class _Writer:
         self._made(_statement_of(op), op.outputs)
 
     def _made(self, call: PythonCall, results: Sequence[TensorView]) -> None:
-        """Writes the statement `call`, which creates the tensors `results`.
-
-        Then writes the declarations of equal extents that follow those tensors.
+        """Appends the Python statement `call`, which creates the tensors `results`, and the
+        declarations of equal sizes that follow those tensors.
         """
         text = self._call(call)
         for out in results:
@@ -175,7 +176,9 @@ class _Writer:
             self._declare(out)
 
     def _factored(self, found: Factored) -> None:
-        """Writes a split reduction: the whole reduction, and the `rfactor` calls that split it."""
+        """Appends the statements of a split reduction: the whole reduction, and the `rfactor` calls
+        that split it.
+        """
         call = _statement_of(found.ops[0])
         dims = {"dims": found.dims} if "dims" in call.kwargs else {}
         self._made(replace(call, kwargs={**call.kwargs, **dims}), [found.out])
@@ -190,17 +193,17 @@ class _Writer:
             self._declare(step.made)
 
     def _declare(self, after: TensorView | None) -> None:
-        """Writes the equalities of extents that the user declared directly after the tensor
-        `after`.
+        """Appends the declarations of equal sizes that the user wrote directly after creating the
+        tensor `after`.
         """
         for said in self._declared.pop(after, ()):
             a, b = self.text(said.a), self.text(said.b)
             self._add(f"fd.fusion.declare_extents({a}, {b})")
 
     def _outputs(self) -> None:
-        """Writes the `add_output` statements in the order of the outputs.
+        """Appends the `add_output` statements in the order of the outputs.
 
-        If a tensor updates an input and is an output too, the update is written first.
+        If a tensor updates an input and is an output too, the update is first.
         """
         updated: set[TensorView] = set()
         for out in self._fusion.outputs:
@@ -226,9 +229,8 @@ class _Writer:
         return f"fd.{call.name}({', '.join(arguments)})"
 
     def text(self, value: object) -> str:
-        """Returns a value as Python text.
-
-        Before that, writes statements that create scalars in the value.
+        """Returns a value as Python text. Statements that create scalars in the value are appended
+        first.
         """
         match value:
             case TensorView():
@@ -258,9 +260,8 @@ class _Writer:
 
     # ------------------------------------------------------------ scalars
     def _scalar(self, x: Scalar) -> str:
-        """Returns the variable name or the literal of a scalar.
-
-        Before that, writes the statements that create the scalar.
+        """Returns the name of the Python variable, or the literal, of a scalar. Statements that
+        create the scalar are appended first.
         """
         for y in postorder(x, lambda s: s in self._scalars or _is_literal(s)):
             self._write_scalar(y)
@@ -308,8 +309,8 @@ class _Writer:
         return f"fd.ops.{name}({', '.join(args)})"
 
     def _sum(self, x: Poly) -> None:
-        """Writes the statements of a polynomial: products of its factors, then the sum of these
-        products.
+        """Appends the statements that compute a polynomial: products of its factors, then the sum
+        of these products.
         """
         total: Scalar | None = None
         for atoms, coefficient in x.terms:
@@ -337,9 +338,10 @@ class _Writer:
     def _step(
         self, name: str, make: Callable[[Scalar, Scalar], Scalar], a: Scalar, b: Scalar
     ) -> Scalar:
-        """Writes the statement of an op on two scalars, unless its result is already written.
+        """Appends the statement of an op on two scalars, unless its result has a name already, and
+        returns the result.
 
-        Returns the result. `name` is the op in `fd.ops`; `make` creates its result.
+        `name` is the op in `fd.ops`; `make` creates its result.
         """
         made = make(a, b)
         if made not in self._scalars:
@@ -367,9 +369,9 @@ def _number(x: Scalar) -> object:
 
 # ------------------------------------------------------------------ inputs
 def _definition_of(tv: TensorView) -> PythonCall:
-    """Returns the `define_tensor` call for an input.
+    """Returns the `define_tensor` call for the input `tv`.
 
-    `ScheduleText` writes the facts that the call cannot express.
+    `ScheduleText` generates statements for the facts that the call cannot express.
     """
     axes, domain = tv.domain.logical, tv.domain
     order = stride_order_of(tv)
@@ -401,7 +403,7 @@ __all__ = ["HEADER", "translate_fusion"]
 
 @record
 class PythonCall:
-    """A call `fd.name(*args, **kwargs)` in the printed program.
+    """A call `fd.name(*args, **kwargs)` in a generated Python program.
 
     Arguments are tensors, scalars, dtypes, Python values and lists of these. The call returns
     `unused` more results than the op has. The additional results are assigned to `_`.
@@ -415,7 +417,8 @@ class PythonCall:
 
 @record
 class ScalarArgument:
-    """A scalar argument of a printed call that does not accept a Python number.
+    """A scalar argument of a call in a generated Python program, for a function that does not
+    accept a Python number there.
 
     A constant as such an argument therefore needs a `define_scalar` statement.
     """
@@ -431,9 +434,8 @@ COMPILED = (nodes.Reshard,)
 
 
 def _row(*kinds: type[TensorOp]) -> Callable[[Statement], Statement]:
-    """Returns a decorator that registers a function in `STATEMENTS` for the op classes `kinds`.
-
-    The function returns the printed call for an op of these classes.
+    """Returns a decorator that registers a function in `STATEMENTS`. The function returns the
+    Python call that creates an op of one of the classes `kinds`.
     """
 
     def register(statement: Statement) -> Statement:
@@ -448,9 +450,9 @@ def _ops(name: str, *args: object, **kwargs: object) -> PythonCall:
 
 
 def _filled(value: Scalar | None) -> object:
-    """Returns the Python number of a finite constant. Returns any other scalar unchanged.
+    """Returns a finite constant as a Python number. Returns any other scalar unchanged.
 
-    The op converts a number to its own dtype, so the constant's dtype need not be printed.
+    The op converts a number to its own dtype, so the constant's dtype need not be part of the text.
     """
     if isinstance(value, Const) and cmath.isfinite(value.value):
         return value.value
@@ -458,7 +460,8 @@ def _filled(value: Scalar | None) -> object:
 
 
 def _given(**optional: tuple[object, object]) -> dict[str, object]:
-    """Returns the keyword arguments of a printed call whose value is not the default.
+    """Returns the keyword arguments of a generated Python call, without those that have the default
+    value.
 
     Each argument is passed as (value, default).
     """
@@ -466,10 +469,10 @@ def _given(**optional: tuple[object, object]) -> dict[str, object]:
 
 
 def stride_order_of(tv: TensorView) -> list[int] | None:
-    """Returns the position of each logical axis when axes are sorted by stride, the smallest stride
-    first.
+    """Returns, for each axis that the user sees, its position when the axes are sorted by stride,
+    the smallest stride first.
 
-    Returns None if the memory order is the order of the logical axes.
+    Returns None if memory is laid out in the order of the axes.
     """
     logical, order = tv.domain.logical_numbers, tv.domain.allocation_numbers
     if order == logical or sorted(order) != sorted(logical):
@@ -741,9 +744,8 @@ Text = Callable[[object], str]
 
 
 class ScheduleText:
-    """Writes the lines that follow the outputs of a printed fusion.
-
-    These lines set the meshes, loops, memory types and layouts of all tensors.
+    """Generates the statements that follow the outputs in the Python text of a fusion: those that
+    set the meshes, loops, memory types and layouts of all tensors.
     """
 
     def __init__(self, fusion: Fusion, text: Text, add: Callable[[str], None]) -> None:
@@ -753,9 +755,9 @@ class ScheduleText:
         self._ends = {*fusion.inputs, *fusion.outputs}
 
     def write(self) -> list[str]:
-        """Writes the lines of all tensors.
+        """Appends the statements of all tensors.
 
-        Returns the names that the printed program must import from the package.
+        Returns the names that the generated program must import from the package.
         """
         tensors = self._fusion.tensors()
         for tv in tensors:
@@ -788,9 +790,8 @@ class ScheduleText:
         self._line(f"{name}.set_device_mesh({mesh})" if is_set else f"{name}.mesh = {mesh}")
 
     def _mesh_name(self, mesh: DeviceMesh) -> str:
-        """Returns the variable of a mesh.
-
-        At the first use of the mesh, writes the variable's definition.
+        """Returns the name of the Python variable for a mesh. At the first use of the mesh, its
+        definition is appended.
         """
         name = self._meshes.get(mesh)
         if name is None:
@@ -804,7 +805,8 @@ class ScheduleText:
 
 
 def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
-    """Returns the placements with which one `shard` call restores the tensor's sharding.
+    """Returns the arguments with which one `shard` call distributes the tensor over devices as it
+    is now.
 
     Returns None if no such call does.
     """
@@ -815,7 +817,9 @@ def _placements_of(tv: TensorView) -> list[Shard | Replicate] | None:
 
 
 def _ranks_text(mesh: DeviceMesh) -> str:
-    """Returns the text of the ranks in a mesh's constructor: a range, a list, or nested lists."""
+    """Returns the Python text of the ranks in a mesh's constructor: a range, a list, or nested
+    lists.
+    """
     ranks = list(mesh.devices)
     if mesh.ndim == 1:
         is_range = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks)))
@@ -827,11 +831,11 @@ def _ranks_text(mesh: DeviceMesh) -> str:
 
 
 def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
-    """Returns the call of a tensor's method for a transform of loop axes, such as `merge(0, 1)`.
+    """Returns the text of the method call that applies a split or merge to a tensor's loop axes,
+    such as `merge(0, 1)`. Returns None if users have no such method.
 
-    Returns None if users have no such method. In the list `loop` of axis numbers, the function
-    replaces the input axes of the transform by its output axes. `text` returns the text of a
-    scalar.
+    In the list `loop` of axis numbers (ids), the function replaces the input axes of `t` by its
+    output axes. `text` returns the text of a scalar.
     """
     places = [loop.index(n) for n in t.inputs]
     for n in t.inputs:
@@ -850,7 +854,7 @@ def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
 
 
 class _TensorText:
-    """Writes the lines of one tensor: transforms, order of loops, parallel types and layout."""
+    """Generates the statements that set the loops, parallel types and layout of one tensor."""
 
     def __init__(self, tv: TensorView, text: Text, line: Callable[[str], None]) -> None:
         self._tv, self._text, self._line = tv, text, line
@@ -861,7 +865,7 @@ class _TensorText:
         self._handles: dict[int, str] = {}
 
     def write(self) -> None:
-        """Writes all lines of the tensor."""
+        """Appends all statements of the tensor."""
         parallel = [a for a in self._domain.axes.values() if a.ptype is not ParallelType.serial]
         needed = {a.number for a in parallel} | {*self._domain.allocation_numbers}
         for t in self._transforms():
@@ -880,7 +884,9 @@ class _TensorText:
         self._layout()
 
     def write_layout(self) -> None:
-        """Writes only the layout, for a tensor whose loop axes are already final."""
+        """Appends only the statement for the memory layout, for a tensor whose loop axes are
+        already final.
+        """
         self._loop = [*self._domain.loop_numbers]
         self._layout()
 
@@ -889,9 +895,8 @@ class _TensorText:
         return self._text(self._tv)
 
     def _transforms(self) -> list[Transform]:
-        """Returns the transforms that scheduling applied: those after the logical axes.
-
-        They derive the loop axes from the logical axes.
+        """Returns the splits and merges that derive the tensor's loops from the axes that the user
+        sees.
         """
         domain = self._domain
         own = transforms_between(domain, domain.root, domain.logical) if domain.root else ()
@@ -901,7 +906,8 @@ class _TensorText:
         """Returns the argument of the `reorder` call that brings the loop axes into their final
         order.
 
-        The argument maps positions to positions. Returns None if the order is already final.
+        The argument maps old positions to new positions. Returns None if the order is already
+        final.
         """
         wanted = [*self._domain.loop_numbers]
         if self._loop == wanted:
@@ -916,9 +922,10 @@ class _TensorText:
         yield "get_root_domain()", self._domain.root_numbers
 
     def _keep(self, number: int) -> None:
-        """Writes a variable for an axis that a transform is about to remove from the tensor.
+        """Appends a statement that stores an axis in a variable, because a split or merge is about
+        to remove it from the tensor.
 
-        Later lines can name the axis only by this variable.
+        `number` is the axis number (id). Later statements can name the axis only by this variable.
         """
         if number in self._handles or any(number in view for _, view in self._views()):
             return
@@ -927,7 +934,9 @@ class _TensorText:
         self._handles[number] = name
 
     def _handle(self, number: int) -> str:
-        """Returns the Python expression that denotes an axis of the finished tensor."""
+        """Returns the Python expression for the axis of the finished tensor with this
+        number (id).
+        """
         if number in self._loop:
             return f"{self._name}.axis({self._loop.index(number)})"
         if number in self._handles:
@@ -940,7 +949,8 @@ class _TensorText:
         )
 
     def _place(self, number: int) -> tuple[bool, int]:
-        """Returns the key by which the axes with a parallel type are sorted.
+        """Returns the sort key of the axis with this number (id), so that statements for axes with
+        a parallel type have a fixed order.
 
         Loop axes come first, in their order. Other axes follow by number.
         """
@@ -965,9 +975,10 @@ class _TensorText:
 
 
 def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, ...]]:
-    """Returns the memory order and the contiguity that a tensor has after its defining statement.
+    """Returns the memory order and the contiguity that a tensor has when its defining statement has
+    run.
 
-    If the tensor has another layout, the printed program must set it.
+    If the tensor has another layout, the generated program must set it.
     """
     domain = tv.domain
     definition = tv.definition()
@@ -993,9 +1004,10 @@ def _first_layout(tv: TensorView) -> tuple[tuple[int, ...], tuple[bool | None, .
 
 @record
 class RfactorCall:
-    """The call `made = of.rfactor(axes)`, and the transforms of `of` before that call.
+    """The call `made = of.rfactor(axes)` in a generated Python program, and the splits and merges
+    that must be applied to `of` before that call.
 
-    `loop` has the numbers of the loop axes of `of` before the transforms.
+    `loop` has the numbers (ids) of the loop axes of `of` before these splits and merges.
     """
 
     of: TensorView
@@ -1034,7 +1046,9 @@ def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
 
 
 def _factored(ops: Sequence[TensorOp]) -> Factored:
-    """Returns the split reduction that begins with the op `ops[0]`. Later ops may belong to it."""
+    """Returns the reduction that `rfactor` calls have split into several ops, of which `ops[0]` is
+    the first. Later ops in `ops` may belong to it.
+    """
     first = ops[0].out_tensor
     roots = {n: k for k, n in enumerate(first.domain.root_numbers)}
     # For each axis that the next op reads, the unsplit axis of the first op's operand, or None.
@@ -1056,10 +1070,10 @@ def _factored(ops: Sequence[TensorOp]) -> Factored:
 
 
 def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
-    """Returns the origin of each axis of `out` that the op of `out` does not reduce.
+    """Returns the origins of the axes of `out` that its op does not reduce.
 
-    An origin is a position among the axes of the whole reduction's operand. The origin of an axis
-    that a split created is None. `origins` are the origins of the axes that the op reads.
+    An origin is a position among the axes of the whole reduction's operand, or None for an axis
+    that a split created. `origins` are the origins of the axes that the op reads.
     """
     domain = out.domain
     of = dict(zip((a.number for a in domain.maybe_root), origins, strict=True))
@@ -1067,9 +1081,9 @@ def _kept(out: TensorView, origins: Sequence[int | None]) -> list[int | None]:
 
 
 def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
-    """Returns the `rfactor` calls that create the ops of a split reduction.
+    """Returns the `rfactor` calls that create the ops `chain` of a split reduction.
 
-    The ops form groups, each of which begins with an op whose result has root axes. The first call
+    The ops form groups, each of which begins with an op that splits its axes itself. The first call
     for a group is on the whole reduction. Each further call is on the result of the call before.
     """
     whole = chain[-1].out_tensor
@@ -1090,10 +1104,10 @@ def _steps(chain: Sequence[TensorOp]) -> list[RfactorCall]:
 
 
 def _reducers(family: Sequence[TensorView]) -> list[int | None]:
-    """Returns, for each logical axis of the first tensor in `family`, which tensor reduces the
-    axis.
+    """Returns, for each axis of the first tensor in `family`, the index in `family` of the tensor
+    whose op reduces the axis, or None.
 
-    The result has the index of the tensor in `family`, or None.
+    `family` are the results of the ops into which a reduction was split.
     """
     left = list(range(len(family[0].domain.logical)))
     found: list[int | None] = [None] * len(left)

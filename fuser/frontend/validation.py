@@ -50,7 +50,8 @@ _RELATIVE = 0.01
 
 
 def tolerance(dtype: DataType, size: int) -> Tolerance:
-    """Returns the tolerances (atol, rtol) for a result of `dtype` that is a sum of `size` numbers.
+    """Returns by how much a result may differ (absolute, relative), if it has the dtype `dtype` and
+    is a sum of `size` numbers.
 
     For integers and booleans, both are 0.
     """
@@ -74,7 +75,9 @@ def tolerance(dtype: DataType, size: int) -> Tolerance:
 
 
 def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, Tolerance]:
-    """Returns the tolerances (atol, rtol) for every output of a fusion with the inputs `args`."""
+    """Returns by how much each output of a fusion may differ (absolute, relative) with the inputs
+    `args`.
+    """
     values = bind_inputs(fusion, args)
     sizes: dict[TensorView, int] = {}
     for op in fusion.used_exprs():
@@ -92,16 +95,19 @@ def _tolerances(fusion: Fusion, args: Sequence[Argument]) -> dict[TensorView, To
 
 @checked
 def get_val_tolerances(fusion: Fusion, args: Sequence[object]) -> list[Tolerance]:
-    """Returns the tolerances (atol, rtol) for each output, except outputs that update an input."""
+    """Returns by how much each output of a fusion may differ (absolute, relative) with the inputs
+    `args`. Outputs that update an input are left out.
+    """
     found = _tolerances(fusion, flatten(args))
     return [found[out] for out in fusion.outputs if fusion.alias_of(out) is None]
 
 
 def references(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Returns torch's results for the visible outputs, in the fusion's own dtypes.
+    """Returns torch's results for the outputs, in the fusion's own dtypes. Outputs that only update
+    an input are left out.
 
     Raises:
-        UnsupportedError: the program is sharded, or has random ops without a seed.
+        UnsupportedError: the program is distributed over devices, or has random ops without a seed.
     """
     sharded = next((tv for tv in fusion.tensors() if tv.mesh is not None), None)
     if sharded is not None:
@@ -125,7 +131,7 @@ def compare(
     wanted: Sequence[torch.Tensor],
     args: Sequence[Argument],
 ) -> None:
-    """Compares the visible outputs of a call with the references `wanted`.
+    """Compares the outputs that a call has returned with the references `wanted`.
 
     `args` are the inputs of the call, with the values that they had before the call.
 
@@ -160,12 +166,12 @@ def compare(
 
 
 def _legal_changes(fusion: Fusion, args: Sequence[Argument]) -> list[torch.Tensor]:
-    """Returns how much each element of each output may change because kernels omit roundings.
+    """Returns how much each element of each output may differ because kernels omit roundings.
 
     A kernel may omit the rounding of a product that is then added (fused multiply-add), and the
-    rounding of a half-precision intermediate. The program is computed in float64 several times.
-    Each time, such values are changed by one rounding, up or down. If torch cannot compute the
-    program (see `references`), the list is empty.
+    rounding of a half-precision intermediate. To find the effect, the program is computed in
+    float64 several times. Each time, such values are changed by one rounding, up or down. If torch
+    cannot compute the program (see `references`), the list is empty.
     """
     if any(tv.mesh is not None for tv in fusion.tensors()) or Draws.of(fusion) is not None:
         return []
