@@ -12,7 +12,7 @@ executors, which have the compiled versions of each kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -63,7 +63,7 @@ from hostir.cost.overlap_search import FORCED, MARGIN, NoOverlap, Overlaps
 from hostir.ir.ops import PEER_COPIES
 from hostir.ir.printer import NOTES, dumped
 from hostir.ir.program import HostIrContainer
-from hostir.lowering.input_class import Classifier, InputClass
+from hostir.lowering.input_class import Classifier, InputClass, size_symbols
 from hostir.lowering.params import DEFAULT, LowerParams
 from hostir.lowering.pipeline import Built, build_program
 from hostir.runtime.agreement import communications_text, input_names, run_signature_of
@@ -668,7 +668,10 @@ class FusionExecutorCache(Watching, Inspection):
                 break
         dump("overlap", lambda: _with_notes(overlaps.report(input_class.sizes), program))
         form = next(iter(options.dump_args("host_ir")), "")
-        dump("host_ir", lambda: dumped(program, form), NOTES.get(form, "full form"))
+        note = NOTES.get(form, "full form")
+        if self._built > 1:
+            note += _first_run_text(program, input_class.sizes)
+        dump("host_ir", lambda: dumped(program, form), note)
         sent, rank = communications_text(program), Communicator.instance().rank()
         return Program(segmented, program, sent, settings, label, rank, texts, shardings.outputs)
 
@@ -716,6 +719,17 @@ class FusionExecutorCache(Watching, Inspection):
         latest = self._last()
         report = latest.overlaps.report(sizes)
         return _with_notes(report, latest.program.container)
+
+
+def _first_run_text(program: HostIrContainer, sizes: Mapping[Symbol, int]) -> str:
+    """Returns `, first run with i0 = 6` for the heading of a dump, or "" if all sizes are fixed.
+
+    A definition has several programs if its calls are of several input classes. The sizes tell the
+    reader which call compiled this one.
+    """
+    names = size_symbols(program)
+    chosen = [f"{s.name} = {n}" for s, n in sizes.items() if s.name in names]
+    return f", first run with {', '.join(chosen)}" if chosen else ""
 
 
 def _with_notes(report: str, program: HostIrContainer) -> str:

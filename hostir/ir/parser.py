@@ -23,7 +23,7 @@ from fuser.ir.text.parser import (
 )
 from fuser.ir.text.printer import with_lines
 from fuser.ir.types import DEVICE_TYPES, ParallelType
-from fuser.support.errors import InputError, ParseError
+from fuser.support.errors import InputError, OptionError, ParseError
 from fuser.support.text_cursor import Cursor
 from hostir.ir.effects import STREAM_NAME, Stream
 from hostir.ir.ops import (
@@ -220,6 +220,7 @@ _DUMP = re.compile(
     r"^// host_ir(?:_lowering)? of .*?^// end of host_ir(?:_lowering)? of [^\n]*$",
     re.MULTILINE | re.DOTALL,
 )
+_HEADING = re.compile(r"// (?:end of )?host_ir(?:_lowering)? of ")
 _START = re.compile(r"^[ \t]*%HostIrContainer\b", re.MULTILINE)
 
 
@@ -235,6 +236,12 @@ def programs_in(text: str) -> list[tuple[int, str]]:
         return dumps
     starts = [_with_comment(text, found.start()) for found in _START.finditer(text)]
     return [(start, text[start:end]) for start, end in pairwise((*starts, len(text)))]
+
+
+def _without_headings(program: str) -> str:
+    """Returns the text of a program without the first and the last line of its dump."""
+    lines = program.splitlines()
+    return "\n".join(line for line in lines if not _HEADING.match(line))
 
 
 def _with_comment(text: str, start: int) -> int:
@@ -255,12 +262,15 @@ def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
     """Returns the host program in the file at `path`. The path `-` means the standard input.
 
     The file may also contain other lines, such as the output of a job, around a dump or before a
-    program. If the file has several programs, `number` selects one, counted from 0. Line numbers in
-    errors are those of the file.
+    program. If the file has several programs, `number` selects one, counted from 0. Programs whose
+    texts are equal count as one program: the dumps of two input classes can have the same text.
+    Line numbers in errors are those of the file.
 
     Raises:
         InputError: the file does not exist, or is not a text file.
-        ParseError: the file has no program, or has several programs and `number` is None.
+        OptionError: the file has several different programs and `number` is None, or no program has
+            this number.
+        ParseError: the file has no program.
     """
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()
@@ -275,12 +285,12 @@ def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
             f"there is no host program in {path}: no line begins with %HostIrContainer"
         )
     if number is not None and not 0 <= number < len(found):
-        raise ParseError(
+        raise OptionError(
             f"{path} has no host program number {number}: it has {len(found)}, numbered from 0"
         )
-    if number is None and len({program for _, program in found}) > 1:
+    if number is None and len({_without_headings(program) for _, program in found}) > 1:
         heads = (f"\n  --program {i}: {p.splitlines()[0]}" for i, (_, p) in enumerate(found))
-        raise ParseError(f"{path} has several host programs; choose one:{''.join(heads)}")
+        raise OptionError(f"{path} has several host programs; choose one:{''.join(heads)}")
     start, program = found[number or 0]
     if NOTES["names"] in program.partition("%HostIrContainer")[0]:
         raise ParseError(

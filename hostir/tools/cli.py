@@ -393,7 +393,8 @@ def _simulated(args: argparse.Namespace) -> tuple[HostIrContainer, SimulatedSche
 
 def _diff(args: argparse.Namespace) -> int:
     """compares two programs; the exit code is 1 if the programs differ"""
-    a, b = read_program(args.file), read_program(args.other)
+    a = read_program(args.file, number=args.program)
+    b = read_program(args.other, number=args.other_program)
     if a.is_short or b.is_short:
         print(
             "// memory layouts, aliases and kernels are not compared: a text is in its short form"
@@ -677,7 +678,10 @@ def _arguments() -> argparse.ArgumentParser:
         "tensor", help="T7: this tensor and its communications; all: every communication"
     )
     file(why)
-    for name in ("why", "print", "opt", "run", "verify", "cost", "trace"):
+    diff.add_argument(
+        "--other-program", type=int, metavar="N", help="which of several programs in OTHER, from 0"
+    )
+    for name in ("why", "print", "opt", "run", "verify", "cost", "trace", "diff"):
         commands.choices[name].add_argument(
             "--program", type=int, metavar="N", help="which of several programs in the file, from 0"
         )

@@ -10,7 +10,7 @@ import torch
 
 from fuser import FusionDefinition, ParallelType
 from fuser.multidevice import DeviceMesh
-from fuser.support.errors import InputError, ParseError, ShardingError
+from fuser.support.errors import InputError, OptionError, ParseError, ShardingError
 from hostir import HostIrContainer
 from hostir.ir.ops import Allocate, Communication, Wait
 from hostir.ir.parser import parse, read_program
@@ -188,7 +188,7 @@ def test_an_axis_that_is_the_devices_has_their_number(
             ["--size", "i0=922337203685477580"],
             "InputError: there is not enough memory for the input T0_g_float",
         ),
-        (["--program", "1"], "ParseError: PROGRAM has no host program number 1: it has 1"),
+        (["--program", "1"], "OptionError: PROGRAM has no host program number 1: it has 1"),
         (["--save", "PROGRAM"], "InputError: --save"),
     ],
 )
@@ -365,7 +365,7 @@ def test_one_of_several_plain_programs_is_chosen(tmp_path: Path) -> None:
     other = build(CASES["slice2"])
     path = tmp_path / "two.txt"
     path.write_text(f"first\n{TEXT}{other.full_text()}")
-    with pytest.raises(ParseError, match=r"choose one:\n  --program 0: // .*\n  --program 1: // "):
+    with pytest.raises(OptionError, match=r"choose one:\n  --program 0: // .*\n  --program 1: // "):
         read_program(str(path))
     assert equal(read_program(str(path), number=0), PROGRAM)
     assert equal(read_program(str(path), number=1), other)
@@ -387,11 +387,33 @@ def test_one_of_several_programs_is_chosen(
     other = build(CASES["slice2"])
     path = tmp_path / "job.txt"
     path.write_text(DUMP.format(n=0, text=TEXT) + DUMP.format(n=1, text=other.full_text()))
-    with pytest.raises(ParseError, match=r"--program 1: // host_ir of fusion 1, full form"):
+    with pytest.raises(OptionError, match=r"--program 1: // host_ir of fusion 1, full form"):
         read_program(str(path))
     assert equal(read_program(str(path), number=1), other)
     assert main(["verify", str(path), "--program", "2"]) == 1
     assert "has no host program number 2: it has 2" in capsys.readouterr().err
+    assert main(["diff", str(path), str(path), "--program", "1", "--other-program", "1"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(path), str(path), "--program", "0", "--other-program", "1"]) == 1
+
+
+def test_dumps_of_equal_programs_need_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 rows are another input class than 16: the number of rows is no multiple of 4."""
+    monkeypatch.setenv("FUSER_DUMP", "host_ir")
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 48], contiguity=True)
+        fd.add_output(fd.ops.rms_norm(x, [48]))
+    for rows in (16, 6, 12):
+        fd.execute([torch.randn(rows, 48)])
+    path = tmp_path / "job.txt"
+    path.write_text(capsys.readouterr().out)
+    heads = [line for line in path.read_text().splitlines() if line.startswith("// host_ir of")]
+    assert len(heads) == 2 and "first run" not in heads[0]
+    assert ", program 1 (user code at " in heads[1]
+    assert ", full form, first run with i0 = 6: " in heads[1]
+    assert equal(read_program(str(path)), read_program(str(path), number=1))
 
 
 # ------------------------------------------------------------------ streams
