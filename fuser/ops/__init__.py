@@ -37,16 +37,35 @@ from fuser.ops.building import ARGUMENTS
 from fuser.ops.elementwise import DTYPE_RULES
 from fuser.ops.rows import ROWS, SPELLED, OpRow
 from fuser.support.arguments import checked
-from fuser.support.errors import UnknownOpError
+from fuser.support.errors import UnknownOpError, user_code, user_line
 
 operators.install()
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    near = get_close_matches(name, ROWS, n=3, cutoff=0.6)
+    raise UnknownOpError(
+        f"module 'fuser.ops' has no op {name!r}: {_hint(name)}{user_code(user_line())}"
+    )
+
+
+def _hint(name: str) -> str:
+    """Returns the text that tells the user what to write for `name`, which no op has.
+
+    The names of torch's modules are those of its functions in another spelling: `RMSNorm` is
+    `rms_norm`, `LeakyReLU` is `leaky_relu`.
+    """
+    plain = _plain(name)
+    spelled = {_plain(other): hint for other, hint in SPELLED.items()}
+    if hint := SPELLED.get(name) or spelled.get(plain):
+        return hint
+    same = [op for op in ROWS if _plain(op) == plain]
+    near = same or get_close_matches(name, ROWS, n=3, cutoff=0.6)
     nearest = " or ".join(", ".join(near).rsplit(", ", 1))
-    hint = SPELLED.get(name) or (f"did you mean {nearest}?" if near else "see dir(fd.ops)")
-    raise UnknownOpError(f"module 'fuser.ops' has no op {name!r}: {hint}")
+    return f"did you mean {nearest}?" if near else "see dir(fd.ops)"
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "")
 
 
 def __dir__() -> list[str]:

@@ -413,6 +413,8 @@ ROWS: dict[str, OpRow] = {row.name: row for row in _ROWS}
 _CAST = "it is called cast, which takes the dtype"
 _PERMUTE = "it is called permute, which takes all axes"
 _ATTENTION = "it is called sdpfa_fwd, which takes [batch, heads, rows, k]"
+# The exponent is at most 0, so that large x do not overflow.
+_SOFTPLUS = "add(maximum(x, 0.0), log1p(exp(neg(abs(x)))))"
 _SLICE = "write a slice for each part"
 _BY_PARTS = "write broadcast, expand and reshape"
 _BY_CUTS = "shard tensors with fuser.shard; the compiler inserts the communication"
@@ -441,6 +443,13 @@ SPELLED: Mapping[str, str] = {
     "floor_divide": "write x // y",
     "leaky_relu": "write where(gt(x, 0.0), x, mul(x, slope))",
     "elu": "write where(gt(x, 0.0), x, expm1(x))",
+    "relu6": "write clamp(x, 0.0, 6.0)",
+    "softplus": f"write {_SOFTPLUS}",
+    "mish": f"write mul(x, tanh({_SOFTPLUS}))",
+    "hardswish": "write mul(x, div(clamp(add(x, 3.0), 0.0, 6.0), 6.0))",
+    "swiglu": "write mul(silu(gate), up)",
+    "geglu": "write mul(gelu(gate), up)",
+    "glu": "write mul(a, sigmoid(b)), where a and b are the halves of x",
     "masked_fill": "write where(mask, value, x)",
     # ---- along an axis
     "std": "write sqrt(var(x, [dim]))",

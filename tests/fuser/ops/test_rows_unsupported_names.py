@@ -26,6 +26,12 @@ OF_TORCH: dict[str, Torch] = {
     "floor_divide": lambda t: torch.floor_divide(t["x"], t["y"]),
     "leaky_relu": lambda t: F.leaky_relu(t["x"], SLOPE),
     "elu": lambda t: F.elu(t["x"]),
+    "relu6": lambda t: F.relu6(4 * t["x"]),
+    "softplus": lambda t: F.softplus(t["x"]),
+    "mish": lambda t: F.mish(t["x"]),
+    "hardswish": lambda t: F.hardswish(4 * t["x"]),
+    "swiglu": lambda t: F.silu(t["x"]) * t["y"],
+    "geglu": lambda t: F.gelu(t["x"]) * t["y"],
     "masked_fill": lambda t: t["x"].masked_fill(t["mask"], VALUE),
     "std": lambda t: t["x"].std(DIM),
     "norm": lambda t: torch.linalg.vector_norm(t["x"], dim=DIM),
@@ -60,6 +66,10 @@ def run(name: str, given: dict[str, torch.Tensor]) -> torch.Tensor:
     code = SPELLED[name].removeprefix("write ")
     if name == "outer":  # of two vectors
         given = {"a": given["p"], "b": given["q"]}
+    if name in ("swiglu", "geglu"):
+        given = {"gate": given["x"], "up": given["y"]}
+    if name in ("relu6", "hardswish"):  # on both sides of their limits
+        given = {"x": 4 * given["x"]}
     with FusionDefinition() as fd:
         defined = {
             key: fd.define_tensor([-1] * t.ndim, contiguity=True, dtype=t.dtype)
@@ -117,3 +127,25 @@ def test_ops_of_nvfuser_that_are_not_there_name_another(name: str, op: str) -> N
     with pytest.raises(UnknownOpError) as caught:
         getattr(FusionDefinition().ops, name)
     assert f"no op {name!r}: " in str(caught.value) and op in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("SiLU", "did you mean silu?"),
+        ("GELU", "did you mean gelu?"),
+        ("RMSNorm", "did you mean rms_norm?"),
+        ("LogSoftmax", "did you mean log_softmax?"),
+        ("LeakyReLU", "write where(gt(x, 0.0), x, mul(x, slope))"),
+        ("SwiGLU", "write mul(silu(gate), up)"),
+        ("glu", "write mul(a, sigmoid(b)), where a and b are the halves of x"),
+    ],
+)
+def test_an_unknown_op_names_what_to_write_and_the_users_line(name: str, hint: str) -> None:
+    ops: Any = FusionDefinition().ops
+    with pytest.raises(UnknownOpError) as error:
+        getattr(ops, name)
+    line = error.traceback[0].lineno + 1
+    assert str(error.value) == (
+        f"module 'fuser.ops' has no op '{name}': {hint} (user code at {__file__}:{line})"
+    )
