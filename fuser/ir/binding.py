@@ -14,7 +14,7 @@ import torch
 
 from fuser.ir.dtypes import misfit
 from fuser.ir.fusion import TensorView
-from fuser.ir.naming import in_ir, tensor_words
+from fuser.ir.naming import in_ir, padding_words, tensor_words
 from fuser.ir.scalar.compiled import PythonText
 from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol, evaluate, symbols
 from fuser.support.errors import FuserError, InputError, ShardingError, user_code
@@ -51,6 +51,18 @@ class _Axis:
         if self.blocks == 1:
             return str(size)
         return f"{size} (local size {size // self.blocks} times {self.blocks} ranks)"
+
+    def mismatch(self, expected: int, size: int) -> str:
+        """Returns the sizes of this axis on one rank as text: the size that is needed, and the size
+        that the call passes. `expected` and `size` are global.
+        """
+        if self.blocks == 1:
+            return f"size {expected} at axis {self.position}, but got {size}"
+        local, n = expected // self.blocks, self.blocks
+        return (
+            f"size {local} at axis {self.position} on this rank ({expected} over {n} ranks), but "
+            f"got {size // n}"
+        )
 
 
 class Binder:
@@ -142,7 +154,7 @@ class Binder:
                     later.append((axis, size))
         complete(self._fusion, values)
         for axis, size in later:
-            self._check_axis(axis, size, values, source)
+            self._check_axis(axis, size, values, source, arguments)
         self._check_relations(values, source)
         return values
 
@@ -210,7 +222,12 @@ class Binder:
         return bind
 
     def _check_axis(
-        self, axis: _Axis, size: int, values: Values, source: Mapping[Symbol, object]
+        self,
+        axis: _Axis,
+        size: int,
+        values: Values,
+        source: Mapping[Symbol, object],
+        arguments: Sequence[Argument],
     ) -> None:
         expected = _evaluated(axis.extent, values)
         if expected == size:
@@ -228,23 +245,26 @@ class Binder:
                 f"axis {axis.position} of {tensor_words(axis.tv)} has extent {expected}, which "
                 f"{axis.blocks} ranks cannot share equally; this rank passed a shard of "
                 f"{size // axis.blocks}"
+                f"{padding_words(expected, axis.blocks)}"
                 f"{user_code(next(iter(axis.tv.cut_lines.values()), axis.tv.user_line()))}"
                 f"{in_ir(axis.tv)}"
             )
         raw = axis.tv.shape()[axis.position]
         why = self._because(raw, axis.extent)
         if not symbols(axis.extent):
+            # The user looks at the op first: the input may be right, and the op wrong.
             raise InputError(
-                f"{where} to have size {expected} at axis {axis.position}, but got "
-                f"{axis.found(size)}. Tried to bind to a constant value: {expected} as {size}"
-                f"{self._shard_hint(axis, values)}"
-                f"{why or user_code(axis.tv.user_line())}{_spread_hint(axis, size) if why else ''}"
+                f"{f'{why[2:]} do not fit for these inputs. ' if why else ''}"
+                f"{where} to have {axis.mismatch(expected, size)}. Tried to bind to a constant "
+                f"value: {expected} as {size}{self._shard_hint(axis, values, arguments)}"
+                f"{_spread_hint(axis, size) if why else user_code(axis.tv.user_line())}"
             )
         raise InputError(
             f"{where} to have extent {axis.extent} = {expected}{_from((axis.extent,), source)} at "
             f"axis {axis.position}, but got {axis.found(size)}{why}"
             f"{_spread_hint(axis, size) if why else ''}"
             f"{_SPREAD.format('the axis of size 1') if why and expected == 1 else ''}"
+            f"{self._whole_hint(_source(axis.extent, source), expected, axis, size)}"
         )
 
     def _check_relations(self, values: Values, source: Mapping[Symbol, object]) -> None:
@@ -254,31 +274,56 @@ class Binder:
                 raise InputError(
                     f"Expected extents {x} and {y} to be equal, but {x} = {a} and {y} = {b}"
                     f"{_from((x, y), source)}{self._because(x, y)}"
+                    f"{self._whole_hint(_source(x, source), a, _source(y, source), b)}"
                 )
 
-    def _shard_hint(self, axis: _Axis, values: Values) -> str:
+    def _shard_hint(self, axis: _Axis, values: Values, arguments: Sequence[Argument]) -> str:
         """Returns a hint for an error message: the shape that each rank must pass for an input.
 
-        Returns "" if the axis `axis` of the input is not split over devices.
+        Returns "" if no axis of the input is split over devices.
         """
-        if axis.blocks == 1:
-            return ""
         position = self._declared.index(axis.tv)
-        sizes = [
-            str(other.extent if size is None else size // other.blocks)
-            for other in self._axes[position]
-            for size in [_evaluated(other.extent, values)]
-        ]
-        return (
-            f"; {tensor_words(axis.tv)} is sharded along axis {axis.position}: each rank must pass "
-            f"its shard [{', '.join(sizes)}], which multidevice.shard_tensor(t, x) returns"
+        axes, given = self._axes[position], arguments[position]
+        cuts = [f"axis {a.position} over {a.blocks} ranks" for a in axes if a.blocks > 1]
+        if not cuts or not isinstance(given, torch.Tensor):
+            return ""
+        sizes = [_evaluated(a.extent, values) for a in axes]
+        is_whole = list(given.shape) == sizes
+        shard = (
+            str(a.extent if size is None else size // a.blocks)
+            for a, size in zip(axes, sizes, strict=True)
         )
+        return (
+            f"; you passed {'the whole tensor' if is_whole else 'a tensor of shape'} "
+            f"{list(given.shape)}, but {tensor_words(axis.tv)} is sharded along "
+            f"{' and '.join(cuts)}: each rank must pass its shard [{', '.join(shard)}]; {_SHARDS}"
+        )
+
+    def _whole_hint(self, first: object, size: int, second: object, other: int) -> str:
+        """Returns the hint that a rank passed a whole tensor instead of its shard.
+
+        The axes `first` and `second` of two inputs must have equal sizes, but have the global sizes
+        `size` and `other`. If an input is whole, its size is too large by the number of ranks.
+        Returns "" if this explains neither size.
+        """
+        pairs = ((first, size, second, other), (second, other, first, size))
+        for whole, large, axis, small in pairs:
+            is_explained = isinstance(whole, _Axis) and large == small * whole.blocks > small
+            if is_explained and isinstance(axis, _Axis):
+                (k, j) = (self._declared.index(a.tv) for a in (whole, axis))
+                return (
+                    f"; input {k} says {large} and input {j} says {small}: did you pass the whole "
+                    f"tensor as input {k}, which is sharded along axis {whole.position} over "
+                    f"{whole.blocks} ranks? {_SHARDS}"
+                )
+        return ""
 
     def _because(self, x: Scalar, representative: Scalar) -> str:
         reason = self._fusion.extents.reason_of(x, representative)
         return f": {reason}" if reason else ""
 
 
+_SHARDS = "multidevice.shard_tensor(whole, tensor of the definition) returns the shard"
 # In torch, a size of 1 would be broadcast.
 _SPREAD = "; to broadcast it, declare {} as 1 in define_tensor, not as -1"
 
@@ -290,6 +335,10 @@ def _spread_hint(axis: _Axis, size: int) -> str:
     1.
     """
     return _SPREAD.format(f"axis {axis.position} of {axis.tv.label}") if size == 1 else ""
+
+
+def _source(extent: Scalar, source: Mapping[Symbol, object]) -> object:
+    return source.get(extent) if isinstance(extent, Symbol) else None
 
 
 def _from(extents: Iterable[Scalar], source: Mapping[Symbol, object]) -> str:

@@ -14,7 +14,7 @@ from fuser.ir.domain.device_mesh import DeviceMesh as IrDeviceMesh
 from fuser.ir.domain.tensor_domain import SplitTransform, transform_text
 from fuser.ir.fusion import TensorView
 from fuser.ir.memory_layout import declared_order, stored_part
-from fuser.ir.naming import axis_words, misfit_of_mesh, tensor_words
+from fuser.ir.naming import axis_words, misfit_of_mesh, padding_words, tensor_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import checked
@@ -227,9 +227,10 @@ def _split_sizes(size: int, split: SplitTransform, tv: TensorView) -> tuple[int,
     if factor < 1 or size % factor != 0:
         line = cut_line(tv, tv.domain.rotated(split.outer).ptype)
         annotated = f" (annotated at {line})" if line else ""
+        advice = padding_words(size, factor) if factor > 0 else ""
         raise ShardingError(
             f"the extent {size} of {axis_words(tv, axis)} is not divisible by {factor} "
-            f"(device mesh {tv.mesh}){annotated}"
+            f"(device mesh {tv.mesh}){advice}{annotated}"
         )
     return (size // factor, factor) if split.inner_split else (factor, size // factor)
 
@@ -276,6 +277,7 @@ def shard_along(tensor: torch.Tensor, axis: int, mesh: IrDeviceMesh, rank: int) 
         raise ShardingError(
             f"Sharded axis must be evenly divisble by mesh: axis {axis} of shape "
             f"{tuple(tensor.shape)} has extent {size}, {mesh} has {mesh.size} devices"
+            f"{padding_words(size, mesh.size)}"
         )
     part = size // mesh.size
     index = mesh.devices.index(rank) if mesh.has(rank) else 0

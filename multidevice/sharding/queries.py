@@ -18,7 +18,7 @@ from fuser.ir.domain.axis_path import SizeRules, forward, indices_forward, repla
 from fuser.ir.domain.device_mesh import DeviceMesh, ranks_of
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
-from fuser.ir.naming import axis_words, in_ir, misfit_of_mesh, tensor_words
+from fuser.ir.naming import axis_words, in_ir, misfit_of_mesh, padding_words, tensor_words
 from fuser.ir.op import Op
 from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp
 from fuser.ir.ops.nodes import Reshard
@@ -193,9 +193,11 @@ def _local_size(tv: TensorView, axis: IterDomain, extent: int, cuts: Cuts) -> in
             if found := _heads_of_keys(tv, axis):
                 raise _heads_are_not_shared(*found, tv, extent, cut)
             beside = "" if streams == 1 else f" in each of {streams} steps"
+            multiple = extent // rest * cut.devices * streams if rest else cut.devices
             raise ShardingError(
                 f"the extent {extent} of {axis_words(tv, axis)} is not divisible by the "
                 f"{cut.devices} devices of {tv.mesh} along {cut.ptype.name}{beside}"
+                f"{padding_words(extent, multiple)}"
                 f"{user_code(cut_line(tv, cut.ptype))}{in_ir(axis, tv)}"
             )
         rest //= cut.devices

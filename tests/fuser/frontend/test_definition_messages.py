@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -152,9 +153,76 @@ def test_the_whole_of_a_cut_tensor_is_told_which_shard_a_rank_passes() -> None:
         for text in world.run(body):
             assert "Tried to bind to a constant value: 8 as 16" in text
             assert (
-                "input 0 (T0_g_float) is sharded along axis 0: each rank must pass its shard [4, 8]"
+                "to have size 4 at axis 0 on this rank (8 over 2 ranks), but got 8. Tried" in text
+            )
+            assert (
+                "; you passed the whole tensor [8, 8], but input 0 (T0_g_float) is sharded along "
+                "axis 0 over 2 ranks: each rank must pass its shard [4, 8]; "
+                "multidevice.shard_tensor(whole, tensor of the definition) returns the shard"
                 in text
             )
+
+
+def gated(mesh: DeviceMesh, size: int, *, is_turned: bool = False) -> FusionDefinition:
+    """Defines `down(gate(x) * up(x))`. `size` is 6 for weights of constant sizes, or -1.
+
+    If `is_turned`, the operands of the first linear are in the wrong order.
+    """
+    hidden = 8 if size > 0 else -1
+    with FusionDefinition() as fd:
+        x = fd.define_tensor([-1, 6], contiguity=True, mesh=mesh, placements=[Replicate()])
+        shapes = [hidden, size], [hidden, size], [size, hidden]
+        cuts = Shard(0), Shard(0), Shard(1)
+        gate, up, down = (
+            fd.define_tensor(shape, contiguity=True, mesh=mesh, placements=[cut])
+            for shape, cut in zip(shapes, cuts, strict=True)
+        )
+        first = fd.ops.linear(gate, x) if is_turned else fd.ops.linear(x, gate)
+        product = fd.ops.mul(first, fd.ops.linear(x, up))  # the product
+        fd.add_output(fd.ops.linear(product, down))
+    return fd
+
+
+def gated_error(size: int, wrong: dict[int, list[int]], *, is_turned: bool = False) -> str:
+    """Returns the error of a run whose inputs have the shapes `wrong` instead of the right ones."""
+    shapes = {0: [2, 6], 1: [4, 6], 2: [4, 6], 3: [6, 4]} | wrong
+
+    def body() -> str:
+        fd = gated(DeviceMesh([0, 1]), size, is_turned=is_turned)
+        return str(raised(lambda: fd.execute([torch.randn(s) for s in shapes.values()])))
+
+    with simulate(2) as world:
+        return world.run(body)[0]
+
+
+def test_a_tensor_that_is_cut_along_the_wrong_axis_is_told_its_shard() -> None:
+    text = gated_error(6, {3: [3, 8]})
+    assert "to have size 6 at axis 0, but got 3. Tried to bind to a constant value: 6 as 3" in text
+    assert "; you passed a tensor of shape [3, 8], but input 3 (T3_g_float) is sharded" in text
+    assert "sharded along axis 1 over 2 ranks: each rank must pass its shard [6, 4]" in text
+
+
+def test_a_whole_tensor_of_symbolic_sizes_is_named_and_not_the_right_one() -> None:
+    text = gated_error(-1, {1: [8, 6]})
+    assert (
+        "; input 1 says 16 and input 2 says 8: did you pass the whole tensor as input 1, which is "
+        "sharded along axis 0 over 2 ranks?" in text
+    )
+    text = gated_error(-1, {3: [6, 8]})
+    assert "; input 3 says 16 and input 1 says 8: did you pass the whole tensor as input 3" in text
+    # No number of ranks explains 24 and 8.
+    assert "did you pass" not in gated_error(-1, {1: [12, 6]})
+
+
+def test_operands_that_do_not_fit_for_an_input_are_named_first() -> None:
+    text = gated_error(6, {}, is_turned=True)
+    assert re.match(
+        r"mul: T4_\S*\[iS\d+\{8\}, iS\d+\{i0\}, rS\d+\{6\}\] .* and "
+        r"T5_\S*\[iS\d+\{i0\}, iS\d+\{8\}, "
+        rf"rS\d+\{{6\}}\] .* at {re.escape(line_of('the product'))} do not fit for these inputs\. "
+        r"Expected input 0, T0_.* to have size 8 at axis 0, but got 2\. Tried to bind",
+        text,
+    ), text
 
 
 @pytest.mark.finding("G21")

@@ -222,7 +222,9 @@ def test_a_call_on_an_annotated_tensor_says_which_line_is_which() -> None:
         cut(x).parallelize(X)  # annotated
 
     def body() -> None:
-        with pytest.raises(ShardingError, match=r"extent 7 .* is not divisible by 2") as caught:
+        with pytest.raises(
+            ShardingError, match=r"extent 7 .* is not divisible by 2 .*: pad it to 8"
+        ) as caught:
             multidevice.shard_tensor(torch.ones(7, 4), x)  # called
         messages.append(str(caught.value))
 

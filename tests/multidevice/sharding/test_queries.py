@@ -249,7 +249,12 @@ def test_logical_axes_and_sizes() -> None:
     assert queries.unsharded_sizes(tv, (5, 2)) == (5, 12)
     texts = [str(e) for e in queries.local_extents(tv)]
     assert texts == ["i0", "( ceilDiv(( ceilDiv(i1, 3) ), 2) )"]
-    with pytest.raises(ShardingError, match=r"extent 9 .* not divisible by the 2 devices"):
+    # 3 devices divide 9, but each third must also be even.
+    with pytest.raises(
+        ShardingError,
+        match=r"extent 9 .* not divisible by the 2 devices .*: pad it to 12, or use a number of "
+        "ranks that divides 9",
+    ):
         queries.local_sizes(tv, (5, 9))
 
 
