@@ -181,7 +181,7 @@ class Peers:
             if event is not None and event.entered.get(need.key, 0) < need.count:
                 raise PeerError(
                     f"rank {need.rank} left early ({event.text}) without entering {what}, "
-                    f"where rank {self.rank} waits for it"
+                    f"where rank {self.rank} waits for it: every rank must make the same calls"
                 )
 
 

@@ -47,8 +47,8 @@ _KINDS = ("agree", "exchange", shared_page.OFFER, shared_page.OPENING)
 _WORDS = {
     "agree": "a barrier or an agreement",
     "exchange": "the check that all ranks are about to run the same program",
-    shared_page.OFFER: "the setup before the first run of a team",
-    shared_page.OPENING: "the setup before the first run of a team",
+    shared_page.OFFER: "fd.execute or another run, in the setup before the first run of a team",
+    shared_page.OPENING: "fd.execute or another run, in the setup before the first run of a team",
 }
 _NO_DIGEST = bytes(16)
 # How often a rank that has finished checks the processes of the ranks that have not.
