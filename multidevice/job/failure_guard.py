@@ -16,6 +16,7 @@ import atexit
 import faulthandler
 import io
 import os
+import re
 import select
 import subprocess
 import sys
@@ -320,7 +321,8 @@ def _error_text(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> str:
     """Returns a text about an uncaught exception: its type, its message, and the user's last source
-    line.
+    line, unless the message has that line.
     """
-    where = last_user_line(trace)
-    return f"uncaught {kind.__name__}: {error}{f' ({os.path.basename(where)})' if where else ''}"
+    where, text = last_user_line(trace), f"uncaught {kind.__name__}: {error}"
+    is_new = bool(where) and re.search(rf"{re.escape(where)}\b", text) is None
+    return f"{text} ({os.path.basename(where)})" if is_new else text
