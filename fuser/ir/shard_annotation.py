@@ -9,18 +9,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import SplitTransform
 from fuser.ir.fusion import TensorView
+from fuser.ir.naming import padding_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import Mismatch, checked, show, take_integer
-from fuser.support.errors import ArgumentError, DefinitionError, ShardingError, UnsupportedError
+from fuser.support.errors import (
+    ArgumentError,
+    DefinitionError,
+    ShardingError,
+    UnsupportedError,
+    user_code,
+    user_line,
+)
 from fuser.support.record import record
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @record
@@ -49,6 +61,27 @@ class Replicate:
 Dims = tuple[int | None, ...]
 
 
+def _refuses_swapped(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns `shard` with a check of the order of its first two arguments.
+
+    If the mesh is the first, the error says to swap the arguments.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: tuple[object, ...] = args
+        if len(given) > 1 and isinstance(given[0], DeviceMesh) and isinstance(given[1], TensorView):
+            raise ArgumentError(
+                f"shard(): the first two arguments are in the wrong order: {given[0]} is a "
+                f"DeviceMesh, {given[1].label} is a tensor. Swap them: shard(tensor, mesh, "
+                f"placements){user_code(user_line())}"
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_refuses_swapped
 @checked
 def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorView:
     """States which devices store a tensor and how they split its axes. Returns the tensor.
@@ -69,7 +102,7 @@ def shard(tv: TensorView, mesh: object, placements: Sequence[object]) -> TensorV
             or parallelized.
         UnsupportedError: a placement of torch other than Shard and Replicate was passed, such as
             Partial.
-        ArgumentError: an entry of `placements` is not a placement.
+        ArgumentError: an entry of `placements` is not a placement, or the mesh comes first.
     """
     mesh = mesh_of(mesh)
     dims = _dims_of(tv, mesh, placements)
@@ -165,7 +198,7 @@ def _dims_of(tv: TensorView, mesh: DeviceMesh, placements: Sequence[object]) -> 
         if size is not None and size % count:
             raise ShardingError(
                 f"shard: axis {dim} of {tv} has {size} elements, which cannot be divided into "
-                f"equal shards for {count} devices of {mesh}"
+                f"equal shards for {count} devices of {mesh}{padding_words(size, count)}"
             )
     return dims
 

@@ -114,7 +114,8 @@ def wrong(words: str, value: object) -> Mismatch:
     # For users of torch, "a tensor" has data.
     is_data = words.startswith("a tensor") and hasattr(value, "__array__")
     hint = ": it has data; pass it to execute, and create a definition's tensors by define_tensor"
-    found = f"{show(value)} of type {type(value).__name__}"
+    name = type(value).__name__
+    found = f"{show(value)} of type {_PUBLIC_NAMES.get(name, name)}"
     return Mismatch(f"expected {words}, got {found}{hint * is_data}")
 
 
@@ -222,6 +223,8 @@ _WORDS = {
     "Axis": "an axis",
     "str": "a name",
 }
+# Name of a class -> the name under which users import the class.
+_PUBLIC_NAMES = {"LocalDeviceMesh": "DeviceMesh"}
 
 
 # ------------------------------------------------------------------ kinds from annotations
@@ -323,14 +326,30 @@ def _list(item: Kind, *, is_ordered: bool) -> Kind:
         try:
             items = list_items(value, words)
         except Mismatch as error:
-            # For example, one placement instead of a list of placements.
-            if item is _ANY and type(value).__module__ != "builtins":
+            # For example, one placement or one size instead of a list.
+            if _is_item(item, value):
                 error.text += f": write [{show(value)}]"
             raise
         taken = [_at(item, v, i) for i, v in enumerate(items)]
         return tuple(taken) if isinstance(value, tuple) else taken
 
     return Kind(words, take)
+
+
+def _is_item(item: Kind, value: object) -> bool:
+    """Returns whether `value` is a number, or an object of a library, that a list of `item` takes.
+
+    Any other value, such as a tensor, is more likely a wrong argument than a list of one entry.
+    """
+    if item is _ANY:
+        return type(value).__module__ != "builtins"
+    if python_number(value) is None:
+        return False
+    try:
+        item.take(value)
+    except Mismatch:
+        return False
+    return True
 
 
 def _row(parts: Sequence[Kind]) -> Kind:

@@ -53,7 +53,18 @@ DEFINITIONS: list[tuple[Call, type[Exception], str]] = [
         r"shape\[0\]: expected an integer, got 10.0 of",
     ),
     (lambda fd, x: fd.define_tensor(["a"]), ArgumentError, "got 'a' of type str"),
-    (lambda fd, x: fd.define_tensor(3), ArgumentError, "shape: expected a list of integers, got 3"),
+    (
+        lambda fd, x: fd.define_tensor(3),
+        ArgumentError,
+        r"shape: expected a list of integers, got 3 of type int: write \[3\]",
+    ),
+    (
+        lambda fd, x: fd.ops.rms_norm(x, 48),
+        ArgumentError,
+        r"normalized_shape: expected a list of .*, got 48 of type int: write \[48\]",
+    ),
+    # One tensor is more likely a wrong argument than a list of one tensor.
+    (lambda fd, x: fd.ops.cat(x, 0), ArgumentError, r"expected a list of .* type TensorView \("),
     (lambda fd, x: fd.define_tensor([2**63]), DefinitionError, f"{2**63} is out of the range"),
     (lambda fd, x: fd.define_tensor([2], dtype="float"), ArgumentError, "DataType.Float or torch"),
     (lambda fd, x: fd.define_tensor([2], dtype=torch.uint8), DtypeError, "torch.uint8"),

@@ -236,7 +236,7 @@ WRONG: dict[str, tuple[object, object, type[FuserError], str]] = {
         [0, 1, 2],
         [Shard(1)],
         ShardingError,
-        "has 8 elements, .* equal shards for 3 devices",
+        "has 8 elements, .* equal shards for 3 devices .*: pad it to 9, or use a number of",
     ),
     "a rest of two": (
         [[0, 1, 2], [3, 4, 5]],
@@ -266,6 +266,20 @@ def test_wrong_calls_name_numbers_and_line(name: str) -> None:
         with pytest.raises(kind, match=words) as raised:
             fuser.shard(x, mesh, placements)  # pyright: ignore[reportArgumentType]
         assert x.mesh is None and "test_shard_annotation.py" in str(raised.value)
+
+
+def test_a_mesh_before_the_tensor_is_told_to_swap_them() -> None:
+    with FusionDefinition() as fd:
+        x, mesh = fd.define_tensor([8, 8]), DeviceMesh([0, 1])
+        with pytest.raises(ArgumentError) as error:
+            shard(mesh, x, [Shard(0)])  # pyright: ignore[reportArgumentType]
+        assert str(error.value).startswith(
+            "shard(): the first two arguments are in the wrong order: DeviceMesh{0 1} is a "
+            "DeviceMesh, T0_g_float is a tensor. Swap them: shard(tensor, mesh, placements) (user "
+            f"code at {__file__}:"
+        )
+        with pytest.raises(ArgumentError, match=r"got DeviceMesh\{0 1\} of type DeviceMesh "):
+            fd.ops.exp(mesh)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.finding("G29")
