@@ -24,7 +24,7 @@ from fuser.ir.types import ParallelType
 from fuser.support.errors import InputError, UnsupportedError
 from hostir.analysis.sliced_inputs import sliced_inputs
 from hostir.ir.effects import Shows
-from hostir.ir.ops import HostOp, P2PCommunication
+from hostir.ir.ops import HostOp, LaunchKernel, P2PCommunication
 from hostir.ir.program import HostIrContainer
 from multidevice.sharding.placement import SPREAD_TYPES
 from multidevice.sharding.queries import sharded_logical_axis
@@ -297,7 +297,10 @@ class _Why:
                 cuts = {p: a for p, a in self.cuts(out).items() if theirs.get(p) != a}
                 asked = self.chains(row.result, cuts)
                 undivided = self.undivided(row, inp, out)
-                return f"{through} takes {name} {change}{asked}{self.had(inp, out)}{undivided}"
+                also = self.also(row, out)
+                return (
+                    f"{through}{also} takes {name} {change}{asked}{self.had(inp, out)}{undivided}"
+                )
             case "set":
                 return f"the user's copy{_at(row.where)} makes {name} {change}{self.given(out)}"
             case "update":
@@ -314,6 +317,25 @@ class _Why:
                     f"{through} computes T{inp.number} {self.placement(inp)}, and {name} is "
                     f"{change}{self.given(out)}"
                 )
+
+    def also(self, row: Origin, out: TensorView) -> str:
+        """Returns the ops that read `out` on other lines than the op of `row`, in parentheses:
+        ` (and linear at mlp.py:15)`. Returns "" if there are none."""
+        texts = dict.fromkeys(
+            f"{op.name}{_at(op.where)}" for op in self.readers(out) if op.where != row.where
+        )
+        return f" (and {', '.join(texts)})" if texts else ""
+
+    def readers(self, tv: TensorView) -> Iterator[Op]:
+        """Yields the user's ops that read the tensor `tv`, outside of kernels and in them."""
+        for op in walk(self.program.ops):
+            if tv not in op.inputs:
+                continue
+            inside: Iterable[Op] = (op,)
+            if isinstance(op, LaunchKernel):
+                exprs = self.program.groups[op.group].fusion.exprs
+                inside = (e for e in exprs if tv.number in (v.number for v in _tensors(e.inputs)))
+            yield from (e for e in inside if e.where)
 
     def sums(self, inp: TensorView, out: TensorView) -> Iterator[str]:
         """Yields texts about the shardings of those axes of `inp` over which `out` is summed."""
@@ -420,6 +442,10 @@ def _outermost_extents(
     outside = sc.product(before[:axis])
     starts = [k for k in range(len(behind)) if sc.product(behind[:k]) == outside]
     return (before[axis], behind[starts[-1]]) if starts else None
+
+
+def _tensors(values: Iterable[object]) -> Iterator[TensorView]:
+    return (v for v in values if isinstance(v, TensorView))
 
 
 def _at(where: str) -> str:

@@ -399,7 +399,7 @@ def test_an_extent_that_ranks_cannot_share_is_named_with_the_shard_that_was_pass
     x.axis(0).parallelize(ParallelType.mesh_x)
     words = (
         r"axis 0 of input 0 \(T0_g_float\) has extent 7, which 2 ranks cannot share equally; this "
-        r"rank passed a shard of 4 \(user code at "
+        r"rank passed a shard of 4: pad it to 8, or use .* \(user code at "
     )
     with simulate(2) as world, pytest.raises(FuserError, match=words):
         world.run(lambda: fd.execute([torch.ones(4, 4)]))

@@ -105,6 +105,26 @@ def test_the_op_that_made_each_communication_necessary(program: HostIrContainer)
     )
 
 
+def gated() -> None:
+    x, gate, up = tensor(-1, 6), tensor(8, 6), tensor(8, 6)
+    first = ops.linear(x, gate)  # the gate
+    out(ops.mul(ops.silu(first), ops.linear(x, up)))  # the product
+    for tv in (x, gate, up):
+        tv.set_device_mesh(MESH)
+        cut(tv, 0)
+        tv.axis(0).parallelize(X)
+
+
+def test_an_allgather_names_every_line_that_reads_its_result() -> None:
+    program = read_back(gated, (4, 6), (8, 6), (8, 6))
+    (gather,) = program.communications()
+    (line,) = (x for x in explain(program, "all") if x.startswith("Communication 0 (Allgather"))
+    assert (
+        f"because linear at {at('the gate')} (and linear at {at('the product')}) takes "
+        f"T{gather.out.number} whole along axis 0, and T0 is cut" in line
+    )
+
+
 def test_a_tensor_has_its_communications_beside_it(program: HostIrContainer) -> None:
     first, second = explain(program, "T0")
     assert first.endswith(f"annotated by the user at {at('cut of x')}")
