@@ -306,11 +306,12 @@ class Binder:
         `size` and `other`. If an input is whole, its size is too large by the number of ranks.
         Returns "" if this explains neither size.
         """
+        if not isinstance(first, _Axis) or not isinstance(second, _Axis):
+            return ""
         pairs = ((first, size, second, other), (second, other, first, size))
         for whole, large, axis, small in pairs:
-            is_explained = isinstance(whole, _Axis) and large == small * whole.blocks > small
-            if is_explained and isinstance(axis, _Axis):
-                (k, j) = (self._declared.index(a.tv) for a in (whole, axis))
+            if large == small * whole.blocks > small:
+                k, j = (self._declared.index(a.tv) for a in (whole, axis))
                 return (
                     f"; input {k} says {large} and input {j} says {small}: did you pass the whole "
                     f"tensor as input {k}, which is sharded along axis {whole.position} over "
