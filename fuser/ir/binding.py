@@ -14,10 +14,10 @@ import torch
 
 from fuser.ir.dtypes import misfit
 from fuser.ir.fusion import TensorView
-from fuser.ir.naming import in_ir, padding_words, tensor_words
+from fuser.ir.naming import in_ir, tensor_words
 from fuser.ir.scalar.compiled import PythonText
 from fuser.ir.scalar.constructors import Const, Number, Scalar, Symbol, evaluate, symbols
-from fuser.support.errors import FuserError, InputError, ShardingError, user_code
+from fuser.support.errors import FuserError, InputError, ShardingError, padding_words, user_code
 from fuser.support.record import record
 from fuser.support.torch_calls import class_check
 

@@ -73,16 +73,6 @@ def _how_to_cut(domain: TensorDomain, axis: IterDomain, count: int) -> str:
     return f": first call outer_split({place}, {count}), then parallelize axis({place})"
 
 
-def padding_words(extent: int, multiple: int) -> str:
-    """Returns the end of a message about an extent that is no multiple of `multiple`: what the user
-    can do.
-
-    Example for 127 and 2: `: pad it to 128, or use a number of ranks that divides 127`.
-    """
-    padded = -(-extent // multiple) * multiple
-    return f": pad it to {padded}, or use a number of ranks that divides {extent}"
-
-
 def in_ir(*things: object) -> str:
     """Returns a second line for an error message, which shows `things` as texts of the IR.
 

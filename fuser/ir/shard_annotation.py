@@ -17,7 +17,6 @@ from fuser.ir.domain.axis_path import transforms_between
 from fuser.ir.domain.device_mesh import DeviceMesh
 from fuser.ir.domain.tensor_domain import SplitTransform
 from fuser.ir.fusion import TensorView
-from fuser.ir.naming import padding_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import Mismatch, checked, show, take_integer
@@ -26,6 +25,7 @@ from fuser.support.errors import (
     DefinitionError,
     ShardingError,
     UnsupportedError,
+    padding_words,
     user_code,
     user_line,
 )

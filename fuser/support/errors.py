@@ -304,3 +304,13 @@ def user_code(where: str) -> str:
     Returns "" if the line is unknown.
     """
     return f" (user code at {where})" if where else ""
+
+
+def padding_words(extent: int, multiple: int) -> str:
+    """Returns the end of a message about an extent that is no multiple of `multiple`: what the user
+    can do.
+
+    Example for 127 and 2: `: pad it to 128, or use a number of ranks that divides 127`.
+    """
+    padded = -(-extent // multiple) * multiple
+    return f": pad it to {padded}, or use a number of ranks that divides {extent}"

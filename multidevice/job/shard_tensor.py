@@ -14,7 +14,7 @@ from fuser.ir.domain.device_mesh import DeviceMesh as IrDeviceMesh
 from fuser.ir.domain.tensor_domain import SplitTransform, transform_text
 from fuser.ir.fusion import TensorView
 from fuser.ir.memory_layout import declared_order, stored_part
-from fuser.ir.naming import axis_words, misfit_of_mesh, padding_words, tensor_words
+from fuser.ir.naming import axis_words, misfit_of_mesh, tensor_words
 from fuser.ir.scalar import constructors as sc
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.support.arguments import checked
@@ -22,6 +22,7 @@ from fuser.support.errors import (
     ArgumentError,
     ShardingError,
     UnsupportedError,
+    padding_words,
     user_code,
     user_line,
 )

@@ -18,7 +18,7 @@ from fuser.ir.domain.axis_path import SizeRules, forward, indices_forward, repla
 from fuser.ir.domain.device_mesh import DeviceMesh, ranks_of
 from fuser.ir.domain.tensor_domain import IterDomain, TensorDomain
 from fuser.ir.fusion import Fusion, TensorOp, TensorView
-from fuser.ir.naming import axis_words, in_ir, misfit_of_mesh, padding_words, tensor_words
+from fuser.ir.naming import axis_words, in_ir, misfit_of_mesh, tensor_words
 from fuser.ir.op import Op
 from fuser.ir.ops.attention_ops import AttentionOp, SdpaBwdOp
 from fuser.ir.ops.nodes import Reshard
@@ -27,7 +27,7 @@ from fuser.ir.scalar.constructors import Scalar, Symbol
 from fuser.ir.scalar.scalar_nodes import postorder
 from fuser.ir.types import DEVICE_TYPES, ParallelType
 from fuser.passes.concretize import check_device_axis
-from fuser.support.errors import ShardingError, UnsupportedError, user_code
+from fuser.support.errors import ShardingError, UnsupportedError, padding_words, user_code
 from multidevice.sharding.placement import (
     SPREAD_TYPES,
     Cut,
