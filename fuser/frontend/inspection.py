@@ -25,7 +25,7 @@ from fuser.kernels.executor import FusedKernelExecutor, scheduled_fusion, varian
 from fuser.kernels.kernel_variant import Variant
 from fuser.runtime.kernel_text import RT_FILES, preamble
 from fuser.support import options
-from fuser.support.errors import FuserError, NotCompiledError, advice_on_nvfuser
+from fuser.support.errors import INSTEAD_OF_NVFUSER, FuserError, NotCompiledError
 from fuser.support.inputs import device_of
 from fuser.support.lru import Recent
 from fuser.support.options import Settings
@@ -141,6 +141,21 @@ def _inputs_text(signature: Signature) -> str:
     return " and ".join(map(text, signature)) or "none"
 
 
+class _MissingName:
+    """The attribute for a name of nvFuser that an executor cache does not have.
+
+    The attribute raises `AttributeError` with the name to use. A `__getattr__` of the class would
+    make every attribute of `execute` slower.
+    """
+
+    def __init__(self, name: str, advice: str) -> None:
+        self._name, self._advice = name, advice
+
+    def __get__(self, cache: Inspection | None, owner: type) -> NoReturn:
+        text = f"{owner.__name__!r} object has no attribute {self._name!r}: {self._advice}"
+        raise AttributeError(text, name=self._name, obj=cache)
+
+
 class Inspection:
     """Base class of the cache of a definition's programs: methods that return facts about the
     programs, without running them.
@@ -152,13 +167,6 @@ class Inspection:
     _settings: Settings
     _free: frozenset[int]
     _autograd: Autograd
-
-    if not TYPE_CHECKING:  # a type checker would accept every attribute
-
-        def __getattr__(self, name: str) -> NoReturn:
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            advice = advice_on_nvfuser("fd.fec", name)
-            raise AttributeError(f"{text}: {advice}" if advice else text, name=name, obj=self)
 
     if TYPE_CHECKING:
 
@@ -324,6 +332,10 @@ class Inspection:
         if recent is None:
             raise NotCompiledError("the fusion has not run yet: execute it first")
         return recent
+
+
+for _name, _advice in INSTEAD_OF_NVFUSER["fd.fec"].items():
+    setattr(Inspection, _name, _MissingName(_name, _advice))
 
 
 # ----------------------------------------------------------------------
