@@ -100,8 +100,9 @@ def _waits(view: RowView) -> int:
     """Returns how often the blocks of a cluster wait for memory or one another while they process a
     row.
 
-    The waits are: one for each reduction that others depend on, one more if some reduction computes
-    mean and variance, and one for each time that a tensor with only the row's axes is read.
+    Reductions that run at the same time are one wait, because the blocks then exchange results.
+    There is one more if some reduction computes mean and variance. Each read of a tensor with only
+    the row's axes, such as a weight, is a wait, too.
     """
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]

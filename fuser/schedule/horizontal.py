@@ -43,10 +43,12 @@ class HorizontalParams:
     parts: tuple[PointwiseParams, ...]
 
     def is_near(self, other: object) -> bool:
-        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with
+        `self`.
 
-        If so, no kernel is compiled for small inputs, because both take about the same time. The
-        pointwise parameters of each part are compared with those of the same part in `other`.
+        If so, no kernel is compiled with `self` for small inputs, because both take about the same
+        time. The pointwise parameters of each part are compared with those of the same part in
+        `other`.
         """
         return (
             isinstance(other, HorizontalParams)

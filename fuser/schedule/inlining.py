@@ -197,8 +197,8 @@ def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[Te
     it.
 
     The first result has direct and indirect operands. The second is a dict with value True for two
-    kinds of ops: those that need the reduction's result, and those from which a path leads to such
-    an op without the reduction.
+    kinds of ops. Some need the reduction's result. From the others, a path leads to such an op
+    without the reduction.
     """
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):

@@ -1,8 +1,8 @@
 """The inner-outer persistent scheduler: ops along rows, and sums over the rows, in one kernel.
 
-The kernel reads the rows once. Such kernels compute the backward of layer and RMS norm: ops along
-rows (the reduced axes, taken as one), as in `inner_persistent`, and sums of their results over the
-rows.
+The kernel reads the rows once. Such kernels compute the backward of layer and RMS norm. They have
+ops along rows (the reduced axes, taken as one), as in `inner_persistent`, and sums of their results
+over the rows.
 
 The sums over rows are computed as partial sums (`row_parts` of `fuser.passes.segment`). A CUDA
 block adds several rows, one after another, to its own partial sum of each output. Another kernel
@@ -70,7 +70,10 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def without_parts(fusion: Fusion) -> Fusion:
-    """Returns a copy of the fusion without the outputs that are partial sums over the rows."""
+    """Returns a copy of the fusion without the outputs that are partial sums over the rows.
+
+    Another kernel adds such partial sums. The copy shows whether the rest is a kernel along rows.
+    """
     rest, mapping = fusion.copy()
     made = {mapping[op.out_tensor] for op in fusion.exprs if row_parts(op) is not None}
     rest.outputs = [out for out in rest.outputs if out not in made]

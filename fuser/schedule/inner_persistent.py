@@ -213,9 +213,9 @@ def rows_of(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> tuple[int, int] |
 def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Ops are rewritten, and copies into registers are added. Then the loops of each tensor are set,
-    the CUDA blocks and threads that execute them, and the number of loops that it shares with its
-    consumers.
+    Ops are rewritten, and copies into registers are added. Then three things are set for each
+    tensor: its loops, the CUDA blocks and threads that execute them, and how many of these loops
+    its consumers share.
     """
     fusion.resident_threads = params.resident
     fusion.cluster = params.cluster
@@ -306,8 +306,8 @@ def _apply_threads(
 def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bool:
     """Returns whether a tensor is accessed in vectors.
 
-    If each row is read from the aligned address before it, a tensor without all axes is read
-    element by element, because its vectors would not be aligned.
+    With `params.shifted`, each row is read from the aligned address before it. A tensor without all
+    axes is then read element by element, because its vectors would not be aligned.
     """
     is_candidate = params.vector > 1 and access.is_vector_candidate(view.innermost)
     return is_candidate and (not params.shifted or access.tv in view.full)
@@ -404,7 +404,11 @@ def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
 
 
 def _follow_rows(tv: TensorView, view: RowView, loops: Loops) -> None:
-    """Gives the tensor `tv`, a partial sum over rows, the loops of the rows that it adds."""
+    """Gives the tensor `tv`, a partial sum over rows, the loops of the rows that it adds.
+
+    A row is the reduced axes of the fusion's other reductions. A CUDA block adds the results of the
+    rows that it processes; another kernel adds the sums of the blocks.
+    """
     loops.repeat_along(tv, view.row_axes)
     parts, model = view.parts[tv], view.reference.domain.loop
     places = {a.number: k for k, a in enumerate(tv.domain.loop)}
@@ -551,16 +555,17 @@ class InnerPersistentParams:
     cluster: int = 1
 
     def is_near(self, other: InnerPersistentParams) -> bool:
-        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with
+        `self`.
 
-        If so, no kernel is compiled for small inputs, because both take about the same time.
-        `exact` may differ, because guards decide whether a kernel with `exact` can be used.
+        If so, no kernel is compiled with `self` for small inputs, because both take about the same
+        time. `exact` may differ, because guards decide whether a kernel with `exact` can be used.
         """
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: InnerPersistentParams) -> bool:
-        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
-        slower.
+        """Returns whether a compiled kernel with `other` can replace one with `self`, though
+        perhaps slower.
 
         It cannot if most of its threads would be idle.
         """

@@ -18,9 +18,9 @@ from fuser.support.errors import InputError
 class Facts(NamedTuple):
     """The sizes and alignments of the inputs for which a kernel's parameters are chosen.
 
-    `sizes` maps symbols to numbers. `alignments` maps a tensor's number to the largest power of
-    two, at most 16, that divides its address and its outer strides in bytes. A tensor without an
-    entry is aligned to 16 bytes.
+    `sizes` maps the symbols of extents to numbers. `alignments` maps a tensor's number to the
+    largest power of two, at most 16, that divides its address and the strides of its axes that are
+    not contiguous, in bytes. A tensor without an entry is aligned to 16 bytes.
     """
 
     sizes: Mapping[Symbol, int]

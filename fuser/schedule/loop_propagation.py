@@ -48,9 +48,10 @@ class AxisMatcher:
     def __init__(
         self, graph: AxisGraph, reference: TensorView, axes: Sequence[IterDomain] = ()
     ) -> None:
-        """Prepares to match axes with the logical axes of `reference`.
+        """Prepares to match axes of other tensors with the logical axes of `reference`.
 
-        If `axes` is passed, axes are matched with these instead, such as the axes before a reshape.
+        Two axes match if one loop can iterate both. If `axes` is passed, other axes are matched
+        with these instead, such as the axes of `reference` before a reshape.
         """
         self._graph = graph
         self._axes = axes or reference.domain.logical
@@ -213,8 +214,8 @@ def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> Tenso
 def _unparallelized(axis: IterDomain) -> IterDomain:
     """Returns the axis as serial, without the parallel type that an earlier schedule may have set.
 
-    Axes that are divided over devices or over the steps of a loop on the host are returned
-    unchanged, because they are not part of one kernel's schedule.
+    An axis over devices, or over the steps of a loop on the host, is returned unchanged, because it
+    is not part of one kernel's schedule.
     """
     if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
         return axis

@@ -116,16 +116,17 @@ class OuterPersistentParams:
     exact: bool = False
 
     def is_near(self, other: OuterPersistentParams) -> bool:
-        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with
+        `self`.
 
-        If so, no kernel is compiled for small inputs, because both take about the same time.
-        `exact` may differ, because guards decide whether a kernel with `exact` can be used.
+        If so, no kernel is compiled with `self` for small inputs, because both take about the same
+        time. `exact` may differ, because guards decide whether a kernel with `exact` can be used.
         """
         return replace(self, exact=False) == replace(other, exact=False)
 
     def is_alike(self, other: OuterPersistentParams) -> bool:
-        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
-        slower.
+        """Returns whether a compiled kernel with `other` can replace one with `self`, though
+        perhaps slower.
 
         It cannot if most of its threads would be idle.
         """
@@ -276,9 +277,9 @@ def _kept_params(
 ) -> OuterPersistentParams:
     """Returns the parameters for one vector width.
 
-    `columns` are the extents of the axes that are not reduced, from outer to inner, and `rows` is
-    the number of rows: the elements that are reduced to one. `step` describes a vector: its number
-    of elements, its bytes in memory, and its bytes in registers.
+    `columns` are the extents of the axes that are not reduced, from outer to inner. `rows` is the
+    number of elements that are reduced to one. `step` describes a vector: its number of elements,
+    its bytes in memory, and its bytes in registers.
     """
     vector, nbytes, kept_bytes = step
     chunks, outside = -(-columns[-1] // vector), prod(columns[:-1])
@@ -303,9 +304,9 @@ def _kept_params(
 def apply(fusion: Fusion, params: OuterPersistentParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Ops are rewritten, and copies into registers are added. Then the loops of each tensor are set,
-    the CUDA blocks and threads that execute them, and the number of loops that it shares with its
-    consumers.
+    Ops are rewritten, and copies into registers are added. Then three things are set for each
+    tensor: its loops, the CUDA blocks and threads that execute them, and how many of these loops
+    its consumers share.
     """
     rewrite(fusion, is_kept=params.kept > 0, has_threads=params.threads_x > 0)
     if params.threads_x == 0:

@@ -1,7 +1,7 @@
 """The plain scheduler, the fallback: one op, which computes all its operands again for each
 element.
 
-No loops are shared between ops, so it need not be proved that axes of two ops are equal: every op
+No loops are shared between ops, so it need not be proved that axes of two ops are equal. Every op
 that can be indexed can be computed. Each result has its own loops, in memory order (BIDx: CUDA
 blocks, TIDx: threads, S: serial, r: reduced):
 
@@ -40,7 +40,8 @@ class PlainParams:
     vector: int = 1
 
     def is_near(self, other: PlainParams) -> bool:
-        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with
+        `self`.
 
         This is so only if they are equal.
         """

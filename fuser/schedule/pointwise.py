@@ -117,10 +117,11 @@ class PointwiseParams:
     along: bool = False
 
     def is_near(self, other: object) -> bool:
-        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with
+        `self`.
 
-        If so, no kernel is compiled for small inputs, because both take about the same time. The
-        vector width may differ between `MANY_ELEMENTS` and half of this number.
+        If so, no kernel is compiled with `self` for small inputs, because both take about the same
+        time. The vector width may differ between `MANY_ELEMENTS` and half of this number.
         """
         if not isinstance(other, PointwiseParams):
             return False
@@ -462,8 +463,8 @@ def unroll_of(loaded: int, elements: int, vector: int, wanted: int, device: Devi
 def apply(fusion: Fusion, params: PointwiseParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Copies into registers are added. Then the loops of each tensor are set, the CUDA blocks and
-    threads that execute them, and the number of loops that it shares with its consumers.
+    Copies into registers are added. Then three things are set for each tensor: its loops, the CUDA
+    blocks and threads that execute them, and how many of these loops its consumers share.
     """
     space = space_of(fusion)
     runs = space.runs(space.memory_order())

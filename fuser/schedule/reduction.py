@@ -280,8 +280,8 @@ def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
 def apply(fusion: Fusion, params: ReductionParams) -> None:
     """Schedules the fusion in place with these parameters.
 
-    Copies into registers are added. Then the loops of each tensor are set, the CUDA blocks and
-    threads that execute them, and the number of loops that it shares with its consumers.
+    Copies into registers are added. Then three things are set for each tensor: its loops, the CUDA
+    blocks and threads that execute them, and how many of these loops its consumers share.
     """
     fusion.joined = tuple(joined_spaces(fusion))
     # A result that other ops read stays in registers; its copy becomes the output.
@@ -619,18 +619,19 @@ class ReductionParams:
     shifted: bool = False
 
     def is_near(self, other: ReductionParams) -> bool:
-        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with
+        `self`.
 
-        If so, no kernel is compiled for small inputs, because both take about the same time. The
-        numbers of threads and of CUDA blocks per reduction must be equal, because they make a
-        factor of two for inputs of 25 MB.
+        If so, no kernel is compiled with `self` for small inputs, because both take about the same
+        time. The numbers of threads and of CUDA blocks per reduction must be equal, because they
+        make a factor of two for inputs of 25 MB.
         """
         mine, others = (replace(p, unroll=0, unroll_outer=False, columns=0) for p in (self, other))
         return mine == others
 
     def is_alike(self, other: ReductionParams) -> bool:
-        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
-        slower.
+        """Returns whether a compiled kernel with `other` can replace one with `self`, though
+        perhaps slower.
         """
         forms = [(p.inner, p.vector, bool(p.threads_x), p.shifted) for p in (self, other)]
         return forms[0] == forms[1]

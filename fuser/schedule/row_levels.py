@@ -43,7 +43,7 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
     """Returns the level in whose loop over a row an op runs.
 
-    The level of a tensor is the number of reductions, one after another, that it depends on; each
+    The level of a tensor is the number of reductions, one after another, that it depends on. Each
     level has one loop over the row (the reduced axes). A reduction runs in the loop of the level
     before that of its result.
     """
@@ -54,7 +54,7 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
     """Returns, for each tensor, in which loops over a row it is read.
 
     A row is the reduced axes. The loops are numbered by the reductions, one after another, that are
-    complete before them (levels). In each loop, reductions and outputs are computed; a tensor is
+    complete before them (levels). In each loop, reductions and outputs are computed. A tensor is
     read in a loop if one of these is computed from it without another reduction between.
     """
     levels, found = levels_of(fusion), dict[TensorView, set[int]]()

@@ -341,10 +341,10 @@ CACHED_ELEMENTS = 256
 class TransposeParams:
     """The parameters of a transpose kernel, whose CUDA blocks process tiles of two axes.
 
-    - `edge`: the tile's elements along the innermost axis of the direct tensors, which are not
-      stored in shared memory; they are accessed in vectors of `vector` elements.
-    - `staged_edge`: the tile's elements along the innermost axis of the staged tensors, which pass
-      through shared memory; they are accessed in vectors of `staged_vector` elements.
+    - `edge`, `vector`: the tile's elements, and the elements of a vector, along the innermost axis
+      of the direct tensors, which are not stored in shared memory.
+    - `staged_edge`, `staged_vector`: the same for the staged tensors, which pass through shared
+      memory.
     - `threads`: the number of threads of a CUDA block.
     """
 
@@ -355,9 +355,11 @@ class TransposeParams:
     staged_edge: int
 
     def is_near(self, other: object) -> bool:
-        """Returns whether a compiled kernel with the parameters `other` can replace one with these.
+        """Returns whether a compiled kernel with the parameters `other` can replace one with
+        `self`.
 
-        If so, no kernel is compiled for small inputs, because both take about the same time.
+        If so, no kernel is compiled with `self` for small inputs, because both take about the same
+        time.
         """
         return (
             isinstance(other, TransposeParams)
@@ -366,8 +368,8 @@ class TransposeParams:
         )
 
     def is_alike(self, other: object) -> bool:
-        """Returns whether a compiled kernel with `other` can replace one with these, though perhaps
-        slower.
+        """Returns whether a compiled kernel with `other` can replace one with `self`, though
+        perhaps slower.
 
         Both must have tiles of the same extents, because a larger tile may be mostly empty.
         """

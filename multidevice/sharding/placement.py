@@ -402,8 +402,8 @@ def unparallelize(tv: TensorView, drop: Callable[[IterDomain], bool]) -> None:
     """Removes mesh dimensions and stream types from the axes that `drop` accepts, so they stay
     undivided.
 
-    Splits that no longer have a use are removed, too: both of their outputs are then serial loop
-    axes, and no output is in the allocation domain, which describes the memory layout.
+    Splits that no longer have a use are removed, too. Both outputs of such a split are serial loop
+    axes, and none is in the allocation domain, which describes the memory layout.
     """
     domain = tv.domain.with_axes(
         *(replace(a, ptype=ParallelType.serial) for a in spread_axes(tv) if drop(a))
@@ -481,8 +481,8 @@ class _Outermost(Rules[bool]):
     """Rules for a walk over splits and merges that finds axes which divide into blocks in the same
     way.
 
-    The first of n blocks of an axis is also the first of n blocks of the outermost part of a split,
-    and of a merge in which the axis is outermost. So the walk selects the outermost part of each
+    The n blocks of an axis are also the n blocks of the outermost part of its split. The same is
+    true for a merge in which the axis is outermost. So the walk selects the outermost part of each
     selected axis, and each axis of which a selected axis is the outermost part. Axes of extent 1,
     and axes that devices or steps share, are passed over, because the part beside them is then the
     outermost.

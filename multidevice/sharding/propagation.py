@@ -85,8 +85,8 @@ def forward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfers
     have these cuts of the operand:
 
     - cuts of axes that the op resizes, or that `out` does not have;
-    - cuts that make other blocks after a reshape: those of an axis that is merged as the inner one,
-      and those into more blocks than the outermost part of a split has.
+    - cuts that make other blocks after a reshape: cuts of the inner one of two merged axes, and
+      cuts into more blocks than the outermost part of a split has.
 
     If an axis has several cuts, the result may have only the outer ones.
     """
@@ -116,7 +116,7 @@ def backward_cuts(op: TensorOp, operand_index: int, out: TensorView) -> Transfer
 
     Each entry is (axis of the operand, its cuts); cuts that come from reduction axes are first. A
     cut divides an axis into blocks, one per device or per step of a stream loop. Cuts of the inner
-    part of a reshaped axis are left out, because the operand has no axis with the same blocks; the
+    part of a reshaped axis are left out, because the operand has no axis with the same blocks. The
     caller can slice the result instead.
     """
     source = op.inputs[operand_index]

@@ -95,9 +95,9 @@ def partial_sum_axes(tv: TensorView) -> tuple[int, ...]:
     """Returns the positions of the axes along which a partial sum has one element per device or
     step.
 
-    A partial sum is the result of a reduction over an axis that is divided over devices, or over
-    the steps of a stream loop, before the parts are added. For example, in `[M, N, iDIDx{d}rf,
-    r{K/d}]` the axis at position 2 has one element per device. Its local shape is [M, N, 1].
+    If a reduced axis is divided over devices or over the steps of a stream loop, each of them first
+    computes a partial sum. For example, in `[M, N, iDIDx{d}rf, r{K/d}]` the axis at position 2 has
+    one element per device. Its local shape is [M, N, 1].
     """
     return tuple(
         position
@@ -344,8 +344,8 @@ def check_annotations(fusion: Fusion) -> None:
 def check_dropout(ops: Iterable[Op]) -> None:
     """Raises `UnsupportedError` if an attention op with dropout has a tensor on several ranks.
 
-    The dropped elements would be wrong, because torch draws random numbers for each shard as if the
-    shard were the whole tensor, and each rank draws from its own generator.
+    The dropped elements would be wrong. The reason is that torch draws random numbers for each
+    shard as if the shard were the whole tensor, and each rank from its own generator.
     """
     for op in ops:
         if not isinstance(op, AttentionOp) or not op.draws:
@@ -618,7 +618,7 @@ class Comparison:
         factors show.
 
         Symbols are replaced by canonical symbols, and by products if their factors are known. A sum
-        (the extent after a pad or a cat) is replaced by one new symbol; otherwise multiples of the
+        (the extent after a pad or a cat) is replaced by one new symbol. Otherwise multiples of the
         sum would be written as sums, too, which hides the factor.
         """
         x = self._fusion.canonical(x)
@@ -732,7 +732,7 @@ def _as_digits(x: Scalar) -> Scalar:
 
         (i % 4) / 2  ->  (i / 2) % 2
 
-    Two equal shardings may have different expressions, which are equal after this: an axis divided
+    Two equal shardings may have different expressions, which are equal after this. An axis divided
     twice has the first form before a reshape, and the second form after it.
     """
     done: dict[Scalar, Scalar] = {}
@@ -790,8 +790,9 @@ class _View:
     def index_of(self, ptype: ParallelType) -> Scalar | None:
         """Returns the index expression of the loop axis with the parallel type `ptype`.
 
-        Returns None if the axis does not matter in the comparison: no axis has this type, the axis
-        depends on no axis that both tensors have, or its mesh dimension has only one device.
+        Returns None if the axis does not matter in the comparison. This is so if no axis has this
+        type, if it depends on no axis that both tensors have, or if its mesh dimension has one
+        device.
         """
         axis = sharded_axis(self._tv, ptype)
         if axis is None:

@@ -149,9 +149,9 @@ def scatters_steps(op: TensorOp) -> bool:
     """Returns whether `op` is a reduction over devices in which each step computes one device's
     result.
 
-    In each step of a stream loop, the devices compute partial sums of one block, and the sum of the
-    parts is stored on the device that the block belongs to. Such an op runs in the loop of its
-    operand, although its result has no steps.
+    In each step of a stream loop, the devices compute partial sums of one block. The total is
+    stored on the device that the block belongs to. Such an op runs in the loop of its operand,
+    although its result has no steps.
 
         t [DIDx(K), stream(M), N], out [DIDx(M), N] = Reshard(t, ..., op = add)
     """
@@ -456,8 +456,9 @@ def _is_one_step(op: TensorOp) -> bool:
 def is_computable_in_steps(op: TensorOp) -> bool:
     """Returns whether a stream loop can compute an op's results block by block, one block per step.
 
-    The blocks divide the stream axis of the results. Each block must depend only on blocks of the
-    operands, or on whole operands. Returns True if the results have no stream axis.
+    The blocks divide the stream axis of the results: the axis that has been chosen for such a loop.
+    Each block must depend only on blocks of the operands, or on whole operands. Returns True if the
+    results have no stream axis.
     """
     if _is_one_step(op):
         return not any(map(_stream_positions, op.outputs))
@@ -520,13 +521,14 @@ def is_in_step(op: TensorOp, index: int) -> bool:
 
 # ------------------------------------------------------------------ passes
 def drop_steps_of_devices(fusion: Fusion) -> None:
-    """Removes the stream type from every reduced axis that has a mesh dimension in the operand.
+    """Removes the stream type from a reduced axis of which each device has one index in the
+    operand.
 
         c [DIDx, stream, N], out [rstream, DIDx, N] = sum(c)   ->   out [r, DIDx, N]
 
-    A device has one index of such an axis, so there is nothing to compute in steps along it. Users
-    write this stream type to say that the blocks of `c` are reduced one by one. The stream axis of
-    `c` already has this meaning.
+    A stream type says that a loop on the host computes the tensor along the axis in steps, but such
+    an axis has no steps. Users write this type to say that the blocks of `c` are reduced one by
+    one. The stream axis of `c` already has this meaning.
     """
     for op in fusion.exprs:
         if not isinstance(op, ReductionOp):
@@ -539,12 +541,13 @@ def drop_steps_of_devices(fusion: Fusion) -> None:
 
 
 def keep_computable_streams(fusion: Fusion, *, asked: Collection[TensorView] = ()) -> None:
-    """Removes the stream axis from every result that a stream loop cannot compute block by block.
+    """Removes the stream axis from every result that cannot be computed block by block along it.
 
-    The result is then computed as a whole. Divisions over devices inside the stream axis are
-    removed, too, because without it they would make other blocks. `asked` are the tensors to which
-    the user has given the stream axis. For a tensor in `asked`, raises `UnsupportedError` with op
-    and axis instead.
+    A stream axis is one along which a loop on the host computes a tensor, one block per step. The
+    result is then computed as a whole. Divisions over devices inside the stream axis are removed,
+    too, because without it they would make other blocks. `asked` are the tensors to which the user
+    has given the stream axis. For a tensor in `asked`, raises `UnsupportedError` with op and axis
+    instead.
     """
     for op in fusion.exprs:
         if is_computable_in_steps(op):
@@ -639,11 +642,11 @@ def _slice_key(
 
 
 def _mixes_rotated_steps(op: TensorOp) -> bool:
-    """Returns whether devices would exchange blocks in `op` although each computes another block
-    per step.
+    """Returns whether devices would exchange blocks in `op` although each is at another block.
 
-    This happens if each device starts the stream loop with its own block. Such an op must be
-    computed as a whole, outside the loop, because the blocks of one step do not belong together.
+    This happens if each device starts the loop over the blocks (a stream loop on the host) with its
+    own block. Such an op must be computed as a whole, outside the loop, because the blocks of one
+    step do not belong together.
     """
     found = stream_axis_of(op.out_tensor)
     by = None if found is None else found[1].swizzle
@@ -703,7 +706,8 @@ def _find_slices(op: TensorOp, made: _Slices) -> dict[int, tuple[TensorView, int
 def _is_ring(op: TensorOp, index: int) -> bool:
     """Returns whether each step of the op would send the block of one device to all devices.
 
-    A step is an iteration of a stream loop. `index` is the operand whose blocks are sent.
+    A step is an iteration of a stream loop, a loop on the host that computes the result block by
+    block. `index` is the operand whose blocks are sent.
     """
     needed = needed_blocks(op, index)
     if len(needed) != 1 or len(step_parts(op.out_tensor)) != 1:

@@ -130,7 +130,10 @@ class Mailbox:
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Returns the size in bytes of a mailbox for a team of `size` ranks."""
+        """Returns the size in bytes of a mailbox for a team of `size` ranks.
+
+        A mailbox is shared memory in which the ranks announce transfers.
+        """
         return size * size * _LINK_WORDS * 8 + size * LINE_NBYTES
 
     def _what(self, number: int, about: object) -> str:
@@ -160,7 +163,8 @@ class Mailbox:
     def uses(self, peer: int, slot: int) -> int:
         """Returns how many sends to `peer` have used the entry `slot` of the mailbox so far.
 
-        On GPUs, flags signal this count.
+        The mailbox is shared memory in which the ranks announce transfers. On GPUs, numbers in
+        memory (flags) by which one GPU signals another have this value.
         """
         return self._uses[peer][slot]
 
@@ -269,7 +273,8 @@ class Mailbox:
 class Numbered:
     """A send or receive, with the number (tag) by which sender and receiver match it.
 
-    `count` is how many transfers of this kind with this rank have been entered, including this one.
+    `count` is how many sends (or receives) with the same other rank have been started, including
+    this one.
     """
 
     transfer: Transfer
@@ -330,7 +335,7 @@ class PeerBackend(CheckedBackend):
 
     @abstractmethod
     def tidy(self) -> None:
-        """Frees memory that has no user; called at the beginning of a run."""
+        """Frees memory that has no user; called at the beginning of a run of a host program."""
 
     @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:

@@ -472,9 +472,10 @@ class SimulatedPeers(SimulatedBackend):
         self._memory.tidy()
 
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
-        """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
+        """Maps the parts (shards) that all ranks of a team store as one tensor, without a copy.
 
-        Works on the CPU only; raises `UnsupportedError` on other devices.
+        The parts are in team order. `tensor` is this rank's part. `what` names the operation in
+        error messages. Works on the CPU only; raises `UnsupportedError` on other devices.
         """
         if self._device.type != "cpu":
             raise UnsupportedError(

@@ -84,8 +84,9 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
     """Returns the memory order that a collective needs for `tv`: the axis `axis` outermost.
 
     Returns the present order if `axis` is None, or if only axes with one element are outside it. In
-    these cases a move would not change the memory. `in_steps`: whether a collective of a stream
-    loop sends one block of `tv` per step; then the elements of a block count.
+    these cases a move would not change the memory. `in_steps`: whether the collective sends one
+    block of `tv` per iteration of a loop on the host. Then axes with one element per block are
+    meant.
     """
     order = [p for p, _ in memory_order(tv)]
     if axis is None:
@@ -99,7 +100,8 @@ def _required_order(tv: TensorView, axis: int | None, *, in_steps: bool) -> list
 def _outermost_axes(op: Reshard) -> tuple[int | None, int | None]:
     """Returns the axes, of operand and result, that must be outermost in memory for a collective.
 
-    An entry is None if no axis of that tensor must be outermost.
+    For an allgather, for example, this is the gathered axis, because each rank's part must be
+    contiguous in the result. An entry is None if no axis of that tensor must be outermost.
     """
     row = COLLECTIVES.get(communication_type(op))
     return moved_axes(op) if row is not None and row.growth else (None, None)
@@ -148,7 +150,8 @@ def _fit_consumer(memory: StepMemory, op: Reshard) -> None:
     """Gives the result of a collective the axis order of the operand, by a copy if needed.
 
     A collective copies flat buffers, so both must have the same order. Raises `UnsupportedError` if
-    each step of a stream loop exchanges a block that is not contiguous.
+    a loop on the host (a stream loop) exchanges one block per step, and the block is not
+    contiguous.
     """
     fusion, operand, out = memory.fusion, op.inp, op.out
     order = _mapped_order(op, [p for p, _ in memory_order(operand)])

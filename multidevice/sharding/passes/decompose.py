@@ -229,9 +229,9 @@ def _free_whole_axes(fusion: Fusion, op: TensorOp) -> TensorOp:
     """Lets an op compute along whole axes if it cannot compute parts, and divides copies of its
     results.
 
-    An op cannot compute the parts of a division over devices along these axes: the joined axis of a
-    cat, the axis of an iota, resized axes of a slice or pad, and the inner axes of a reshape.
-    Returns the new op.
+    Along some axes, an op cannot compute the parts of a division over devices. These are the joined
+    axis of a cat, the axis of an iota, resized axes of a slice or pad, and the inner axes of a
+    reshape. Returns the new op.
     """
     for position, out in enumerate(op.outputs):
         whole = uncuttable_axes(op, DEVICE_TYPES, out)

@@ -4,8 +4,8 @@ The allocation domain has the axes in memory order; the loop domain has the axes
 Before: divisions over devices and steps are splits in loop domains only, and allocation domains
 describe whole tensors. After: every tensor that is divided has an allocation domain with its device
 axes. If each step of a loop on the host allocates its own memory, the allocation domain also has
-the stream axis, that is, the axis of the steps. Every loop domain is `[stream?, DIDz?, DIDy?,
-DIDx?, serial...]`. Segmentation and host lowering rely on both.
+the axis of the steps (the stream axis). Every loop domain is `[stream?, DIDz?, DIDy?, DIDx?,
+serial...]`. Segmentation and host lowering rely on both.
 
     w [DIDx{d}, N/d, K], no allocation domain  ->  allocation (iDIDx{d}, iN/d, iK), contiguous
 """
@@ -29,10 +29,10 @@ _RANK = {p: k for k, p in enumerate((*STREAM_TYPES, *reversed(DEVICE_TYPES)))}
 
 
 def finalize_domains(fusion: Fusion) -> None:
-    """Writes how each tensor is divided into its allocation domain, and sorts its loop domain.
+    """Completes the allocation domain of each tensor for its devices, and sorts its loop domain.
 
-    The allocation domain has the axes in memory order, and now also describes the part of one
-    device; the loop domain has the axes after all splits.
+    The allocation domain has the axes in memory order; now it also describes the part that one
+    device stores. The loop domain has the axes after all splits.
 
     Raises:
         ShardingError: a tensor has no mesh and the fusion has several, or an operand or result of a

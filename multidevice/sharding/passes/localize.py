@@ -217,6 +217,8 @@ def _local_slice_bounds(op: SliceOp) -> dict[str, tuple[Scalar, ...]]:
 def _with_local_scalars(op: TensorOp) -> TensorOp:
     """Replaces the scalar operands of an op that are sizes of its result by the sizes on one
     device.
+
+    The result of `op` already has the local extents. Other ops are returned unchanged.
     """
     match op:
         case FullOp() | ExpandOp():

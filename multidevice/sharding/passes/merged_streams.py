@@ -69,7 +69,11 @@ class _Merged:
         self._made_by = {n: t for n, t in made if n not in logical}
 
     def rewrite(self) -> bool:
-        """Replaces the stream axis by the axes that it merges; returns False if it merges none."""
+        """Replaces this axis by the axes that it merges; returns False if it merges none.
+
+        A loop on the host computes the tensor along this axis (a stream axis), block by block.
+        Afterwards, each of the merged axes has a stream type of its own.
+        """
         split, number = None, self._axis.number
         rotation = self._made_by.get(number)
         if isinstance(rotation, Swizzle1D):
@@ -115,6 +119,8 @@ class _Merged:
     def _leaves(self, number: int) -> tuple[list[IterDomain], list[Transform]]:
         """Returns the axes merged into the axis number `number`, outermost first, and the merge
         transforms.
+
+        A merged axis may itself be a merge of axes; the result has the axes that are no merges.
         """
         made = self._made_by.get(number)
         if not isinstance(made, MergeTransform):
@@ -163,10 +169,11 @@ class _Merged:
     def _replace(
         self, leaves: Sequence[IterDomain], others: Sequence[int], gone: Sequence[Transform]
     ) -> None:
-        """Replaces the stream axis in the tensor's loop domain by the axes `leaves`, which it
+        """Replaces the stream axis among the tensor's loop axes by the axes `leaves`, which it
         merges.
 
-        `others` are the numbers of further loop axes to remove, and `gone` the transforms to
+        A stream axis is one along which a loop on the host computes a tensor block by block.
+        `others` are the numbers of further loop axes to remove, and `gone` the splits and merges to
         remove.
         """
         domain = self._tv.domain

@@ -1,6 +1,6 @@
 """Finds pairs of a communication and a matrix product that may run at the same time.
 
-Also divides such pairs into steps, so that they do run at the same time: a loop on the host then
+Also divides such pairs into steps, so that they do run at the same time. A loop on the host then
 communicates one block while it multiplies another. The search runs when every op is local or a
 change of placement, before partial sums are exchanged:
 
@@ -9,9 +9,10 @@ change of placement, before partial sums are exchanged:
     scatter      t [DIDx, M, N] = linear(x, w), y [DIDx(M), N] = sum(t)
     allreduce    t [DIDx, M, N] = linear(x, w), y [M, N] = sum(t)
 
-An `OverlapForm` gives the tensor between the communication and the product a stream axis, along
-which it is computed in steps; in most forms, a step handles the block of one device. Users may do
-the same (`docs/explanation/streams-and-overlap.md`). The passes after decomposition do the rest.
+An `OverlapForm` adds a stream axis to the tensor between the communication and the product. The
+tensor is computed in steps along this axis; in most forms, a step handles the block of one device.
+Users may do the same (`docs/explanation/streams-and-overlap.md`). The passes after decomposition do
+the rest.
 """
 
 from __future__ import annotations
@@ -320,8 +321,9 @@ def _scatter_in_turn(fusion: Fusion, pair: Pair) -> None:
 def _scatter_then_gather(fusion: Fusion, pair: Pair) -> None:
     """Replaces an allreduce beside a matrix product by a scatter in steps and an allgather.
 
-    In each step of a loop, the sum of one block is stored on the device that the block belongs to,
-    while the next block is multiplied. After the loop, all devices gather the blocks.
+    In each step of a loop, one block is summed, and its sum is stored on the device that the block
+    belongs to. Meanwhile the next block is multiplied. After the loop, all devices gather the
+    blocks.
     """
     op, out = pair.move, pair.move.out_tensor
     assert isinstance(op, ReductionOp)

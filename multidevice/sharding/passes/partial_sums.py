@@ -1,7 +1,7 @@
 """Reductions over devices or streams: partial sums, then sums over the explicit axis of the parts.
 
-A partial sum has an axis with one element per device, or per step of a stream loop: a loop on the
-host that computes one part per step.
+A partial sum has an axis with one element per device, or per step of a stream loop. Such a loop
+runs on the host and computes one part per step.
 
     out [M, N, rDIDx] = linear(x, w, bias)   ->   t [M, N, iDIDx{d}rf, r] = linear(x, w)
                                                   s [M, N, rDIDx{d}] = sum(t)

@@ -105,8 +105,9 @@ def _allocate_whole(tv: TensorView) -> None:
 def drop_unit_streams(fusion: Fusion) -> None:
     """Removes the stream type from axes of extent 1, along which a loop would have only one step.
 
-    Axes of extent 1 become broadcasts when the fusion is concretized for its input sizes. This is
-    after the user's annotations.
+    A stream type says that a loop on the host computes the tensor along the axis, one block per
+    step. Axes of extent 1 become broadcasts when the fusion is concretized for its input sizes.
+    This is after the user's annotations.
     """
     for tv in fusion.tensors():
         units = [a for a in tv.domain.loop if a.is_stream and is_plain_broadcast(a)]
@@ -117,12 +118,13 @@ def drop_unit_streams(fusion: Fusion) -> None:
 
 
 def split_streamed_remainders(fusion: Fusion) -> None:
-    """Splits a stream axis inside a device axis into steps of one index.
+    """Splits a stream axis that is the inner part of a device axis, so that each step has one
+    index.
 
-    Such a stream axis is the inner part of the split over devices. A loop on the host computes one
-    block of the axis per step. The other passes expect the type on the outer part of a split.
+    A stream axis is one along which a loop on the host computes the tensor, one block per step. The
+    other passes expect the stream type on the outer part of a split.
 
-    t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
+        t [DIDx(M), stream(M/d)]   ->   t [DIDx(M), stream(M/d), 1]
     """
     for tv in fusion.tensors():
         inner = {t.inner for t in tv.domain.splits.values()} - {*tv.domain.logical_numbers}
@@ -135,10 +137,10 @@ def split_streamed_remainders(fusion: Fusion) -> None:
 
 
 def place_updates(fusion: Fusion) -> None:
-    """Divides each tensor that is written into a fusion input over devices as that input is
-    divided.
+    """Gives each tensor that is written into a fusion input the placement of that input.
 
-    If the tensor is divided differently, a copy is written instead.
+    The placement says how devices share the axes. If the tensor has another placement, a copy with
+    the right one is written instead.
 
         T2 [i0, i1] -> T0 [DIDx(i0), i1]      =>  T3 [DIDx(i0), i1] = set(T2); T3 -> T0
     """
@@ -185,9 +187,11 @@ def complete(fusion: Fusion, *, repeated: Collection[int] = ()) -> None:
 
 
 def complete_alone(fusion: Fusion) -> None:
-    """Completes the sharding of a separate fusion that has only a part of another fusion's ops.
+    """Runs the rest of the sharding passes on a fusion that has only a part of another fusion's
+    ops.
 
-    Runs the passes that follow the `overlap` callback of `decompose_reshardings`.
+    The part was copied while `decompose_reshardings` called its callback `overlap`, to predict the
+    time of the part alone. The passes after that call are run.
     """
     complete_steps(fusion, Copies(fusion))
     complete(fusion)

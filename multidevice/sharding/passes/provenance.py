@@ -143,7 +143,10 @@ def _placement(out: TensorView, how: How, source: int, op: TensorOp | None) -> O
 
 
 def _behind(op: TensorOp) -> TensorOp | None:
-    """Returns the op that computes the operand of `op`, skipping `Reshard` ops between the two."""
+    """Returns the op that computes the operand of `op`, skipping `Reshard` ops between the two.
+
+    A `Reshard` op only changes how a tensor is divided over devices.
+    """
     definition = op.inputs[0].definition()
     while isinstance(definition, Reshard):
         definition = definition.inp.definition()
@@ -151,8 +154,10 @@ def _behind(op: TensorOp) -> TensorOp | None:
 
 
 def _reader(op: TensorOp) -> TensorOp | None:
-    """Returns the first op that reads the result of `op`, skipping `Reshard` ops between the
-    two.
+    """Returns the first op that reads the result of `op`, skipping `Reshard` ops between the two.
+
+    A `Reshard` op only changes how a tensor is divided over devices. Returns None if no op reads
+    it.
     """
     reader = next(iter(op.out_tensor.uses()), None)
     while isinstance(reader, Reshard):
@@ -179,10 +184,11 @@ def complete_origins(fusion: Fusion) -> None:
 
 
 def _moved(out: TensorView, placed: Mapping[int, Origin]) -> Iterator[Origin]:
-    """Yields the record (`Origin`) of a communication's result that is then copied to its memory
-    order.
+    """Yields the reason why the result `out` of a communication has its placement, if `placed`
+    lacks it.
 
-    `out` is the result. Its record is a copy of the record of the final tensor.
+    Such a result is copied to another memory order afterwards. Its record (`Origin`) is a copy of
+    the record of the final tensor.
     """
     if out.number in placed:
         return

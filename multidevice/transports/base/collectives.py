@@ -29,7 +29,11 @@ Reduced = Literal["all", "prefix"]
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One of the two buffers of a collective: the operand or the result."""
+    """One of the two buffers of a collective: the operand or the result.
+
+    - `per_member`: whether the buffer has one part for each rank of the team, instead of one part.
+    - `at_root`: whether only one rank, the root, has the buffer.
+    """
 
     # Whether the buffer has one part per member of the team, instead of one part.
     per_member: bool = False
@@ -49,8 +53,15 @@ ROOT_PART, ROOT_PARTS = Side(at_root=True), Side(per_member=True, at_root=True)
 class Collective:
     """One collective, such as allgather: an entry of the table of collectives.
 
-    Entries are compared by identity. The comments beside the fields explain the fields. A number of
-    bytes that is passed to `block` may be an array with one entry per rank.
+    - `name`, `method`: the name in host programs, and in error messages and backends.
+    - `inp`, `out`: the form of operand and result, such as one part per rank of the team.
+    - `sharing`: how operand and result may share a buffer.
+    - `bus`: the fraction of the larger buffer that each of n ranks sends.
+    - `block`: the bytes from each rank to each other one, as a function of the bytes of operand and
+      result, and n. The bytes may be arrays with one entry per rank.
+    - `reduces`: the ranks whose operands a result reduces; None if nothing is reduced.
+
+    Entries are compared by identity.
     """
 
     # The type in host programs: nvFuser's name.

@@ -429,8 +429,9 @@ class PeerMemory(Backend, Protocol):
     def side_by_side(self, tensor: torch.Tensor, team: Team, what: str) -> torch.Tensor:
         """Maps the shards of all ranks of a team as one tensor, in team order, without a copy.
 
-        `tensor` is this rank's shard and must be dense. The result can only be read. `what` names
-        the operation in error messages. Returns when all ranks have made the call.
+        A shard is the part of a tensor that one rank stores. `tensor` is this rank's shard and must
+        be dense. The result can only be read. `what` names the operation in error messages. Returns
+        when all ranks have made the call.
 
         Raises, on all members:
             UnsupportedError: the shards cannot be mapped as one range of addresses.
@@ -579,8 +580,8 @@ class Captured:
         """Makes the other ranks of a team drop the CUDA graphs that the team captured together.
 
         Called after this rank failed to repeat a run that the others repeated by graphs. The other
-        ranks notice the failure in their next exchange of messages, because the ranks then compare
-        how many calls each has made, and these counts differ.
+        ranks notice the failure in their next exchange of messages. The ranks then compare how many
+        calls each has made, and these counts differ.
         """
         del team
 

@@ -57,10 +57,13 @@ _NO_MEMORY_S = 2.0
 class _Piece:
     """A piece of GPU memory that this process has allocated and other processes can map.
 
+    Other processes map it through a file.
+
     - `serial`: a number that no other piece of this process has.
-    - `fd`: the descriptor of the piece's file.
+    - `fd`: the descriptor of the file.
     - `begin`, `nbytes`: the address and the size of the piece.
-    - `lock`: a second descriptor of the file, for its lock, once the piece has no users.
+    - `lock`: a second descriptor of the file, once no tensor uses the piece. With a lock on the
+      file, this process finds out whether others still map the piece.
     """
 
     serial: int
@@ -92,8 +95,8 @@ class Hooks:
 
     - `is_idle`: waits until the GPU has done all its work; returns False if that is impossible now.
     - `drop_graphs`: drops all CUDA graphs, which may keep memory alive.
-    - `told`: returns a function that says whether other ranks have mapped the memory that this rank
-      had named to them at the time of the call to `told`. Only then may the memory be freed.
+    - `told`: called when this rank has named memory to other ranks. Returns a function that says
+      whether they have mapped this memory. Only then may the memory be freed.
     """
 
     is_idle: Callable[[], bool] = field(default=lambda: False)
@@ -128,9 +131,10 @@ class IpcPieces:
 
     # ------------------------------------------------------------ of this process
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` bytes as a separate piece of GPU memory, and returns a uint8 tensor.
+        """Allocates `nbytes` bytes of GPU memory that other processes can map, as a uint8 tensor.
 
-        Raises `torch.OutOfMemoryError` if there is not enough memory.
+        The memory is a separate allocation of the CUDA driver. Raises `torch.OutOfMemoryError` if
+        there is not enough memory.
         """
         size = -(-nbytes // UNIT_NBYTES) * UNIT_NBYTES
         with driving(self._cuda, self.device):
@@ -500,7 +504,10 @@ class IpcMemory:
         return next(part for part in found if isinstance(part, list))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
     def _goes_on(self, stream: int, after: Sequence[object]) -> None:
-        """Makes the next node of a captured stream depend on the graph nodes `after` instead."""
+        """Makes the next node of a captured CUDA graph depend on the graph nodes `after`.
+
+        Otherwise it would depend on the latest work of `stream`.
+        """
         cuda, nodes = self._cuda, [*after]
         replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         update = cuda.cuStreamUpdateCaptureDependencies

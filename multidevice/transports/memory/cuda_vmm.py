@@ -179,7 +179,7 @@ class GpuShards:
     def row(self, places: Sequence[MemoryLocation], nbytes: int) -> torch.Tensor:
         """Maps the shards at the locations `places` one after another, as one uint8 tensor.
 
-        Each shard has `nbytes` bytes and belongs to one rank.
+        A shard is the part of a tensor that one rank stores. Each has `nbytes` bytes.
 
         Raises:
             CommunicationError: the process of a rank has ended.
@@ -258,7 +258,9 @@ class GpuShards:
             self._spare.append(self._returned.popleft())
 
     def release(self) -> None:
-        """Records that a host program was deleted: the next `tidy` unmaps shards without users."""
+        """Records that a host program was deleted: the next `tidy` unmaps memory that no tensor
+        uses.
+        """
         self._is_untidy = True
 
     def tidy(self) -> None:
