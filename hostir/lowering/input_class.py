@@ -1,8 +1,9 @@
 """Computes input classes: the properties of inputs on which the compiled program depends.
 
 All inputs of one class share the whole host program. The inputs of one class have equal dtypes,
-devices and memory layouts of local shards, and lead to the same concretized fusion. Sizes stay
-symbolic.
+devices and memory layouts of local shards (the parts that a rank stores). They also lead to the
+same concretized fusion: the same choice for everything in the fusion that depends on sizes, such as
+how a reshape regroups the axes. Sizes stay symbolic.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class InputClass:
     - `key`: a value that is equal for all inputs of one class, and differs between classes.
     - `sizes`: the sizes of the inputs for which the class was created.
     - `layouts`: the memory layout of each input. None for a scalar, and for a tensor whose declared
-      allocation domain has transformed axes.
+      memory order contains split or merged axes.
     - `repeated`: per input, the indices of the axes that have stride 0 although the declaration
       does not say so.
     - `device`: the kind of device, `cuda` or `cpu`.
-    - `knows_rows`: whether `key` includes the decisions that schedulers derive from the extents of
-      reductions.
+    - `knows_rows`: whether `key` depends on the number and length of the rows that the fusion
+      reduces. If True, inputs with other row lengths may need another program, because schedulers
+      choose kernels by these lengths. False if the sizes are not known.
     - `is_small`: whether all inputs together are so small that independent kernels may share one
       launch (`schedule/horizontal.py`).
     """
@@ -96,8 +98,12 @@ class Classifier:
         sizes: Mapping[Symbol, int],
         device: torch.device,
     ) -> InputClass:
-        """Returns the input class of the tensors and scalars that a call passes. `sizes` maps the
-        symbols of the fusion to global sizes."""
+        """Returns the input class of the tensors and scalars that a call passes.
+
+        `inputs` are in the order of the fusion's inputs. `sizes` maps the symbols of the fusion to
+        the sizes of whole tensors, not of local shards, so that all ranks compute the same class.
+        `device` is the device of the tensors.
+        """
         layouts = tuple(
             known.layout_of(given)
             if known is not None and known.order is not None and isinstance(given, torch.Tensor)
@@ -131,8 +137,8 @@ def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
     """Gives every tensor input of `fusion` the memory layout that the input has in `input_class`.
     The fusion is changed in place.
 
-    Returns the numbers of the axes that have stride 0 in the inputs, so that memory has one element
-    along the axis.
+    Returns the numbers (ids) of the axes that have stride 0 in the inputs of this class. Memory has
+    only one element along such an axis.
     """
     repeated: set[int] = set()
     known = zip(fusion.inputs, input_class.layouts, input_class.repeated, strict=True)
@@ -145,8 +151,10 @@ def specialise(fusion: Fusion, input_class: InputClass) -> frozenset[int]:
 
 # ------------------------------------------------------------------ sizes that nobody chose
 def default_size(program: HostIrContainer) -> int:
-    """Returns a value for a size that the user of a command line tool did not choose: at least 8,
-    and divisible by the number of ranks of every mesh."""
+    """Returns a value for a size that the user of a command line tool did not choose. The value is
+    at least 8, and divisible by the number of ranks of every mesh, so that devices can split every
+    axis equally.
+    """
     meshes = {tv.mesh for tv in program.tensors() if tv.mesh is not None}
     unit = math.lcm(*(mesh.size for mesh in meshes))
     return -(-SMALLEST_SIZE // unit) * unit
@@ -165,11 +173,12 @@ def size_symbols(program: HostIrContainer) -> tuple[str, ...]:
 
 
 def symbol_values(program: HostIrContainer, sizes: Mapping[str, int]) -> dict[Symbol, Number]:
-    """Returns a value for every symbol that the program's inputs bind: the value in `sizes`, or a
+    """Returns a value for every symbol that the program's inputs define: the value in `sizes`, or a
     default.
 
-    The default for an axis with one device per index is the number of devices. Raises `InputError`
-    if `sizes` contains a name that no input has.
+    The default for an axis that has exactly one element per device is the number of devices. Any
+    other size has the value of `default_size`. Raises `InputError` if `sizes` contains a name that
+    no input has.
     """
     known = size_symbols(program)
     for name in sizes:

@@ -1,5 +1,8 @@
-"""Lowers one loop over streams: its index, its streams, and the part of each tensor that one
-iteration uses. An iteration is also called a step.
+"""Lowers one stream loop: its index, its streams, and the part of each tensor that one iteration
+uses.
+
+A stream loop is a loop of the host program whose iterations run on different CUDA streams. Each
+iteration (also called a step) computes one part of each tensor.
 
 - `LoweringState`: the program that is created: its tensors, kernels and counters.
 - `LoopContext`: the facts that all ops of a loop share: index, blocks, streams.
@@ -62,8 +65,10 @@ from multidevice.sharding.streams import (
 class LoweringState:
     """The host program while it is created from a fusion: its tensors, its kernels, and counters.
 
-    `fusion` has its final shardings and does not change. `values` is a copy that owns the tensors
-    of the host program. `twins` maps each tensor of `fusion` to its copy.
+    `fusion` has its final shardings and does not change. `values` is a copy of `fusion` that owns
+    the tensors of the host program. `twins` maps each tensor of `fusion` to its copy in `values`.
+    `loops` are the stream loops of the fusion, whose iterations run on different streams. `groups`
+    are the kernels so far, by number.
     """
 
     fusion: Fusion
@@ -81,7 +86,9 @@ class LoweringState:
         cls, fusion: Fusion, loops: StreamLoops, params: LowerParams, backend_name: str
     ) -> LoweringState:
         """Returns the state before the first segment of `fusion` is lowered. The host program has
-        tensors, but no ops."""
+        tensors, but no ops. A segment is a part of the fusion that runs as one unit, such as a
+        kernel.
+        """
         # The program has copies of the tensors, so that changes do not affect the fusion.
         values, twins = fusion.copy()
         values.exprs = ()
@@ -89,7 +96,9 @@ class LoweringState:
 
     @property
     def step_backend(self) -> str:
-        """The name of the communication library for transfers between ranks inside stream loops."""
+        """The name of the communication library for transfers between ranks inside stream loops
+        (loops whose iterations run on different streams).
+        """
         return self.params.step_backend or self.backend_name
 
     @property
@@ -97,7 +106,8 @@ class LoweringState:
         """Whether the peer copies of a stream loop run one after another: the transfer of the next
         iteration waits for the transfer of this iteration.
 
-        If an op computes the data of the next transfer, that op waits instead.
+        In a peer copy, the receiver copies directly out of the sender's memory. If an op computes
+        the data of the next transfer, that op waits instead of the transfer.
         """
         return self.step_backend == PEER_COPIES and not self.params.standalone
 
@@ -115,8 +125,11 @@ class LoweringState:
 
 # ------------------------------------------------------------------ one loop
 def stepping_axis(tv: TensorView) -> StreamAxis:
-    """Returns the stream axis of `tv`, a tensor that a loop over streams computes. Each iteration
-    of the loop computes one part along this axis."""
+    """Returns the stream axis of `tv`, a tensor that a stream loop computes. Each iteration of the
+    loop computes one part along this axis.
+
+    `tv` must have a stream axis. If it has several, the first is returned.
+    """
     axis = stream_axis(tv)
     assert axis is not None, f"{tv} is computed in a stream loop, but has no stream axis"
     return axis
@@ -124,18 +137,19 @@ def stepping_axis(tv: TensorView) -> StreamAxis:
 
 @dataclass(frozen=True)
 class LoopContext:
-    """Facts that all ops of a loop over streams share: the loop's index, the streams, and the block
-    that each iteration computes.
+    """The facts that all ops of a stream loop share: the loop's index, the streams, and the block
+    (the part of a divided axis) that each iteration computes.
 
         y [istream{3}(i0), i1]          FOR i9 from 0 to 3, on Stream i9; step i9 has block i9
         x [iDIDx{2}], y [istream{2}]    the same with offset_by_rank: block (i9 + rank) % 2
         y [istream, istream1{4}, i1]    FOR streamIdx from 0 to i0 * 4; the digits of a step are
                                         streamIdx // 4 and streamIdx % 4
 
+    - `index`: the symbol of the loop's index.
     - `count`: the number of iterations.
     - `axis`: the tensor axis that the loop runs over; None if the loop counts to `count`.
     - `step`: the number of the iteration in the order of transfers. In a loop that only exchanges
-      blocks, `step` is index + 1, because a device's own block is last.
+      blocks between devices, `step` is index + 1, because a device's own block is last.
     - `block`: the number of the block that the iteration computes.
     - `begins_at_rank`: whether each device begins with its own block.
     - `digits`: for each stream axis, (the axis's number of parts, the number of iterations per
@@ -215,17 +229,19 @@ class LoopContext:
 
     def block_of(self, tv: TensorView) -> Scalar:
         """Returns the number of the part of `tv` that the current iteration of the loop uses, as an
-        expression of the loop's index."""
+        expression of the loop's index. On each rank, the part may be a different one, so the
+        expression may also contain the rank.
+        """
         swizzle = stepping_axis(tv).swizzle
         number = self.block if swizzle is None else self.step
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Returns the index along the stream axis of type `ptype`, for the loop iteration with this
+        """Returns the index along the stream axis of type `ptype` that belongs to the part
         `number`.
 
-        If a loop has several stream axes, the number of an iteration is written with one digit per
-        axis.
+        A loop with several stream axes runs over all combinations of their indices. Its parts are
+        numbered like a number with one digit per axis; this method returns one digit.
         """
         count, inner = self.digits[ptype]
         if sc.int_value(self.count) == 0:
@@ -255,10 +271,11 @@ class LoopContext:
 
 def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
     """Returns the mesh dimension along which devices may work on different blocks in one iteration
-    of the loop that computes `ops`.
+    of the stream loop that computes `ops`.
 
-    Returns None if devices gather or reduce one block together. Raises `UnsupportedError` if the
-    loop has both kinds of communication and each device must begin with its own block.
+    Returns None if all devices must work on the same block, because they gather or reduce this
+    block together. Raises `UnsupportedError` if the loop has both kinds of communication, and
+    `params` demand that each device begins with its own block.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     rings = [op for op in moves if is_device_to_stream(op) or is_exchange(op)]
@@ -277,7 +294,8 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
 
 def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
     """Whether every transfer of the stream loop that computes `ops` is an exchange. In an exchange,
-    each device sends a different block to another device."""
+    each device sends a different block to another device. At least one op must transfer data.
+    """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
 
@@ -285,7 +303,8 @@ def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
 @dataclass(frozen=True)
 class LoopBody:
     """The ops of one stream loop so far: `before` the loop, in each iteration (`steps`), and at the
-    end of each iteration (`last`)."""
+    end of each iteration (`last`). The lists grow while the ops of the fusion are lowered.
+    """
 
     before: list[Op] = field(default_factory=list[Op])
     steps: list[Op] = field(default_factory=list[Op])
@@ -304,8 +323,9 @@ class OperandSlicer:
                  step:    T3 = ShardByStream( T1, stream_index=i3 )
             or   step:    T1 = ALLOCATE(.., stream_index=i3)     if only this loop reads it
 
-    If a stream axis is a whole logical axis, the part lacks this axis (`HirAliasSelect`). An
-    iteration makes only one view of each part.
+    A stream axis (`istream`) is divided over the iterations. If it is a whole axis of the tensor
+    and not a part of a split axis, an iteration uses one element, and the view lacks this axis
+    (`HirAliasSelect`). An iteration makes only one view of each part.
     """
 
     def __init__(self, program: LoweringState, loop: LoopContext, body: LoopBody) -> None:
@@ -331,7 +351,11 @@ class OperandSlicer:
 
     def part(self, tv: TensorView) -> TensorView:
         """Returns the view of the part of `tv` that one iteration of the stream loop uses. The loop
-        divides `tv` into such parts."""
+        divides `tv` into such parts.
+
+        If each iteration allocates memory for its own part only, the tensor itself is the part, and
+        no view is made.
+        """
         if tv not in self._parts:
             if is_allocated_per_step(tv):
                 return self._program.twins[tv]
@@ -340,10 +364,10 @@ class OperandSlicer:
 
     def slice_whole(self, op: nodes.Reshard) -> None:
         """Makes the view of the part of an operand that one iteration of the stream loop uses. The
-        operand is computed before the loop.
+        operand is computed as a whole before the loop.
 
-        `op` is the reshard (change of sharding) that takes the part. The result of `op` then refers
-        to the view.
+        `op` is a reshard (change of sharding) that only takes the part and moves no data. Later ops
+        in the loop that read the result of `op` read the view instead.
         """
         self._parts[op.out] = self._slice(op.out, self._program.twins[op.inp])
         self._wholes[op.out] = op.inp
@@ -373,12 +397,12 @@ class OperandSlicer:
     def _without_repeated(
         self, op: TensorOp, index: int, found: TensorView, *, keep: Collection[ParallelType] = ()
     ) -> TensorView:
-        """Removes from an operand of `op` those broadcast axes that become stream axes of the
-        result. Appends the view ops to the loop's iteration and returns the last view.
+        """Removes from an operand of `op` those broadcast axes that correspond to stream axes of
+        the result. Appends the view ops to the loop's iteration and returns the last view.
 
         One iteration computes one element of the result along a stream axis, so its slice of the
-        result lacks the axis. `found` is the operand with this `index`, or its part. Axes of the
-        stream types in `keep` are not removed.
+        result lacks the axis. The operand must lack the axis, too. `found` is the operand number
+        `index`, or its part. Axes of the stream types in `keep` are not removed.
         """
         operand = op.inputs[index]
         is_part = found.ndim < operand.ndim
@@ -401,10 +425,11 @@ class OperandSlicer:
         *,
         keep: Collection[ParallelType] = (),
     ) -> TensorView:
-        """Returns a view of part `number` of `source`, which the stream axes of `tv` divide into
-        parts. With several stream axes, one view per axis is made.
+        """Returns a view of part `number` of `source`. The stream axes of `tv` say how `source` is
+        divided into parts. One view op per stream axis is added to the iteration.
 
-        Along the stream axes in `keep`, the view keeps an axis of one element.
+        By default, the view lacks those stream axes that are whole axes of the tensor. The stream
+        axes of the types in `keep` remain, as axes of one element.
         """
         like = self._program.twins[tv]
         elements = [s.ptype for s in stream_axes(tv) if s.is_logical and s.ptype not in keep]
@@ -421,8 +446,9 @@ class OperandSlicer:
         return source
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
-        """Returns a view of the part of `source` that one iteration of the stream loop uses. The
-        stream axes of `tv` divide `source` into parts."""
+        """Returns a view of the part of `source` that the current iteration of the stream loop
+        uses. The stream axes of `tv` say how `source` is divided into parts.
+        """
         return self.part_at(tv, source, self._loop.block_of(tv))
 
     # -------------------------------------------------------------- results
@@ -446,7 +472,8 @@ class OperandSlicer:
 
     def _slot(self, tv: TensorView, twin: TensorView) -> TensorView:
         """Allocates a buffer for `tv` with one slot per stream, and returns a view of the slot of
-        the current iteration's stream. `twin` is the host program's copy of `tv`.
+        the current iteration's stream. `twin` is the host program's copy of `tv`, which belongs to
+        the fusion.
 
         One slot per stream is enough, because iterations on the same stream run one after another.
         """
@@ -461,10 +488,11 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- matrices of a batch
     def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
-        """Returns the form of `op` for one loop iteration in which operands and result keep the
+        """Returns `op` for one iteration of the stream loop, with operands and result that keep the
         stream axes in `keep`, with one element each.
 
-        A matmul that computes a row of each matrix:
+        Otherwise the part of a tensor would lack these axes, and a batch of matrices would become a
+        single matrix. A matmul that computes a row of each matrix:
 
             T2 [i0, istream, i3] = matmul( T0 [i0, istream, i2], T1 [i0, i2, i3] )
             -> T3 [i0, 1, i2] = ShardByStream( T0, .. ); T4 [i0, 1, i3] = ShardByStream( T2, .. )
@@ -501,8 +529,9 @@ def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
 
 
 def rows_or_columns(op: TensorOp) -> list[ParallelType]:
-    """Returns the stream axes along which one loop iteration computes one row or one column of each
-    matrix of a batch. `op` is the matmul or linear op.
+    """Returns the stream axes along which one iteration of a stream loop computes one row or one
+    column of each matrix of a batch. Returns an empty list if `op` is not a matmul or linear op on
+    a batch of matrices.
 
     Views of operands and result must keep these axes, with one element. Without these axes, an
     operand would have the shape of a single matrix or of a different batch.
@@ -522,7 +551,8 @@ def rows_or_columns(op: TensorOp) -> list[ParallelType]:
 
 def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
     """Returns the positions of the broadcast axes of operand number `index` that correspond to
-    stream axes of the result of `op`.
+    stream axes of the result of `op`. One iteration of a stream loop needs the operand without
+    these axes.
 
     Stream axes of the types in `keep` are ignored.
     """
@@ -548,9 +578,10 @@ def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
 
 def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
     """Whether one slot per stream is enough memory for `tv`, a tensor that a stream loop computes.
+    Otherwise all parts of `tv` are stored.
 
-    Each stream must need only one element at a time, and no op outside of the loop may use the
-    tensor.
+    Slots are enough if each iteration needs only one element along the stream axis, and no op
+    outside of the loop uses the tensor. The user must also have set `LowerParams.stream_slots`.
     """
     fusion = program.fusion
     made_by = [op for op in (fusion.definition(tv),) if op is not None]
@@ -567,7 +598,9 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
 
 def _takes_whole(op: TensorOp) -> bool:
     """Whether `op` may need more of an operand than the part that one iteration of a stream loop
-    uses."""
+    uses. True for views, for copies that mark a border between kernels, and for ops on rows of
+    batched matrices.
+    """
     is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
     is_view = isinstance(op, VIEW_OPS) and not is_copy(op)
     return is_border or is_view or bool(rows_or_columns(op))

@@ -15,13 +15,15 @@ class LowerParams:
     - `propagate`: tensors without annotation are sharded like their neighbours.
     - `standalone`: ops that torch can compute remain separate ops. Results that the caller does not
       get have no `Allocate`, as in nvFuser's `MultiDeviceExecutor`.
-    - `offset_by_rank`: on each rank, a stream loop begins with the rank's own block. Blocks of
-      other devices are received in a ring instead of broadcast. The option has no effect on a loop
-      whose iterations gather or reduce blocks.
+    - `offset_by_rank`: on each rank, a stream loop (whose iterations compute one block of a tensor
+      each, on different streams) begins with the rank's own block. Blocks of other devices are
+      received in a ring instead of broadcast. The option has no effect on a loop whose iterations
+      gather or reduce blocks.
     - `inter_stream_synchronization`: the stream of the next loop iteration waits until the transfer
       of this iteration has been posted.
-    - `stream_slots`: saves memory. If each iteration of one loop uses one element of a tensor, the
-      tensor has one slot per stream instead of all elements.
+    - `stream_slots`: saves memory. If each iteration of a stream loop uses one element of an axis,
+      and only the loop uses the tensor, memory has one element per stream instead of the whole
+      axis.
     - `backend`: the library of communications; "" for the library of the device.
     - `step_backend`: the library of transfers between ranks in loop iterations; "" for `backend`.
     """
@@ -43,7 +45,7 @@ def check_number_of_streams(number: object, *, of: str) -> None:
     """Raises `ArgumentError` if `number`, a number of streams, is not an integer, and
     `DefinitionError` if `number` is below 1.
 
-    `of` is the name of the user's call in the message.
+    `of` is the name of the user's function, with which the message begins.
     """
     if not isinstance(number, int) or isinstance(number, bool):
         raise ArgumentError(f"{of}: expected number_of_streams to be an integer, got {number!r}")

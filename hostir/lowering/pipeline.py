@@ -64,14 +64,16 @@ class Overlap(Protocol):
     """The interface of a function that pipelines a sharded fusion, so that communication overlaps
     with computation.
 
-    The function divides tensors into blocks, which are computed in the iterations of stream loops.
+    The function divides tensors into blocks. Each iteration of a loop of the host program then
+    communicates or computes one block, and the iterations run on different streams.
     """
 
     def __call__(self, fusion: Fusion, /) -> str:
-        """Divides tensors of `fusion` into blocks for stream loops, in place.
+        """Divides tensors of `fusion` into blocks, which the iterations of stream loops compute.
+        Changes `fusion` in place.
 
-        Returns the name of the library of transfers between ranks inside these loops. Returns "" if
-        the library of all other communications is used.
+        Returns the name of the library for transfers between ranks inside these loops. Returns ""
+        if the loops use the same library as all other communications.
         """
         ...
 
@@ -81,8 +83,10 @@ def _no_dump(name: str, text: Callable[[], str], note: str = "", /) -> None:
 
 
 class Built(NamedTuple):
-    """The result of compiling a fusion: its segments, the verified host program, and its shardings.
-    The shardings are those before pipelining was added."""
+    """The result of compiling a fusion: its segments (kernels and the ops between them), the
+    verified host program, and its shardings. `shardings` are those before tensors were divided into
+    blocks for pipelining.
+    """
 
     segmented: SegmentedFusion
     program: HostIrContainer
@@ -94,8 +98,8 @@ class KernelFacts(NamedTuple):
 
     - `sizes`: representative sizes. Schedulers make the same choices for all sizes of the input
       class.
-    - `row_parts`: if not 0, a sum over rows may be split into this many partial sums.
-      `segment_fusion` has the same parameter.
+    - `row_parts`: if not 0, a kernel that works along rows may also sum over all rows, as this many
+      partial sums that another kernel adds. `segment_fusion` has the same parameter.
     - `are_joined`: independent pointwise kernels may become one kernel.
     - `has_clusters`: a long row may be reduced by a cluster of CUDA blocks.
     """
@@ -166,7 +170,7 @@ def lower_sharded(
     facts: KernelFacts = NO_FACTS,
 ) -> tuple[SegmentedFusion, HostIrContainer]:
     """Returns the segments and the verified host program of `fusion`, which already has its final
-    shardings.
+    shardings. Segments are the kernels and the ops between kernels.
 
     `facts` are facts about inputs and device. The other parameters are those of `build_program`.
     """
@@ -191,8 +195,9 @@ def _shard(
     """Shards `fusion` in place. Returns the shardings, and `params` with the communication library
     that `overlap` chose.
 
-    `repeated` are the numbers of the axes that have stride 0 in the inputs, so that memory has one
-    element along the axis.
+    `overlap` divides tensors into blocks so that communication and computation can overlap; None
+    divides no tensor. `repeated` are the numbers (ids) of the axes that have stride 0 in the
+    inputs, so that memory has one element along the axis.
     """
     libraries: list[str] = []
 
@@ -215,7 +220,8 @@ def _segment(
     """Divides a sharded fusion into segments: kernels that a scheduler accepts, and the ops between
     these kernels.
 
-    `loops` are the stream loops of the fusion. `facts` are facts about inputs and device.
+    `loops` are the stream loops of the fusion, which compute tensors block by block. `facts` are
+    facts about inputs and device, by which schedulers choose.
     """
     values: dict[Symbol, Number] = dict(refined_sizes(facts.sizes))
     complete(fusion, values)
@@ -250,12 +256,13 @@ def _segment(
 def lower_streams(
     program: HostIrContainer, *, params: LowerParams = STANDALONE, backend_name: str = "NCCL"
 ) -> HostIrContainer:
-    """Returns a host program in which loops over streams compute the tensors of `program` that have
-    a stream axis. The communications of these tensors are part of the loops.
+    """Returns a host program that computes the tensors of `program` that have a stream axis block
+    by block, in loops whose iterations run on different streams. The communications of these
+    tensors are part of the loops.
 
-    Holds before: the program has only tensor ops, and the tensors have their final meshes and
-    parallel types. Holds after: the program equals that of `MultiDeviceExecutor`, and
-    `HostIrEvaluator` can run the program.
+    Before the call, the program has only tensor ops, and the tensors have their final meshes and
+    parallel types. The returned program equals that of nvFuser's `MultiDeviceExecutor`, and
+    `HostIrEvaluator` can run it.
 
         T1[istreamIdx2{i0}, iS3{i1}] = Set( T0[iS0{i0}, iS1{i1}] )
         -> T1 = ALLOCATE(..); S0 = GetCurrentStream(); FOR i ..: waits; FOR i ..: T3 = Set( T2 )
@@ -287,8 +294,9 @@ def lower_streams(
 
 
 def check_stream(tv: TensorView) -> None:
-    """Raises `UnsupportedError` if a stream axis of `tv` is the result of a split or merge, and not
-    a logical axis."""
+    """Raises `UnsupportedError` if a stream axis of `tv` (an axis that a loop over streams divides)
+    results from a split or merge. `lower_streams` supports only axes that the tensor itself has.
+    """
     for axis in tv.domain.loop:
         if axis.is_stream and axis.number not in tv.domain.logical_numbers:
             raise UnsupportedError(

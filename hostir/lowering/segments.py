@@ -1,4 +1,5 @@
-"""Lowers the segments of a fusion, in run order, to the ops of a host program.
+"""Lowers the segments of a fusion, in run order, to the ops of a host program. A segment is a part
+of a fusion that runs as one unit.
 
     kernel          Allocate each output, LaunchKernel
     library op      Allocate the output, the op
@@ -65,9 +66,10 @@ def lower(
     """Returns the host program of a fusion that is divided into segments (kernels and the ops
     between kernels).
 
-    The fusion must have its final shardings. `loops` are the stream loops of the fusion; if None,
-    `lower` computes the loops. `backend_name` is the library that communications name. The program
-    has no deallocations yet: `hostir.passes.deallocation.run_passes` adds the deallocations.
+    The fusion must have its final shardings. `loops` are the fusion's stream loops, whose
+    iterations compute one block of a tensor each; if None, `lower` finds them. `backend_name` is
+    the library that communications name. The program has no deallocations yet:
+    `hostir.passes.deallocation.run_passes` adds them.
     """
     found = StreamLoops(segmented.fusion) if loops is None else loops
     program = LoweringState.of(segmented.fusion, found, params, backend_name)
@@ -88,8 +90,8 @@ def lower(
 
 
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
-    """Returns the segments in run order, in groups. The segments that one stream loop computes are
-    one group, and any other segment is a group.
+    """Returns the segments in run order, in groups. All segments that one stream loop computes are
+    one group. Any other segment is a group of its own.
 
     A group comes after all groups that compute its inputs.
     """
@@ -116,8 +118,8 @@ def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segm
 
 # ------------------------------------------------------------------ one segment
 class SegmentLowering:
-    """Lowers the segments that are not in a loop over streams. `ops` has the ops of the host
-    program so far.
+    """Lowers the segments (kernels, library ops, views, communications) that are not in a stream
+    loop. `ops` has the ops of the host program so far.
 
         y [i0] = sum( x [i0, i1] )   ->   y = ALLOCATE(..); LaunchKernel ( 0, Inputs:{x}, ..:{y} )
 
@@ -130,8 +132,9 @@ class SegmentLowering:
         self._program, self._in_place = program, in_place
 
     def add(self, segment: Segment) -> None:
-        """Appends the ops that run one segment to the host program. A segment is a kernel, a
-        library op, a view or a communication."""
+        """Appends the ops that run one segment to the host program. A segment is a kernel, or
+        library ops, views or communications outside of kernels.
+        """
         lower = {
             "kernel": self._kernel,
             "library": self._library,
@@ -143,8 +146,8 @@ class SegmentLowering:
         self.ops[before:] = (op.located(segment.line) for op in self.ops[before:])
 
     def update_inputs(self, lines: Mapping[TensorView, str]) -> None:
-        """Copies each output that updates an input into that input, unless a kernel computed the
-        output in place.
+        """Adds the updates of inputs: copies each output that updates an input into that input,
+        unless a kernel computed the output in the input's buffer.
 
         The copies are the last ops of the program, because earlier ops may read the old values.
         `lines` has the user's source line of each output.
@@ -227,8 +230,8 @@ class SegmentLowering:
         self.ops.append(Allocate(tv))
 
     def _with_aliases(self, segment: Segment, fusion: Fusion) -> Fusion:
-        """Returns the fusion of a kernel, with an alias for each buffer that the kernel both reads
-        and writes.
+        """Returns the fusion of a kernel, with an `Alias` for each buffer that the kernel both
+        reads and writes. `fusion` is the kernel's fusion without aliases.
 
         The alias tells the kernel that an output and an input have the same memory.
         """
@@ -266,8 +269,8 @@ def _in_place_outputs(
 
 
 def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment]) -> bool:
-    """Whether the kernel that computes `out` may write into the buffer of the input `into`, because
-    no op can observe this.
+    """Whether the kernel that computes `out` may write `out` into the buffer of the input `into`,
+    because no op can observe this.
 
     Three conditions must hold. One kernel writes the whole buffer. No other op reads the old value
     then or later, also not through a view. Within the kernel, element i of `into` is read only for
@@ -284,10 +287,11 @@ def _is_in_place(out: TensorView, into: TensorView, segments: Sequence[Segment])
 
 
 def _is_packed(tv: TensorView) -> bool:
-    """Whether a communication sends `tv`, and torch may choose another memory layout for `tv` than
-    its declared layout.
+    """Whether a communication sends `tv`, and torch could compute `tv` in another memory layout
+    than the one that `tv` declares.
 
     Such a result needs an `Allocate`, because ranks must agree about the layout that they exchange.
+    Without one, torch allocates the result.
     """
     has_rows = isinstance(tv.definition(), nodes.LibraryOp) and memory_layout.lies_in_order(tv)
     return any(map(communicates, tv.uses())) and not has_rows
@@ -328,8 +332,8 @@ def _reads_own_element(segment: Segment, out: TensorView, into: TensorView) -> b
 
 
 def let_peers_map(program: HostIrContainer) -> HostIrContainer:
-    """Returns the program with all sent tensors in symmetric memory, out of which other ranks can
-    copy.
+    """Returns the program with all sent tensors in symmetric memory, which other ranks can map and
+    copy from. The communications with the backend CUDA need this.
 
     A tensor that the program allocates is allocated in symmetric memory. The memory of an input
     belongs to the caller, so the input is copied to symmetric memory once:

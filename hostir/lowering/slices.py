@@ -1,8 +1,9 @@
 """Makes views of the part of a tensor that one rank or one loop iteration uses, and the scalar
 expressions that select the part.
 
-If a stream axis is a whole logical axis, the view lacks this axis (`HirAliasSelect`). If a stream
-axis divides a logical axis into blocks, the view is one block (`ShardByStream`).
+A stream axis is divided over the iterations of a loop. If it is a whole axis of the tensor, the
+view of one iteration lacks this axis (`HirAliasSelect`). If it divides an axis of the tensor into
+blocks, the view is one block (`ShardByStream`).
 
 A random number is a function of its position in the whole tensor, but a kernel sees only a local
 shard. So the kernel receives the index of its first element along each axis that ranks or loop
@@ -73,8 +74,10 @@ def coordinate(mesh: DeviceMesh, ptype: ParallelType) -> Scalar:
 
 
 def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
-    """Returns an expression of the rank that has the coordinate `place` along the mesh dimension
-    `ptype`. Along all other dimensions, that rank has the coordinates of the current rank."""
+    """Returns an expression for the global rank that has the coordinate `place` along the mesh
+    dimension `ptype`. Along all other dimensions, that rank has the coordinates of the current
+    rank.
+    """
     here = coordinate(mesh, ptype)
     step = _distance(mesh, ptype)
     if step is None:
@@ -85,8 +88,9 @@ def rank_at(mesh: DeviceMesh, ptype: ParallelType, place: Scalar) -> Scalar:
 
 
 def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scalar:
-    """Returns an expression of the rank that has the given coordinates. The expression selects from
-    a list of all ranks of the mesh.
+    """Returns an expression for the global rank that has the coordinates `places`, by mesh
+    dimension. The expression selects from a list of all ranks of the mesh, so it also serves
+    irregular meshes.
 
     Along mesh dimensions that `places` lacks, the coordinates are those of the current rank.
     """
@@ -102,8 +106,8 @@ def _device_at(mesh: DeviceMesh, places: Mapping[ParallelType, Scalar]) -> Scala
 
 @lru_cache(MAX_MESHES)
 def _distance(mesh: DeviceMesh, ptype: ParallelType) -> int | None:
-    """Returns the difference between the ranks of neighbours along the mesh dimension `ptype`.
-    Returns None if the difference is not constant.
+    """Returns the difference between the global ranks of two neighbours along the mesh dimension
+    `ptype`. Returns None if the difference is not constant.
 
     If the mesh has only one device along the dimension, the result is 1.
     """
@@ -119,10 +123,10 @@ def rotated(
     index: Scalar, count: Scalar, mesh: DeviceMesh | None, by: ParallelType | None
 ) -> Scalar:
     """Returns the number of the block that iteration `index` of a stream loop uses on the current
-    rank. The loop has `count` iterations.
+    rank. A stream loop computes one block of a tensor in each of its `count` iterations.
 
     If `by` is None, the block number is `index`. Otherwise the rank's coordinate along the mesh
-    dimension `by` is added, so that each rank begins with its own block.
+    dimension `by` is added (modulo `count`), so that each rank begins with its own block.
     """
     if by is None:
         return index
@@ -132,7 +136,8 @@ def rotated(
 
 def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
     """Returns the coordinate of the device that needs the current rank's own block in iteration
-    `index` of a stream loop with `count` iterations.
+    `index` of a stream loop. In each of the `count` iterations, every device needs the block of
+    another device.
 
     `reached` inverts `rotated`. `by` is the mesh dimension of the coordinate.
     """
@@ -141,8 +146,9 @@ def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) ->
 
 # ------------------------------------------------------------------ tensors
 def selected(tv: TensorView, position: int) -> TensorView:
-    """Returns a new tensor for a view of one element of `tv` along the axis `position`. The new
-    tensor lacks this axis. `position` is counted without reductions."""
+    """Returns a new tensor that stands for a view of one element of `tv` along the axis `position`.
+    The new tensor lacks this axis. `position` is an axis index that does not count reduction axes.
+    """
     gone = tv.domain.no_reductions[position].number
     fusion = tv.fusion
     part = _without(tv.domain, gone)
@@ -163,13 +169,16 @@ def _has_device_parts(domain: TensorDomain) -> bool:
 
 
 def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
-    """Returns `domain` without the axis number `gone`, if the domain has partial sums over devices.
-    Returns None for other domains.
+    """Returns `domain` without the axis number `gone`, if the domain has an axis of partial sums
+    over devices. Returns None for other domains, which need no special treatment.
 
     Example, in which the stream axis is removed:
 
         root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]
         -> root [M, r], logical [M, iDIDx, r]
+
+    The root axes are those before the split of the reduction axis K, the logical axes those after
+    it.
     """
     if not _has_device_parts(domain):
         return None
@@ -190,8 +199,10 @@ def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
 
 
 def slots(tv: TensorView, position: int) -> TensorView:
-    """Returns a new tensor with one slot per stream. A slot holds one element of `tv` along the
-    axis `position`, and the first axis of the new tensor counts the slots."""
+    """Returns a new tensor that stands for a buffer with one slot per stream. A slot holds one
+    element of `tv` along the axis `position`. The first axis of the new tensor is the index of the
+    slot.
+    """
     fusion = tv.fusion
     gone = tv.domain.no_reductions[position].number
     kept = [a for a in tv.domain.logical if a.number != gone]
@@ -208,10 +219,11 @@ def slots(tv: TensorView, position: int) -> TensorView:
 
 
 def block(tv: TensorView, ptype: ParallelType) -> TensorView:
-    """Returns a new tensor for a view of one block of `tv`. The stream axis of type `ptype` divides
-    `tv` into blocks.
+    """Returns a new tensor that stands for a view of one block of `tv`. The axis of `tv` with the
+    parallel type `ptype`, a stream axis, divides `tv` into blocks.
 
-    `tv` may have several stream axes that together count the iterations of one loop.
+    `tv` may have several stream axes. One call divides along one of them; the others are handled by
+    other views.
     """
     fusion = tv.fusion
     kept = tv.domain if _has_device_parts(tv.domain) else tv.domain.without_root()
@@ -228,8 +240,10 @@ Order = list[tuple[int, bool | None]]
 
 
 def _cut(tv: TensorView, position: int) -> Order:
-    """Returns the memory order of a part of `tv` along the axis `position`. Because the part has
-    gaps in memory, the axis around the gaps is marked as not contiguous."""
+    """Returns the memory order of a part of `tv`, which has only some elements along the axis
+    `position`. Because the part has gaps in memory, the next axis outside of `position` is marked
+    as not contiguous.
+    """
     order = list(memory_order(tv))
     at = next(k for k, (p, _) in enumerate(order) if p == position)
     around = next((k for k in reversed(range(at)) if order[k][1] is not None), None)
@@ -261,7 +275,8 @@ def dropped_axes(op: LaunchKernel | PostOnStream, program: HostIrContainer) -> D
     """Returns the axes of extent 1 that a kernel's fusion has but the operands and results of its
     launch lack.
 
-    The first dictionary has the axes by position of the operand, and the second by position of the
+    In a loop, a launch may pass a view of one element along an axis, which lacks this axis. The
+    first dictionary has the axes by position of the operand, and the second by position of the
     result. A `PostOnStream` has no such axes.
     """
     if isinstance(op, PostOnStream):
@@ -292,22 +307,24 @@ def _find_dropped(op: LaunchKernel, program: HostIrContainer) -> Dropped:
 
 # ------------------------------------------------------------------ shorter blocks
 def _has_blocks(tv: TensorView) -> bool:
-    """Whether a stream loop divides the tensor into blocks, so that the last blocks may be shorter
-    than others."""
+    """Whether a stream loop, which computes one block per iteration, divides the tensor of a kernel
+    into blocks. The last blocks may be shorter than the others.
+    """
     return cut_axis(tv) is not None and is_block(tv)
 
 
 def cut_axis(tv: TensorView) -> StreamAxis | None:
-    """Returns the stream axis of `tv` that divides a logical axis into blocks. Returns None if no
-    stream axis does so."""
+    """Returns the stream axis of `tv` that divides an axis of the tensor into blocks, one block per
+    loop iteration. Returns None if no stream axis does so.
+    """
     return next((axis for axis in stream_axes(tv) if not axis.is_logical), None)
 
 
 def block_type(tv: TensorView) -> ParallelType:
     """Returns the parallel type of the stream axis that divides a logical axis of `tv` into blocks.
 
-    If several stream axes count the loop's iterations, the type says which digit of the iteration's
-    number is the block's number.
+    If a loop runs over several stream axes, the number of an iteration has one digit per axis. The
+    type says which digit is the number of the block.
     """
     axis = cut_axis(tv)
     assert axis is not None, f"no stream axis divides {tv} into blocks"
@@ -316,7 +333,8 @@ def block_type(tv: TensorView) -> ParallelType:
 
 def split_tensor(fusion: Fusion) -> tuple[int, TensorView] | None:
     """Returns (position, tensor) of a tensor of a kernel whose block may be shorter in some
-    iterations of a stream loop.
+    iterations of a stream loop, which computes one block per iteration. From this tensor, a launch
+    learns the size of its block.
 
     Returns None if all iterations have equal sizes. Positions count the kernel's tensor inputs,
     then its outputs. The position is -1 for a tensor inside of the kernel (see
@@ -336,7 +354,8 @@ def with_block_number(fusion: Fusion, index: Symbol) -> Fusion:
     current loop iteration computes.
 
     The new input has the name of the loop's index. A kernel needs the number if a divided tensor
-    exists only inside the kernel, such as the operand of a sum of ones.
+    exists only inside the kernel, because then no operand has the size of the block. An example is
+    the operand of a sum of ones.
     """
     made, _ = fusion.copy()
     made.inputs = [*made.inputs, index.with_range(lo=0)]
@@ -357,8 +376,9 @@ def _no_steps(tv: TensorView, ptype: ParallelType) -> Scalar:
 
 
 def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, tuple[Scalar, ...]]:
-    """Returns a kernel's fusion with inputs that say where the shards of its random tensors begin.
-    Also returns the operands that a launch passes for these inputs.
+    """Returns a kernel's fusion with new inputs, from which its random ops learn at which index the
+    rank's part of the tensor begins. Also returns the operands that a launch passes for these
+    inputs.
 
     Each operand is an expression of the rank and of the loop iteration. `block_of` returns the
     number of the block of a tensor that an iteration uses.
@@ -389,8 +409,8 @@ def with_places(fusion: Fusion, block_of: BlockOf = _no_steps) -> tuple[Fusion, 
 
 
 def check_places(ops: Iterable[Op]) -> None:
-    """Raises `UnsupportedError` for a random op in `ops` whose shards would all get the same random
-    numbers.
+    """Raises `UnsupportedError` for a random op in `ops` whose parts on all ranks or in all loop
+    iterations would get the same random numbers.
 
     A program built by hand can have such an op, and also a program with dropout on several ranks.
     """
@@ -407,11 +427,11 @@ def check_places(ops: Iterable[Op]) -> None:
 
 
 def _first(tv: TensorView, extent: Scalar, cuts: Cuts, block_of: BlockOf) -> Scalar:
-    """Returns the index of the first element that the current rank uses in the current loop
-    iteration, along an axis of `extent` elements.
+    """Returns the index of the first element of an axis of `tv` that the current rank uses in the
+    current loop iteration.
 
-    `cuts` says how devices and stream loops divide the axis of `tv`. `block_of` returns the number
-    of the block that an iteration uses.
+    The whole axis has `extent` elements. `cuts` says how devices and stream loops divide the axis.
+    `block_of` returns the number of the block that an iteration uses.
     """
     extent, first = tv.fusion.canonical(extent), sc.ZERO
     for cut in cuts:

@@ -1,8 +1,9 @@
 """Lowers segments that are computed one block at a time to one loop of the host program. The
 iterations of the loop run on different streams, and an iteration is also called a step.
 
-A stream axis may be a logical axis, or the outer part of a split. The structure of the loop is the
-same for both, apart from the place where the first stream waits for the others:
+A stream axis, which is divided over the iterations, may be a logical axis, or the outer part of a
+split. The structure of the loop is the same for both, apart from the place where the first stream
+waits for the others:
 
     logical axis: FOR streamIdx in istreamIdx2{8}:
                     SetCurrentStream(Stream (streamIdx % numberOfStreams)), Synchronize(Stream S0)
@@ -109,9 +110,9 @@ def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp]
     """Returns a function that says whether an op is computed separately, as an op of the host
     program outside of kernels.
 
-    Library ops are computed separately, and also plain copies in one of the stream `loops`. With
-    `params.standalone`, all ops that torch can compute and all plain copies are computed
-    separately.
+    Library ops are computed separately, and also plain copies in one of the stream `loops` (which
+    compute tensors block by block). With `params.standalone`, all ops that torch can compute and
+    all plain copies are computed separately.
     """
     if params.standalone:
         return lambda op: isinstance(op, STANDALONE_OPS) or is_copy(op)
@@ -149,12 +150,13 @@ class RingEmitter:
     def receive_from_owner(
         self, op: nodes.Reshard, inp: TensorView, out: TensorView, team: TeamOf
     ) -> None:
-        """Adds the transfer by which one loop iteration receives its block from the device that has
-        this block. In return, this rank sends its own block to the device that needs it.
+        """Adds the transfer by which one loop iteration receives its block from the device that
+        stores this block. In the same iteration, this rank sends its own block to the device that
+        needs it.
 
-        `op` is the reshard (change of sharding). `inp` is this rank's own block, and `out` is the
-        memory for the received block. In the first iteration, the needed block is this rank's own,
-        so nothing is sent.
+        `op` is the reshard (change of sharding) that is lowered. `inp` is this rank's own block,
+        `out` is the memory for the received block, and `team` are the devices. In the iteration
+        that needs this rank's own block, nothing is sent.
         """
         (ptype,) = team.ptypes
         loop, in_turn = self._loop, self._program.copies_in_turn
@@ -261,11 +263,11 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Adds a library op, such as a matmul, to the loop iteration. `step` is the form of `op`
-        that has the operands and results of one iteration.
+        """Adds a library op, such as a matmul, to the iteration of a stream loop. `step` is `op`
+        with the operands and results of one iteration.
 
-        If an operand or the result is transferred between devices, the op uses this rank's own
-        block without a copy.
+        If an operand or the result of `op` is transferred between devices, the added op uses this
+        rank's own block directly, without a copy.
         """
         if self._is_exchanged(op):
             self._exchanged[op.out_tensor] = step
@@ -279,7 +281,8 @@ class RingEmitter:
         self._body.steps.append(IfThenElse(found[0][0], then=(mine,), orelse=(step,)))
 
     def _is_for_products(self, tv: TensorView) -> bool:
-        """Whether only matmuls read the blocks that peer copies bring into `tv`.
+        """Whether only matmuls read the blocks that each iteration of a stream loop copies from
+        other ranks into `tv`.
 
         Such a matmul can read this rank's own block from the operand, without a copy. With NCCL
         this is not done, because NCCL's kernels would wait for that matmul.
@@ -292,10 +295,11 @@ class RingEmitter:
         )
 
     def _is_exchanged(self, op: TensorOp) -> bool:
-        """Whether `op` is a matmul whose result blocks are exchanged, each with a different device.
+        """Whether `op` is a matmul of which each iteration computes a block for a different device.
+        The blocks are then exchanged, and the matmul can write this rank's own block directly into
+        its final place.
 
-        On the receiving device, the block of each sender must have a separate place in the result.
-        The matmul can then write this rank's own block directly into its place.
+        This needs a separate place in the result for the block of each sender.
         """
         out = op.out_tensor
         uses = self._program.fusion.uses(out)
@@ -311,8 +315,8 @@ class RingEmitter:
 
 
 def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> list[Op]:
-    """Returns the ops that copy `mine` into `theirs`: in an exchange of blocks between devices, the
-    block that stays on this device.
+    """Returns the ops that copy the block `mine` into `theirs`, a part of the result. In an
+    exchange of blocks between devices, this is the block that stays on this device.
 
     `op` is the reshard (change of sharding) that exchanges blocks. Axes of one element are removed
     first, so that both sides of the copy have equal axes.
@@ -333,13 +337,15 @@ def _copied_block(op: nodes.Reshard, mine: TensorView, theirs: TensorView) -> li
 
 def _is_own(member: Scalar, team: TeamOf) -> Scalar:
     """Returns the condition that the device with the coordinate `member` in the team is the current
-    rank."""
+    rank, as a scalar expression.
+    """
     (ptype,) = team.ptypes
     return sc.eq(member, coordinate(team.mesh, ptype))
 
 
 class CollectiveEmitter:
-    """Lowers the communications of one loop over streams. Each iteration communicates one block.
+    """Lowers the communications of one stream loop. Each iteration communicates one block of a
+    tensor, on one of several streams.
 
     An allgather:
 
@@ -400,8 +406,9 @@ class CollectiveEmitter:
         )
 
     def _scatter(self, op: nodes.Reshard) -> None:
-        """Adds a reduction to the loop: each iteration sums one block over all devices, on the
-        device that needs this block. `op` is the reshard (change of sharding).
+        """Adds a reduction to the loop: each iteration sums one block over all devices, and the sum
+        is stored on the one device that needs it. `op` is the reshard (change of sharding) that is
+        lowered.
 
         Raises `UnsupportedError` with `offset_by_rank`, because all devices must reduce the same
         block at the same time.
@@ -480,8 +487,8 @@ class CollectiveEmitter:
 
 # ------------------------------------------------------------------ segments
 class StreamLoopBuilder:
-    """Lowers the segments of one loop over streams, in order: allocations, the loop, and the waits
-    between streams.
+    """Lowers the segments of one stream loop, in order: allocations, the loop, and the waits
+    between streams. Segments are kernels and the ops between kernels.
 
     The ops before the loop and in each iteration (step):
 
@@ -589,8 +596,8 @@ class StreamLoopBuilder:
 
 # ------------------------------------------------------------------ loops
 def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the ops of a loop whose iterations share streams. `steps` are the ops of one
-    iteration.
+    """Returns the ops of a stream loop whose iterations share a limited number of streams. `steps`
+    are the ops of one iteration.
 
     At the end of each iteration, the stream on which the loop began waits for this iteration.
     """
@@ -608,8 +615,8 @@ def joined_in_the_loop(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
 
 
 def joined_behind(loop: LoopContext, steps: Sequence[Op]) -> list[Op]:
-    """Returns the ops of a loop whose iterations have one stream each. `steps` are the ops of one
-    iteration.
+    """Returns the ops of a stream loop in which every iteration has its own stream. `steps` are the
+    ops of one iteration.
 
     After the loop, the stream on which the loop began waits for all iterations.
     """
