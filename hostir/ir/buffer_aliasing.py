@@ -29,11 +29,12 @@ from multidevice.sharding.streams import is_allocated_per_step
 def _unread(
     program: HostIrContainer, ops: Iterable[Op], shared: Container[TensorView]
 ) -> frozenset[TensorView]:
-    """Returns the results that need not be computed, among the results of tensor ops with several
-    results.
+    """Returns the results that need not be computed, for ops with several results of which some are
+    not used.
 
     Such a result is read by no op and is not an output of `program`. `ops` are all ops of the
-    program. Results in `shared`, the tensors that share a buffer, are never returned.
+    program. Results in `shared`, the tensors that share a buffer with another tensor, are never
+    returned.
     """
     read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
     read.update(program.inputs, program.outputs)
@@ -42,19 +43,20 @@ def _unread(
 
 
 def _shown(tv: TensorView, shows: Mapping[TensorView, TensorView]) -> Iterator[TensorView]:
-    """Follows views from `tv` to the owner of its buffer. Yields each tensor on the way, without
-    `tv` and with the owner.
+    """Yields the tensors of which `tv` is a view, from the nearest one to the owner of the buffer.
+    Yields nothing if `tv` itself owns its buffer.
 
-    `shows` maps each view to the tensor of which it is a view. Nothing is yielded if `tv` owns its
-    buffer.
+    `shows` maps each view to the tensor of which it is directly a view.
     """
     while tv in shows:
         yield (tv := shows[tv])
 
 
 class WholeShapes:
-    """Evaluates the shapes of undivided tensors, which neither devices nor stream loops divide. The
-    shape of an undivided tensor is the same on all ranks and in all loop iterations."""
+    """Evaluates the shapes of undivided tensors, which are split neither over devices nor over the
+    iterations of a loop. The shape of such a tensor is the same on all ranks and in all loop
+    iterations, so it is computed once per run.
+    """
 
     def __init__(self, tensors: Iterable[TensorView]) -> None:
         whole = [tv for tv in tensors if not tv.domain.has_devices]
@@ -65,8 +67,8 @@ class WholeShapes:
         self._slices = {tv: slice(*ends[i : i + 2]) for i, tv in enumerate(whole)}
 
     def of(self, values: Mapping[Symbol, Number]) -> dict[TensorView, tuple[int, ...]]:
-        """Returns the shape of each undivided tensor: a tensor that neither devices nor stream
-        loops divide. `values` binds the symbols in the extents.
+        """Returns the shape of each undivided tensor: a tensor that is split neither over devices
+        nor over the iterations of a loop. `values` binds the symbols in the extents.
 
         Returns {} if some extent cannot be evaluated, is negative, or is not an integer.
         """
@@ -198,14 +200,16 @@ class Storage:
         )
 
     def shown_by(self, tv: TensorView) -> TensorView | None:
-        """Returns the tensor of which `tv` is a view. Returns None if `tv` owns its buffer."""
+        """Returns the tensor of which `tv` is directly a view. That tensor may be a view, too.
+        Returns None if `tv` owns its buffer.
+        """
         return self.shows.get(tv)
 
     def view(self, tv: TensorView) -> SymmetricContiguousView | None:
-        """Returns the `SymmetricContiguousView` op behind `tv`, or None.
+        """Returns the `SymmetricContiguousView` op through which `tv` shows the memory of several
+        ranks as one tensor. Returns None if `tv` shows only this rank's memory.
 
-        The op is returned for its own result (a view of several ranks' shards as one tensor), and
-        for each view of that result.
+        The op is returned for its own result, and for each view of that result.
         """
         while tv not in self.views and tv in self.shows:
             tv = self.shows[tv]
@@ -225,8 +229,9 @@ class Storage:
         return tv
 
     def escapes(self, tv: TensorView) -> bool:
-        """Whether the caller owns the buffer of `tv`. The caller owns the buffers of the program's
-        inputs and outputs."""
+        """Whether the caller of the program can still use the buffer of `tv` after the run, because
+        `tv` is stored in the buffer of an input or output. The program must not free such a buffer.
+        """
         return self.root(tv) in self.escaping
 
 
@@ -256,9 +261,9 @@ def pairs(effects: Sequence[Effect]) -> list[tuple[Reads | Writes, Writes]]:
     """Returns the pairs of tensors of one op that must not share memory, unless the op can compute
     in place.
 
-    `effects` are the effects of the op. Each operand that the op reads is paired with each result,
-    and each result with each later result. A tensor is represented by its `Reads` or `Writes`
-    effect.
+    `effects` are the effects of the op (its reads and writes). Each operand is paired with each
+    result, and each result with each later result. A tensor is represented by its `Reads` or
+    `Writes` effect.
     """
     touched = [e for e in effects if isinstance(e, Reads | Writes)]
     return [

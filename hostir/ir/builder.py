@@ -49,7 +49,8 @@ class ProgramBuilder:
 
     def seal(self) -> None:
         """Forbids further changes of the program. An evaluator calls `seal` when it begins to use
-        the program, because recorded runs would not follow a change."""
+        the program, because it repeats recorded runs, which would not follow a change.
+        """
         self._is_sealed = True
 
     def _check_not_sealed(self, what: str) -> None:
@@ -190,8 +191,8 @@ class ProgramBuilder:
                 self._append(op)
 
     def _written_into(self, op: Op, into: TensorView) -> Op:
-        """Returns a copy of `op` that writes its result into the tensor `into`. The copy also
-        replaces `op` in the program's definition.
+        """Returns a copy of `op` that writes its result into the tensor `into` instead of a new
+        tensor. In the program's list of defined ops, the copy replaces `op`.
 
         Raises `DefinitionError` if `into` cannot hold the result.
         """
@@ -275,8 +276,8 @@ class ProgramBuilder:
         """Appends a `HirAliasSelect` op that selects element `index` along an axis of `inp`.
         Returns the result, a view of `inp` without that axis.
 
-        The result is `out` if given, and otherwise a new tensor. `axis` counts the logical axes of
-        `inp` without reductions.
+        The result is `out` if given, and otherwise a new tensor. `axis` is the index of the axis,
+        not counting reduction axes.
         """
         axes = inp.domain.no_reductions
         if not -len(axes) <= axis < len(axes):
@@ -336,8 +337,8 @@ class ProgramBuilder:
 
     @contextmanager
     def otherwise(self) -> Generator[None]:
-        """Opens the second region of the branch just appended, for a `with` block. Ops that the
-        block appends run if the predicate of the branch is false.
+        """Opens the second region (the ELSE ops) of the branch that was just appended, for a `with`
+        block. Ops that the block appends run if the predicate of the branch is false.
 
         Raises `DefinitionError` if the last op is not a branch, or has a second region already.
         """
@@ -399,9 +400,11 @@ def _refusal(text: str, *tensors: TensorView) -> DefinitionError:
 
 
 def _lined(op: Op, where: str) -> Op:
-    """Returns a copy of `op` that records `where`, the user's source line that appended the op.
+    """Returns a copy of the host op `op` that records `where`, the user's source line that appended
+    the op. Error messages name this line. A tensor op is returned unchanged, because it has the
+    line of its definition.
 
-    Host ops inside the regions of `op` also get the line, unless they have a line already.
+    Host ops inside a loop or branch `op` also get the line, unless they have a line already.
     """
     if not isinstance(op, HostOp):
         return op  # a tensor op has the line of its definition

@@ -2,7 +2,8 @@
 
 A host op returns its effects in order (`HostOp.effects`). The effects of a tensor op of the fusion
 IR are derived from its operands and results (`tensor_op_effects`). Verification, liveness analysis
-and the race check read only effects. Therefore these analyses need no table of ops.
+and the race check read only effects. Therefore these analyses work for every op without a case per
+op class.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class Stream:
 class Part:
     """A part of a tensor along one axis: a single element, or a chunk.
 
-    `axis` is the position of the axis among the logical axes without reductions. If `chunks` is
-    None, the part is the element `index` of that axis. Otherwise the axis is divided into `chunks`
-    equal chunks, and the part is chunk `index`. The size of a chunk is rounded up, so the last
-    chunks may be short or empty.
+    `axis` is the index of the axis, not counting reduction axes. If `chunks` is None, the part is
+    the element `index` of that axis. Otherwise the axis is divided into `chunks` equal chunks, and
+    the part is chunk `index`. The size of a chunk is rounded up, so the last chunks may be short or
+    empty.
     """
 
     axis: int
@@ -95,8 +96,8 @@ class Makes:
     """The effect of an op that gives `tensor` a new buffer. `is_filled` says whether the op also
     writes the contents of the buffer.
 
-    If `step` is given, the buffer holds only the block of `tensor` that iteration `step` of a
-    stream loop uses.
+    If `step` is given, a loop computes `tensor` block by block. The buffer holds only the block
+    that iteration number `step` uses.
     """
 
     tensor: TensorView
@@ -156,8 +157,9 @@ class Writes:
 # ------------------------------------------------------------------ communications
 @record
 class Starts:
-    """The effect of an op that starts the communication `number`. If a group of transfers is open,
-    the communication joins the group instead of starting at once.
+    """The effect of an op that starts the communication `number`. If a group of transfers is open
+    (between `StartCoalescing` and `EndCoalescing`), the communication joins the group and starts
+    when the group ends.
 
     The communication uses the tensors that the op reads and writes until its `Wait` op has run.
     """
@@ -167,8 +169,10 @@ class Starts:
 
 @record
 class OpensGroup:
-    """The effect of `StartCoalescing`: a group of transfers is opened. The transfers of later ops
-    join the group, until an op with the effect `ClosesGroup` starts all of them together."""
+    """The effect of `StartCoalescing`: a group of sends and receives is opened. The sends and
+    receives of later ops join the group, until an op with the effect `ClosesGroup` starts all of
+    them together.
+    """
 
 
 @record

@@ -173,8 +173,8 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 def _index(parser: Parser) -> Symbol:
     """Parses the name of a loop's index and defines the index as a new symbol.
 
-    The range of the index follows the name in the text. The range is read ahead and then left for
-    the parser of the loop.
+    The bounds of the index follow the name in the text. They are read ahead, because the symbol
+    needs them, and then left in the text for the parser of the loop.
     """
     c = parser.cursor
     name = c.name(_INDEX_NAME, "the index of a loop")

@@ -74,8 +74,8 @@ def full_text(program: Printable, *, first_line: str) -> str:
 
 
 def meaning_text(program: Printable) -> str:
-    """Returns the full form of a program's text without the user's source lines, because these may
-    differ between ranks.
+    """Returns the full form of a program's text without the user's source lines. Ranks may have
+    different source lines and still run the same program.
 
     The ranks compare these texts to check that all of them run the same program.
     """

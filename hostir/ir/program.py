@@ -36,10 +36,10 @@ def _by_hand(
     method: Callable[Concatenate[ProgramBuilder, P], R],
 ) -> Callable[Concatenate[HostIrContainer, P], R]:
     """Turns `method` of `ProgramBuilder` into a method of `HostIrContainer`, with the same
-    signature and docstring.
+    signature and docstring. Users can then write `container.append(op)` without knowing the
+    builder.
 
-    The new method calls `method` on the container's own builder. Users can therefore write
-    `container.append(op)`.
+    The new method calls `method` on the builder that the container owns.
     """
 
     @wraps(method)
@@ -110,7 +110,8 @@ class HostIrContainer:
 
     def started(self) -> tuple[StartsCommunication, ...]:
         """Returns all ops that start a communication, in program order: collectives, permutations,
-        transfers, and ends of groups of transfers."""
+        sends and receives, and the `EndCoalescing` op of each group of sends and receives.
+        """
         return tuple(op for op in walk(self.ops) if isinstance(op, StartsCommunication))
 
     def devices(self) -> tuple[int, ...]:

@@ -41,8 +41,9 @@ def only_allocates(program: HostIrContainer) -> bool:
 
 
 def _touches(op: Op) -> bool:
-    """Whether an op reads or writes the contents of buffers. The op of a loop or branch does not
-    count, only the ops inside."""
+    """Whether an op itself reads or writes the contents of buffers. A loop or branch does not; the
+    ops inside are asked separately.
+    """
     return not isinstance(op, HostOp) or any(isinstance(e, Reads | Writes) for e in op.effects())
 
 
@@ -56,10 +57,9 @@ def computations(program: HostIrContainer) -> Iterator[Op]:
 
 def free_inputs(program: HostIrContainer) -> frozenset[int]:
     """Returns the positions of the scalar inputs whose values affect neither a shape nor a control
-    scalar.
+    scalar. A control scalar decides which ops run, how often, and on which parts of tensors.
 
-    A control scalar decides which ops run, how often, and on which parts of tensors. A later call
-    may pass other values for the returned inputs, and still replay the recorded run.
+    A later call may pass other values for the returned inputs, and still repeat the recorded run.
     """
     kernels = (tv for group in program.groups.values() for tv in group.fusion.tensors())
     free = binding.free_inputs(program.values, (*program.tensors(), *kernels))

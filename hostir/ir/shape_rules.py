@@ -105,10 +105,10 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
 
 def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
     """Requires that devices split the heads of the keys (`groups`) in the same way as the heads of
-    the queries (`heads`) of an attention op.
+    the queries (`heads`) of an attention op. Each device then has the keys that its queries need.
 
-    Each device then has the keys that its queries need. A broadcast axis (a single head of keys or
-    of a bias) is exempt, because all devices have this head.
+    Both lists have all axes of the op with this role, in all its tensors. A broadcast axis (a
+    single head of keys or of a bias) is exempt, because all devices have this head.
     """
     several = ([a for a in axes if not a[2].is_broadcast] for axes in (heads, groups))
     for one, other in zip(*several, strict=False):
@@ -156,12 +156,12 @@ def check_kept_axes(
     *,
     cut: int | None = None,
 ) -> None:
-    """Raises `VerifyError` unless `out` has the same axes as `source`, apart from the axis at
-    position `gone`.
+    """Raises `VerifyError` unless `out` has the same axes as `source`, apart from the axis of
+    `source` at position `gone`, which `out` must lack.
 
-    If `gone` is None, `out` must have all axes of `source`. Sizes and the splits over devices are
-    compared. The axis at position `cut` may be split over other devices in `out` than in `source`.
-    `values` binds the symbols in extents.
+    If `gone` is None, `out` must have all axes. Sizes and the splits over devices are compared.
+    Only the axis of `out` at position `cut` may be split over other devices than in `source`,
+    because the op changes this split. `values` binds the symbols in extents.
     """
     kept = [axis for axis in _axes(source) if gone is None or axis[1] != gone]
     if len(kept) != out.ndim:
@@ -218,10 +218,13 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
 def _check_sizes(
     op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
 ) -> None:
-    """Requires that all `axes` have the same size and are split over the same devices.
+    """Requires that all `axes`, which `op` relates to each other, have the same size and are split
+    over the same devices.
 
-    An axis with one element (a broadcast) fits any size, unless it is the last one in `axes`. If
-    `is_cut` is True, the devices are not compared. `values` binds the symbols in extents.
+    A broadcast axis has one element, which the op repeats, so it fits any size. If the last axis,
+    usually that of the result, has one element, all others must have one. If `is_cut` is True, `op`
+    changes the split over devices, so the devices are not compared. `values` binds the symbols in
+    extents.
     """
     sizes = [tv.fusion.canonical(axis.size) for tv, _, axis in axes]
     whole = [(a, n) for a, n in zip(axes, sizes, strict=True) if _number(n, values) != 1]
@@ -243,8 +246,9 @@ def _check_sizes(
 
 
 def device_cuts(tv: TensorView, position: int) -> set[ParallelType]:
-    """Returns the parallel types of the mesh dimensions and streams that split the logical axis of
-    `tv` at `position`. Positions are counted without reductions."""
+    """Returns the mesh dimensions (such as `mesh_x`) and the stream loops that split one axis of
+    `tv`, as parallel types. `position` is the index of the axis, not counting reduction axes.
+    """
     return {cut.ptype for cut in placement(tv)[position]}
 
 

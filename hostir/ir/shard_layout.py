@@ -19,17 +19,19 @@ from multidevice.sharding.streams import block_extents
 
 
 def parts(tv: TensorView) -> tuple[int, ...]:
-    """Returns the number of shards into which the devices of the mesh split each logical axis of
-    `tv`. Reduction axes are left out."""
+    """Returns, for each logical axis of `tv`, into how many parts the devices of the mesh split it;
+    1 for an axis that is not split. Reduction axes are left out.
+    """
     cuts = placement(tv, DEVICE_TYPES)
     return tuple(math.prod(cut.devices for cut in mine) for mine in cuts)
 
 
 def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
-    """Returns the number of elements that one rank allocates for its shard of `tv`. An expanded
-    axis counts as one element, because memory holds only one.
+    """Returns the number of elements that one rank allocates for its shard of `tv`, the part that
+    it stores. An expanded axis counts as one element, because memory holds only one.
 
-    If `per_step` is True, only the block that one iteration of a stream loop uses is counted.
+    If `per_step` is True, a loop computes the shard block by block, and only one full block is
+    counted.
     """
     return memory_layout.elements(tv, block_extents(tv) if per_step else local_extents(tv))
 
@@ -43,8 +45,10 @@ def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
 
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of the logical axes of `tv` when a shard of these `sizes`
-    is newly allocated. Expanded axes have stride 0."""
+    """Returns the strides, in elements, of the axes of `tv` (in the order of its shape) when a
+    shard of these `sizes` is newly allocated. The strides follow the declared memory order.
+    Expanded axes have stride 0.
+    """
     return memory_layout.dense_strides_of(tv, [max(n, 1) for n in sizes])
 
 
@@ -54,9 +58,9 @@ def viewed_strides(
     """Returns the strides of a view that the program returns to the caller. `strides` are the
     strides that the view has in memory.
 
-    The stride of an axis with one element is arbitrary if the view belongs to an input. For a
-    contiguous `tv`, such a stride is replaced by the stride that a newly allocated tensor would
-    have.
+    Torch allows any stride for an axis with one element, so a view of an input may have an odd one.
+    If `tv` is contiguous, such a stride is replaced by the one that a newly allocated tensor of
+    these `sizes` would have.
     """
     if 1 not in sizes or not memory_layout.is_contiguous(tv):
         return strides

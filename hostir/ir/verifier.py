@@ -144,8 +144,9 @@ def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
 
 @dataclass
 class _InFlight:
-    """A communication in flight: one that has started and for which no `Wait` has run yet. `reads`
-    and `writes` are the tensors that the communication uses."""
+    """A communication that has started and for which no `Wait` has run yet. `reads` and `writes`
+    are the tensors that it uses, so that other ops must not touch them.
+    """
 
     op: Op
     reads: tuple[TensorView, ...]
@@ -156,8 +157,9 @@ class _InFlight:
 
 @dataclass
 class _Steps:
-    """The facts about a loop while its body is checked: the buffers and communications that earlier
-    iterations of the loop may have left."""
+    """The facts about a loop while the ops of its body are checked. They say which buffers and
+    communications of earlier iterations may exist when an iteration begins.
+    """
 
     # The tensors that the loop allocates, and the views that the loop makes.
     makes: set[TensorView]
@@ -267,11 +269,11 @@ class _Checker:
             self._branch(op)
 
     def _present(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that each rank has all tensors that `op` uses or none, because the op does not
-        communicate.
+        """Requires that each rank has all tensors that `op` uses or none. A rank with only some of
+        them could not run the op, which does not communicate.
 
-        Ops in branches are not checked: only `hostir.analysis.races` knows which ranks reach these
-        ops.
+        Ops that start communications are exempt. Ops in branches are not checked, because only
+        `hostir.analysis.races` knows which ranks reach them.
         """
         if self.is_branch or isinstance(op, StartsCommunication):
             return
@@ -299,8 +301,10 @@ class _Checker:
                 raise VerifyError(words(op, a, b, is_read=is_read))
 
     def _views(self, tv: TensorView) -> list[TensorView]:
-        """Returns the views with permuted axes between `tv` and the owner of its buffer. Elements
-        of two tensors have the same addresses only if these lists are equal."""
+        """Returns those views between `tv` and the owner of its buffer that permute axes. If these
+        lists are equal for two tensors in the same buffer, their elements have the same addresses,
+        so that an op may compute one in place of the other.
+        """
         found: list[TensorView] = []
         while tv in self.storage.shows:
             if tv in self.turned:
@@ -401,8 +405,9 @@ class _Checker:
         }
 
     def _no_view_left(self) -> None:
-        """Requires that the region which has just ended deallocated every view of several ranks'
-        shards that the region made."""
+        """Requires that the region (loop body, branch or program) that has just ended has
+        deallocated every view that it made of the shards of several ranks.
+        """
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
             shown = f"{view} shows {self.storage.shows[view]} to other ranks"
@@ -565,8 +570,10 @@ class _Checker:
         self.freed_at[tv] = self.at
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
-        """Requires that other ranks cannot read the buffer of `tv` at this op. `what` says in the
-        message how the op uses `tv`, such as `written`."""
+        """Requires that other ranks cannot read the buffer of `tv` at this op, through a view of
+        the shards of several ranks. `what` is the word in the message for how the op uses `tv`,
+        such as `written`.
+        """
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
                 shows = f"{view}, made at {self.line(op)}, shows it to other ranks"
@@ -610,8 +617,9 @@ class _Checker:
         return self._whole(a) is self._whole(b)
 
     def _whole(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that `tv` stands for, if `tv` is a view of a whole tensor. The search
-        stops at a view of only a part."""
+        """Returns the tensor whose memory `tv` names as a whole, following views. The search stops
+        at a view of only a part of a tensor, and returns this view.
+        """
         while tv in self.storage.shows and tv not in self.storage.parts:
             tv = self.storage.shows[tv]
         return tv
@@ -664,8 +672,9 @@ class _Checker:
         )
 
     def _nothing(self, effect: object) -> None:
-        """Does nothing. `_nothing` handles the effects on streams, on which no structural rule
-        depends."""
+        """Does nothing. It is the entry, in the table of handlers by effect, for effects on streams
+        and others on which no structural rule depends.
+        """
 
     # ------------------------------------------------------------ what ops are checked against
     def kernel(self, group: int) -> Fusion:
@@ -696,7 +705,8 @@ def _dtypes(a: TensorView, b: TensorView) -> str:
 
 def _numbers(known: Iterable[int], what: str) -> str:
     """Returns the part of a message that lists the numbers of a program's kernel groups or host
-    units, whichever `what` says."""
+    units. `what` is "kernel groups" or "host units", and `known` are their numbers.
+    """
     numbers = ", ".join(map(str, known))
     return f"its {what} are {numbers}" if numbers else f"it has no {what}"
 

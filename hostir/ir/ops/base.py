@@ -59,8 +59,9 @@ Work = Mapping[TensorView, int]
 
 
 class ProgramAround(Protocol):
-    """The facts about a whole host program that an op needs to check itself
-    (`HostOp.verify_in`)."""
+    """The facts about a whole host program that an op needs to check whether it fits the program.
+    `HostOp.verify_in` receives these facts.
+    """
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -154,8 +155,9 @@ class Movement:
 
     @cached_property
     def expanded(self) -> Mapping[TensorView, tuple[int, ...]]:
-        """The expanded axes of each tensor that moves, by index. Memory holds only one element
-        along an expanded axis, so only that element is sent."""
+        """The expanded axes of each tensor that moves, by axis index. An expanded axis repeats one
+        element with stride 0. Memory holds only this element, so only this element is sent.
+        """
         return {tv: expanded_positions(tv) for tv in self.tensors}
 
 
@@ -165,8 +167,10 @@ _Named = Any
 
 
 class LocalShapes(Protocol):
-    """The interface that evaluates the sizes of a rank's local shards, for one run or for all
-    inputs of equal sizes."""
+    """The interface that evaluates the sizes of a rank's local shards, the parts of tensors that
+    the rank stores. One implementation is for a single run, another for all runs on inputs of equal
+    sizes.
+    """
 
     @property
     def rank(self) -> int:
@@ -174,10 +178,10 @@ class LocalShapes(Protocol):
         ...
 
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
-        """Returns the shape of this rank's shard of `tv`.
+        """Returns the shape of this rank's shard of `tv`, the part that this rank stores.
 
-        If `stream_index` is given, returns the shape of the block of the shard that this iteration
-        of a stream loop uses.
+        If `stream_index` is given, a loop computes the shard block by block, one block per
+        iteration. The shape of the block for this iteration is returned.
         """
         ...
 
@@ -219,17 +223,18 @@ class Runtime(Protocol):
 
     # -------------------------------------------------------------- buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
-        """Allocates the buffer for this rank's shard of `tv`. If `is_cleared` is True, the buffer
-        is filled with zeros.
+        """Allocates the buffer for this rank's shard of `tv`, the part that this rank stores. If
+        `is_cleared` is True, the buffer is filled with zeros.
 
-        If `stream_index` is given, the buffer holds only the block of the shard that this iteration
-        of a stream loop uses.
+        If `stream_index` is given, a loop computes the shard block by block, and the buffer holds
+        only the block for this iteration.
         """
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Frees the buffer of `tv`. If `tv` is a view of several ranks' shards, ends the view
-        instead."""
+        """Frees the buffer of `tv`. If `tv` is a view of the shards of several ranks, no memory is
+        freed; the ranks wait for one another and the view ends.
+        """
         ...
 
     def name_part(self, out: TensorView, inp: TensorView, part: Part | None) -> None:
@@ -275,8 +280,9 @@ class Runtime(Protocol):
         ...
 
     def run_unit(self, op: _Named) -> None:
-        """Runs the host unit that a `PostOnStream` op names, on the current stream. Results without
-        a buffer are allocated by the host unit."""
+        """Runs the host unit, a separately compiled fusion, that a `PostOnStream` op names, on the
+        current stream. The host unit allocates results that have no buffer.
+        """
         ...
 
     # -------------------------------------------------------------- communications
@@ -380,8 +386,10 @@ class HostOp(Op):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How an operand and a result may share one buffer, as a value of `BufferSharing`. By
-        default, elements of both must have the same addresses."""
+        """How an operand and a result of the op may share one buffer, as a value of
+        `BufferSharing`. The default is `same`: element i of the operand must have the same address
+        as element i of the result.
+        """
         return "same"
 
     @cached_property
@@ -416,13 +424,15 @@ class HostOp(Op):
 
     @property
     def ranks_meet(self) -> bool:
-        """Whether several ranks wait for each other in the op. By default, True for an op that
-        starts a communication."""
+        """Whether several ranks wait for each other in the op, as in a communication or a barrier.
+        By default, True for an op that starts a communication.
+        """
         return any(isinstance(e, Starts | ClosesGroup) for e in self.effects())
 
     @property
     def has_dry_run(self) -> bool:
         """Whether a dry run, on tensors without contents, can record the op for later runs.
+        Otherwise the first real run must record it.
 
         By default, True for an op that only uses buffers and views. Streams and communications are
         created in real runs, because all ranks must first agree. Loops are excluded because a dry
@@ -469,8 +479,9 @@ class HostOp(Op):
 
 
 def missing_slots(cls: type[HostOp]) -> list[str]:
-    """Returns which required parts the host op class `cls` does not declare: its text, `effects` or
-    `emit`."""
+    """Returns the names of the required parts that the host op class `cls` does not declare: its
+    text, `effects` or `emit`. An empty list means that the class is complete.
+    """
     filled = {
         "text (TEXT, or template() and variants())": bool(cls.TEXT)
         or (hasattr(cls, "template") and hasattr(cls, "variants")),

@@ -6,8 +6,8 @@ into the buffer that an `Allocate` made, or into a view of part of another buffe
 library op is therefore a destination. The `out` of a view op is a new name for the memory of its
 operand.
 
-Indices are scalar expressions over loop indices, `rank` and `numberOfStreams`. Therefore one
-program fits all ranks.
+Indices are scalar expressions over loop indices, `rank` and `numberOfStreams` (the number of
+streams of a run). Therefore all ranks can run the same program.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ from multidevice.sharding.streams import dropped_axes_of, stream_axis
 
 # ------------------------------------------------------------------ buffers
 class Allocate(HostOp):
-    """Allocates a buffer for this rank's shard of the tensor `buffer`.
+    """Allocates a buffer for this rank's shard of the tensor `buffer`, the part that this rank
+    stores.
 
-    `zero_init` fills the buffer with zeros. If the allocation domain has a stream axis, the buffer
-    holds only the block that iteration `stream_index` of a stream loop uses.
+    `zero_init` fills the buffer with zeros. `stream_index` is for a tensor that a loop computes
+    block by block, when each iteration needs memory for its own block only. It is the number of
+    this block.
     """
 
     buffer: TensorView = result()
@@ -70,8 +72,9 @@ class Allocate(HostOp):
     OLDER = ("{buffer} = ALLOCATE(mem_type={mem_type}, zero_init={zero_init})",)
 
     def template(self) -> str:
-        """Returns the text template of `Allocate`. The template mentions `stream_index` only if the
-        op has one."""
+        """Returns the pattern by which an `Allocate` is printed and parsed. The pattern mentions
+        `stream_index` only if the op has one.
+        """
         return _allocate_template(self.stream_index is not None)
 
     @classmethod
@@ -89,8 +92,9 @@ class Allocate(HostOp):
 
     @property
     def size(self) -> Scalar:
-        """The number of elements that `Allocate` allocates on one rank. With a stream index, the
-        number of elements of a full block."""
+        """The number of elements that `Allocate` allocates on one rank. With a `stream_index`, this
+        is the size of a full block, although the last blocks of a tensor may be shorter.
+        """
         return allocated_elements(self.buffer, per_step=self.stream_index is not None)
 
     def effects(self) -> tuple[Effect, ...]:
@@ -99,8 +103,10 @@ class Allocate(HostOp):
         return (Makes(self.buffer, is_filled=self.zero_init, step=self.stream_index),)
 
     def emit(self, rt: Runtime) -> None:
-        """Runs `Allocate`. If the tensor already has memory, nothing is allocated. `zero_init` then
-        fills that memory with zeros."""
+        """Runs `Allocate`: allocates the buffer. If the tensor already has memory, because it is a
+        view or in a buffer of the caller, nothing is allocated. `zero_init` then fills that memory
+        with zeros.
+        """
         if not rt.is_named(self.buffer):
             rt.allocate(self.buffer, self.stream_index, is_cleared=self.zero_init)
         elif self.zero_init:
@@ -219,8 +225,9 @@ class PostOnStream(HostOp):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """`freely`: an operand and a result may share a buffer, because the host unit computes all
-        results before it writes any of them."""
+        """How an operand and a result of a `PostOnStream` may share one buffer. The value is
+        `freely`, because the host unit computes all results before it writes any of them.
+        """
         return "freely"
 
     def effects(self) -> tuple[Effect, ...]:
@@ -234,8 +241,10 @@ class PostOnStream(HostOp):
         rt.run_unit(self)
 
     def work(self, sizes: Sizes) -> Work:
-        """Raises `UnsupportedError`, because the cost of `PostOnStream` is unknown: its host unit
-        is scheduled only when the program runs."""
+        """Returns the bytes that the op's work moves, for the prediction of its time.
+        `PostOnStream` always raises `UnsupportedError`, because its host unit (a separate fusion)
+        is scheduled only when the program runs, so the time is unknown.
+        """
         raise UnsupportedError(
             f"cost: the time of PostOnStream (HostUnit{self.unit}) cannot be predicted, because a "
             f"host unit is scheduled only when it runs{user_code(self.where)}"
@@ -265,11 +274,11 @@ def _computes(
 
 # ----- the properties that a launch must share with the fusion that it runs
 def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = None) -> object:
-    """Returns the properties of `value`, an operand of a kernel, that the launch must have in
-    common with the kernel: dtype, extents and mesh.
+    """Returns the properties in which an operand of a launch must agree with the kernel's parameter
+    `value`: dtype, extents and mesh.
 
-    `like` is the operand of the launch. If `like` is a slice of `value`, the axes that `like` lacks
-    are left out.
+    `like` is the operand that the launch passes. If `like` is a slice of one element along some
+    axes, it lacks these axes, and their extents are left out.
     """
     if isinstance(value, TensorView):
         shape = list(map(str, value.shape()))
@@ -280,8 +289,8 @@ def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = 
 
 
 def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Returns the properties of `value` that an operand of `PostOnStream` must have in common with
-    its host unit: dtype, number of axes and mesh.
+    """Returns the properties in which an operand of `PostOnStream` must agree with the host unit's
+    parameter `value`: dtype, number of axes and mesh.
 
     `like` is ignored. The parameter exists because `_kernel_kind` has the same signature.
     """
@@ -334,10 +343,12 @@ def _difference(a: TensorView | Scalar, b: TensorView | Scalar) -> str:
 
 # ------------------------------------------------------------------ slices
 class LocalSlice(HostOp):
-    """Copies this rank's part of the replicated tensor `inp` into `out`, without communication.
+    """Copies this rank's part of `inp`, which every rank has as a whole, into `out`. Nothing is
+    sent.
 
-    `axis` counts the logical axes without reductions. `ptype` is the mesh dimension that splits the
-    axis. The position of the part is the rank's coordinate along `ptype` in the mesh of `out`.
+    `axis` is the index of the axis that is split, not counting reduction axes. `ptype` is the mesh
+    dimension over which it is split. The rank's coordinate along `ptype` in the mesh of `out` says
+    which part is copied.
     """
 
     out: TensorView = result()
@@ -348,7 +359,10 @@ class LocalSlice(HostOp):
 
     @property
     def moved(self) -> tuple[TensorView, TensorView]:
-        """The pair (replicated tensor, sharded copy) of `LocalSlice`."""
+        """The pair (operand, result) of an op that copies values to other ranks or places. For
+        `LocalSlice`, these are the tensor that every rank has as a whole, and the copy of this
+        rank's part.
+        """
         return self.inp, self.out
 
     def work(self, sizes: Sizes) -> Work:
@@ -398,8 +412,8 @@ class LocalSlice(HostOp):
             )
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Raises `VerifyError` unless the mesh dimension `ptype` splits the axis in `out` but not
-        in `inp`. All other axes must be equal.
+        """Raises `VerifyError` unless the mesh dimension `ptype` of `LocalSlice` splits the axis in
+        `out` but not in `inp`. All other axes must have equal sizes and splits.
 
         `values` binds the symbols in extents.
         """
@@ -421,8 +435,9 @@ class HirAliasSelect(HostOp):
     """Makes `out` a view of the element `index` of `inp` along the logical axis `axis`. `out` has
     all other axes. No data moves.
 
-    If `axis` is a reduction, `out` is a view of all of `inp`. An axis of local size 1 (a device
-    axis or a broadcast) has one element, which every index selects.
+    If `axis` is a reduction axis of `inp`, memory has no such axis, because its elements are
+    already summed: `out` is a view of all of `inp`. An axis of local size 1 (a device axis or a
+    broadcast) has one element, which every index selects.
     """
 
     out: TensorView = result()
@@ -434,15 +449,18 @@ class HirAliasSelect(HostOp):
 
     @cached_property
     def position(self) -> int | None:
-        """The index of the axis that `HirAliasSelect` removes from `inp`, counted without
-        reductions. None if the axis is a reduction."""
+        """The index of the axis that `HirAliasSelect` removes from `inp`, not counting reduction
+        axes. None if the axis is itself a reduction axis, along which memory has no elements to
+        select.
+        """
         kept = [a.number for a in self.inp.domain.no_reductions]
         return kept.index(self.axis.number) if self.axis.number in kept else None
 
     @cached_property
     def part(self) -> Part | None:
         """The part of `inp` that `HirAliasSelect` selects: one element of an axis. None if `out` is
-        a view of the whole of `inp`."""
+        a view of the whole of `inp`, because the selected axis is a reduction axis.
+        """
         return None if self.position is None else Part(self.position, self.index)
 
     def effects(self) -> tuple[Effect, ...]:
@@ -480,8 +498,9 @@ class HirAliasSelect(HostOp):
 
 
 class ShardByStream(HostOp):
-    """Makes `out` a view of chunk `stream_index` of `inp`, along the axis that the stream axis of
-    `out` divides. No data moves.
+    """Makes `out` a view of chunk number `stream_index` of `inp`. `out` has the type of the whole
+    tensor; its stream axis (an axis divided over the iterations of a loop) says which axis is
+    divided into chunks, and into how many. No data moves.
 
     The size of a chunk is rounded up, so the last chunks may be short or empty.
     """
@@ -494,8 +513,10 @@ class ShardByStream(HostOp):
 
     @cached_property
     def part(self) -> Part:
-        """The part of `inp` that `ShardByStream` selects: a chunk of the axis that the stream axis
-        of `out` divides."""
+        """The part of `inp` that `ShardByStream` selects: one chunk of an axis. The stream axis of
+        `out`, which is divided over the iterations of a loop, says which axis it is and how many
+        chunks there are.
+        """
         position, count = stream_cut(self.out)
         return Part(position, self.stream_index, count)
 
@@ -508,10 +529,10 @@ class ShardByStream(HostOp):
         rt.name_part(self.out, self.inp, self.part)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if `inp` and `out` differ in the number of axes, or `out` has no
-        stream axis.
+        """Raises `VerifyError` if `inp` and `out` of `ShardByStream` differ in the number of axes,
+        or if `out` has no stream axis, which says how `inp` is divided into chunks.
 
-        A constant index outside of the number of chunks also raises `VerifyError`.
+        A constant index that is not below the number of chunks also raises `VerifyError`.
         """
         if self.out.ndim != self.inp.ndim:
             raise VerifyError(
@@ -536,11 +557,11 @@ def check_index(op: str, index: Scalar, extent: Scalar, where: str) -> None:
 
 
 def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
-    """Returns (axis, number of chunks): the logical axis of `tv` that a stream loop divides, and
-    the number of its chunks.
+    """Returns (axis, number of chunks): the axis of `tv` that a loop computes chunk by chunk, each
+    in another iteration and on another stream.
 
-    The axis is an index, counted without reductions. Raises `VerifyError` if `tv` has no stream
-    axis.
+    The axis is an index that does not count reduction axes. Raises `VerifyError` if no axis of `tv`
+    has the parallel type stream.
     """
     axis = stream_axis(tv)
     if axis is None:
@@ -553,12 +574,12 @@ def stream_cut(tv: TensorView) -> tuple[int, Scalar]:
 
 class SymmetricContiguousView(HostOp):
     """Makes `out` a view of the shards of all ranks as one tensor, in which the shards follow each
-    other.
+    other. A shard is the part of a tensor that one rank stores.
 
-    `inp` is the sharded tensor, in symmetric memory. If several ranks have shards, the op is a
-    barrier of these ranks. The `Deallocate` of the view is a second barrier. Writes of a rank
-    before the first barrier are visible through the view. Between the two barriers, no rank may
-    write.
+    `inp` is the sharded tensor, in symmetric memory, which other ranks can map. If several ranks
+    have shards, the op is a barrier of these ranks, and the `Deallocate` of the view is a second
+    one. Writes of a rank before the first barrier are visible through the view. Between the two
+    barriers, no rank may write.
     """
 
     out: TensorView = result()
@@ -567,8 +588,9 @@ class SymmetricContiguousView(HostOp):
 
     @cached_property
     def team(self) -> TeamOf | None:
-        """The ranks whose shards a `SymmetricContiguousView` shows. None if only one rank has a
-        shard."""
+        """The ranks whose shards (parts of one tensor) a `SymmetricContiguousView` shows as one
+        tensor. None if only one rank has a shard.
+        """
         mesh, cuts = self.inp.mesh, placement(self.inp, DEVICE_TYPES)
         along = {cut.ptype for mine in cuts for cut in mine}
         if mesh is None or not along:
@@ -614,8 +636,9 @@ class SymmetricContiguousView(HostOp):
         return self.team is not None
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
-        """Checks nothing: devices split the axes of `inp` but no axis of `out`, so the sizes
-        differ.
+        """Raises an error if the shape of the result does not fit the operand.
+        `SymmetricContiguousView` checks nothing here: `inp` has the axes of one rank's part and
+        `out` those of the whole tensor, so their sizes differ.
 
         `SymmetricContiguousView.verify` compares the meshes instead.
         """
@@ -629,7 +652,9 @@ class StreamOp(HostOp):
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The scalar that is the number of the stream; () for a stream with a name."""
+        """The scalars in the attributes of the op, in addition to its operands. For a stream op,
+        this is the number of the stream; the result is () for a stream with a name.
+        """
         return () if self.stream.index is None else (self.stream.index,)
 
 
@@ -746,8 +771,9 @@ class ForLoop(HostOp):
         return f"The loop over {self.index}"
 
     def template(self) -> str:
-        """Returns the text template of `ForLoop`: over an axis, or with start, stop and (unless 1)
-        step."""
+        """Returns the pattern by which a `ForLoop` is printed and parsed: over an axis, or with
+        start, stop and (unless 1) step.
+        """
         return _loop_template(self.axis is not None, self.step is not sc.ONE)
 
     @classmethod
@@ -786,8 +812,9 @@ def _loop_template(has_axis: bool, has_step: bool) -> str:
 
 
 class IfThenElse(HostOp):
-    """Runs the ops of `then` on each rank where `predicate` is true, and the ops of `orelse` on all
-    other ranks."""
+    """Runs the ops of `then` if the scalar `predicate` is true, otherwise the ops of `orelse`. Each
+    rank evaluates the predicate for itself, so ranks may take different branches.
+    """
 
     predicate: Scalar = operand()
     then: tuple[Op, ...] = region()
@@ -802,8 +829,10 @@ class IfThenElse(HostOp):
 
     @property
     def has_dry_run(self) -> bool:
-        """True: a dry run, on tensors without contents, can record a branch, because a real run
-        takes the same branch."""
+        """Whether a dry run, on tensors without contents, can record the op for later runs. True
+        for `IfThenElse`: the predicate needs no tensor contents, so a real run takes the same
+        branch.
+        """
         return True
 
     def effects(self) -> tuple[Effect, ...]:

@@ -68,11 +68,12 @@ TRANSFER_KINDS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 @dataclass(frozen=True)
 class AxisOrder:
-    """The memory order of the axes of a local shard: which axis is outermost, and which is
-    contiguous.
+    """The memory order of the axes of a local shard, the part of a tensor that one rank stores:
+    which axis is outermost in memory, and which is contiguous.
 
-    `axes` are axis indices, outermost first; None if memory has the order of the logical axes.
-    `expanded` are the indices of expanded axes: memory holds one element along an expanded axis.
+    `axes` are axis indices, outermost first; None if the axes have the same order in memory as in
+    the shape. `expanded` are the indices of expanded axes, along which memory holds only one
+    element.
     """
 
     axes: tuple[int, ...] | None
@@ -80,7 +81,7 @@ class AxisOrder:
 
     @staticmethod
     def of(tv: TensorView) -> AxisOrder:
-        """Returns the memory order that the tensor `tv` declares, from its allocation domain."""
+        """Returns the memory order that the tensor `tv` declares (by its allocation domain)."""
         axes = tuple(p for p, _ in memory_order(tv))
         is_logical = axes == tuple(range(len(axes)))
         return AxisOrder(None if is_logical else axes, memory_layout.expanded_positions(tv))
@@ -105,8 +106,8 @@ class StartsCommunication(HostOp):
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, ...]:
-        """The memory orders of the tensors that the communication moves. The base class has no such
-        tensors, so the tuple is empty.
+        """The memory orders of the tensors that the communication moves: which axis is outermost in
+        memory, and which is contiguous. The base class has no such tensors, so its tuple is empty.
 
         A communication copies elements in memory order, so the tensors of sender and receiver must
         have the same order.
@@ -115,8 +116,10 @@ class StartsCommunication(HostOp):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """`never`: the operand and the result of a communication need separate buffers.
-        `Communication` overrides this rule."""
+        """How an operand and a result may share one buffer. The value is `never`, because a
+        communication may write the result while it still reads the operand. `Communication` has its
+        own rule for each type of collective.
+        """
         return "never"
 
     def verify_in(self, program: ProgramAround) -> None:
@@ -130,8 +133,10 @@ class StartsCommunication(HostOp):
 
 
 def _check_team(team: TeamOf, program: ProgramAround) -> None:
-    """Raises `VerifyError` if a rank of `team` is in the mesh of no tensor of the program. Such a
-    rank would not run the program."""
+    """Raises `VerifyError` if the `team` of a communication contains a rank that is in the mesh of
+    no tensor of the program. Such a rank would not run the program, and the others would wait for
+    it.
+    """
     if not program.devices or team.mesh in program.meshes:
         return
     known = {*program.devices}
@@ -203,14 +208,16 @@ class Communication(StartsCommunication):
         return AxisOrder.of(self.inp), AxisOrder.of(self.out)
 
     def template(self) -> str:
-        """Returns the text template of `Communication`. The template mentions `root` and `red_op`
-        only if the op has a root, or a reduction other than a sum."""
+        """Returns the pattern by which a `Communication` is printed and parsed. The pattern
+        mentions `root` and `red_op` only if the op has a root, or a reduction other than a sum.
+        """
         return _communication_template(self.root is not None, self.red_op)
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields all text templates of `Communication` for the parser: with and without a root, for
-        each reduction."""
+        """Yields (attribute values, text template) for each pattern by which a `Communication` may
+        be printed: with and without a root, for each reduction. The parser tries them.
+        """
         for has_root in (False, True):
             root: dict[str, object] = {} if has_root else {"root": None}
             for red_op in RED_OPS:
@@ -228,8 +235,9 @@ class Communication(StartsCommunication):
         return (Reads(self.inp, reads), Writes(self.out, writes), Starts(self.number))
 
     def emit(self, rt: Runtime) -> None:
-        """Runs `Communication`: starts the collective on this rank, if the rank is in a team.
-        Raises `ExecutionError` if the root is no position in the team."""
+        """Runs `Communication`: starts the collective on this rank. Does nothing if the rank is in
+        no team. Raises `ExecutionError` if the root is no position in the team.
+        """
         team = self.team.ranks(rt.rank)
         if team:
             root = -1 if self.root is None else member(team, rt.integer(self.root), self)
@@ -237,8 +245,10 @@ class Communication(StartsCommunication):
 
     @property
     def buffer_sharing(self) -> BufferSharing:
-        """How the operand and the result of a `Communication` may share one buffer. The type of
-        collective decides."""
+        """How the operand and the result of a `Communication` may share one buffer, as a value of
+        `BufferSharing`. The type of collective decides: a rank may, for example, reduce in place,
+        or may keep its block of the result there.
+        """
         return self.collective.sharing
 
     @cached_property
@@ -264,8 +274,10 @@ class Communication(StartsCommunication):
         _check_team(self.team, program)
 
     def _members(self, side: Side) -> Members:
-        """Returns the team members that read the operand or write the result of the collective,
-        whichever `side` describes. These are all members, or only the root."""
+        """Returns the team members that use one tensor of the collective. `side` describes this
+        tensor: the operand, which they read, or the result, which they write. The members are all
+        ranks of the team, or only the root.
+        """
         return Members(self.team, self.root if side.at_root else None)
 
     def verify(self) -> None:
@@ -348,8 +360,10 @@ class P2PCommunication(StartsCommunication):
 
     @cached_property
     def orders(self) -> tuple[AxisOrder, AxisOrder]:
-        """The memory order of the buffer of a `P2PCommunication`, twice: the one buffer is both the
-        operand of a send and the result of a receive."""
+        """The memory order of the buffer of a `P2PCommunication`, twice, because callers expect a
+        pair (order of the operand, order of the result). A send or a receive has only this one
+        buffer.
+        """
         order = AxisOrder.of(self.buffer)
         return order, order
 
@@ -434,8 +448,9 @@ class CollectivePermute(StartsCommunication):
         return Movement(kind, self.inp, self.out, self.team, self.backend, peers=peers)
 
     def emit(self, rt: Runtime) -> None:
-        """Runs `CollectivePermute`: starts the permutation on this rank, if the rank is in a team.
-        Raises `ExecutionError` if a peer is no position in the team."""
+        """Runs `CollectivePermute`: starts the permutation on this rank. Does nothing if the rank
+        is in no team. Raises `ExecutionError` if a peer is no position in the team.
+        """
         team = self.team.ranks(rt.rank)
         if team:
             to, source = (
@@ -468,8 +483,9 @@ class CollectivePermute(StartsCommunication):
 
 
 class StartCoalescing(HostOp):
-    """Opens a group of transfers. All transfers up to `EndCoalescing` start together, so that a
-    ring of ranks cannot deadlock."""
+    """Opens a group of transfers. All sends and receives up to the next `EndCoalescing` start
+    together, so that a ring of ranks cannot deadlock.
+    """
 
     TEXT = "StartCoalescing"
 
@@ -483,8 +499,9 @@ class StartCoalescing(HostOp):
 
 
 class EndCoalescing(StartsCommunication):
-    """Starts all transfers since `StartCoalescing` together, as the communication `number`. A
-    single `Wait` waits for all of these transfers."""
+    """Starts all sends and receives since `StartCoalescing` together, as the communication
+    `number`. A single `Wait` with this number waits for all of them.
+    """
 
     number: int = attr(kw_only=False)
     TEXT = "EndCoalescing {number}"
@@ -534,8 +551,8 @@ class Wait(HostOp):
 class ShareMemHandles(HostOp):
     """Announces the buffers that other ranks copy from or to.
 
-    The op does nothing in a run, because a run maps the memory of another rank before the first
-    copy.
+    The op does nothing in a run, because a run maps the memory of another rank by itself before the
+    first copy. The op exists because programs of nvFuser contain it.
     """
 
     buffers: tuple[TensorView, ...] = operands()
