@@ -36,7 +36,7 @@ _AXIS_NUMBERS = re.compile(r"\d+(?=\{)")
 class RankAgreement:
     """Compares the run signatures of one program on all ranks, before each run.
 
-    A run signature describes what a rank is about to run: program, options, sizes and inputs.
+    A run signature describes the next run of a rank: program, options, sizes and inputs.
 
     - `communicator`: None for a rank that is alone, which then compares nothing.
     - `free`: the positions of the scalar inputs whose values are not part of the run signature.
@@ -64,7 +64,7 @@ class RankAgreement:
         return None if self.communicator is None else self.communicator.channel(self.team)
 
     def begin_run(self) -> None:
-        """Adds 1 to this rank's count of runs.
+        """Adds 1 to this rank's count of runs. Every rank must call this once per run.
 
         Ranks that copy out of each other's memory distinguish runs by this count.
         """
@@ -72,7 +72,8 @@ class RankAgreement:
             self.communicator.begin_run(self.team)
 
     def run_signature(self, inputs: Sequence[Argument], values: Values, *also: str) -> RunSignature:
-        """Returns this rank's run signature for these inputs.
+        """Returns this rank's run signature for these inputs: a description of the program, the
+        options, the sizes and the inputs.
 
         All ranks compare their run signatures before the run. `values` are the values of the
         program's symbols. `also` are further lines of text that must be equal on all ranks.
@@ -80,10 +81,11 @@ class RankAgreement:
         return program_run_signature(self._program, (self._how, *also), inputs, values, self._free)
 
     def numbers(self, inputs: Sequence[Argument]) -> tuple[Argument, ...]:
-        """Returns the scalar inputs that are not part of the run signature.
+        """Returns the scalar inputs that are not part of the run signature, the description of a
+        run that ranks compare.
 
         The ranks compare these values separately in each run, because they may change from run to
-        run.
+        run without another program or plan.
         """
         return tuple(inputs[i] for i in sorted(self._free))
 
@@ -94,11 +96,12 @@ class RankAgreement:
         body: Callable[[list[Argument]], T],
         *also: str,
     ) -> T:
-        """Compares the run signatures of all ranks, and then calls `body` with the list of inputs.
+        """Compares the descriptions of the next run on all ranks, and then calls `body` with the
+        list of inputs.
 
         Returns the result of `body`. `check` checks the inputs and returns the values of all
-        symbols. If `check` fails on one rank, all ranks raise an error. `also` are further lines of
-        text that the ranks compare.
+        symbols. If `check` fails on one rank, or the descriptions differ, all ranks raise an error.
+        `also` are further lines of text that the ranks compare.
         """
         channel = self.channel()
         if channel is None:
@@ -115,8 +118,9 @@ class RankAgreement:
 def communications_text(program: HostIrContainer) -> str:
     """Returns the text of the communications of `program`, in order, each with its memory order.
 
-    Ranks may run together if these texts are equal; local layouts and kernels may differ. Axes are
-    therefore numbered in the order in which they appear in this text.
+    Ranks may run together if these texts are equal; the programs may differ in local layouts and
+    kernels. Axes are therefore numbered in the order in which they appear in this text, not by
+    their numbers in the program.
     """
     text = "\n".join(
         f"{op_text(op)} // {', '.join(map(str, op.orders))}" for op in program.started()
@@ -160,7 +164,7 @@ def run_signature_of(
     ops: Iterable[Op] = (),
     fixed: int = 1,
 ) -> RunSignature:
-    """Returns a run signature, which describes what this rank is about to run.
+    """Returns a run signature, the description of this rank's next run, which all ranks compare.
 
     - `parts`: texts that must be equal on all ranks. The first `fixed` texts do not depend on the
       inputs.
@@ -214,7 +218,8 @@ def program_run_signature(
     values: Mapping[Symbol, Number],
     free: Iterable[int],
 ) -> RunSignature:
-    """Returns the run signature of this rank for a run of `program` on `inputs`.
+    """Returns the run signature of this rank for a run of `program` on `inputs`. All ranks compare
+    these descriptions of a run before it begins.
 
     - `parts`: lines of text about options.
     - `values`: the values of symbols.

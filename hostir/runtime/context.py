@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 
 class RunBinder:
-    """Checks the inputs of each run of one program, and makes the `Frame` in which the run begins.
+    """Checks the inputs of each run of one program, and makes the `Frame`, the state with which the
+    run begins.
 
     The frame has the values of all symbols, the input tensors, and the execution context of the
     device.
@@ -97,10 +98,11 @@ class RunBinder:
         results: Sequence[TensorView] = (),
         checked_on: torch.device | None = None,
     ) -> Frame:
-        """Checks the inputs of a run and returns the `Frame` in which the run begins.
+        """Checks the inputs of a run and returns the `Frame`, the state with which the run begins.
 
         `results` are the tensors for which the caller provides buffers. `checked_on` is the device
-        for which the caller has already checked kinds, dtypes and layouts.
+        for which the caller has already checked kinds, dtypes and layouts, which are then not
+        checked again.
 
         Raises `InputError` or `ShardingError` for inputs that do not fit the program. Raises
         `VerifyError` if streams of the program race, or if its ranks would wait for ever.
@@ -138,10 +140,11 @@ class RunBinder:
     def check_of_numbers(
         self, inputs: Sequence[Argument]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Returns a function that checks the scalar inputs of later calls.
+        """Returns a function that checks the scalar inputs of later calls, or None if no scalar
+        needs a check.
 
-        The numbers must be representable in the dtypes of the results. The later calls have tensors
-        with the layouts of `inputs`. Returns None if no number needs a check.
+        The check is that each scalar can be represented in the dtypes of the results that depend on
+        it. The later calls have tensors with the layouts of `inputs`.
         """
         return self._exact.check_of(self.check(inputs)) if self._exact else None
 
@@ -166,8 +169,9 @@ class Devices:
     ) -> None:
         """Prepares contexts for runs of `program`; nothing is made for a device yet.
 
-        - `kernel`: returns the executor of the kernel group with a number.
-        - `make_evaluator`: makes the evaluator for the program of a host unit.
+        - `kernel`: returns the executor of the kernel that has a given number in the program.
+        - `make_evaluator`: makes the evaluator for the program of a host unit, a separately
+          compiled fusion.
         - `team`: the ranks of the program.
         - `votes`: whether the ranks vote before each run whether to launch a CUDA graph.
         - `late_stream`: the stream whose work is delayed, for tests; see `ProgramEvaluator`.
@@ -274,21 +278,24 @@ MAX_PROGRAMS = 16
 
 
 class UnitEvaluator(Protocol):
-    """The interface of the object that runs the compiled program of a host unit."""
+    """The interface of the object that runs the compiled program of a host unit, a fusion that
+    another host program runs as a separate program.
+    """
 
     def run_as_agreed(
         self, inputs: Sequence[Argument], *, signature: Hashable | None = None
     ) -> list[torch.Tensor]:
-        """Runs the unit's program on these inputs, without a comparison between the ranks.
+        """Runs the unit's program on these inputs. The ranks do not compare what they run, because
+        they have done so for the whole call.
 
-        `signature` is the signature of the inputs (layouts and numbers), if it has been computed
-        already.
+        `signature` is the key of the inputs (layouts and numbers), if it has been computed already.
         """
         ...
 
 
 class UnitRunner:
-    """Runs one host unit on this rank's shards: a fusion that a `PostOnStream` op runs.
+    """Runs one host unit on this rank's shards. A host unit is a fusion that a `PostOnStream` op of
+    a host program runs as a separate program.
 
     The fusion is compiled to its own host program, once per input class (inputs that can share a
     program).
@@ -303,11 +310,12 @@ class UnitRunner:
         settings: Settings,
         make_evaluator: Callable[..., UnitEvaluator],
     ) -> None:
-        """Prepares runs of host unit `number`, whose definition is `fusion`, on `device`.
+        """Prepares runs of host unit `number`, a fusion that another host program runs, on
+        `device`.
 
-        `make_evaluator` makes the evaluator that runs a compiled program. The function takes the
-        program, the communicator, the device and the settings, and is called once per compiled
-        program.
+        `fusion` is the definition of the unit. `make_evaluator` makes the evaluator that runs a
+        compiled program. The function takes the program, the communicator, the device and the
+        settings, and is called once per compiled program.
         """
         self._name = f"HostUnit{number}"
         self._fusion = fusion
@@ -369,7 +377,8 @@ class UnitRunner:
 
 
 def read_late_stream(late: str | int | None) -> str | int | None:
-    """Checks the option `late_stream`, which names the stream whose work is delayed in a test.
+    """Returns the option `late_stream` in its checked form. The option names the stream whose work
+    is delayed in a test.
 
     The option is a stream number, "entry" (the stream on which runs begin), "all", or None. A
     string of digits is returned as an int. Raises `ExecutionError` for any other value.
@@ -386,10 +395,10 @@ def read_late_stream(late: str | int | None) -> str | int | None:
 
 
 def check_lowered(program: HostIrContainer) -> None:
-    """Raises `VerifyError` if a tensor needs a stream loop, but the program has no loop.
+    """Raises `VerifyError` if a tensor of `program` has a stream axis, but the program has no loop.
 
-    A tensor with a stream axis is computed in the iterations of such a loop. `hostir.lower_streams`
-    must make the loop before the program runs.
+    A stream axis is divided over the iterations of a loop, which run on different streams. The
+    program cannot compute such a tensor without the loop, which `hostir.lower_streams` adds.
     """
     ops = list(walk(program.ops))
     if any(isinstance(op, ForLoop) for op in ops):
@@ -407,10 +416,12 @@ def _has_stream(tv: TensorView) -> bool:
 
 
 def check_grouped(program: HostIrContainer) -> None:
-    """Raises `UnsupportedError` if a send or a receive is outside a group of transfers.
+    """Raises `UnsupportedError` if a send or a receive is outside a group of transfers
+    (`StartCoalescing` .. `EndCoalescing`).
 
-    The check is for programs with a `late_stream` on real ranks. Such a stream starts transfers in
-    another order than the program. Only simulated ranks can then match sends with receives.
+    The check is for programs whose option `late_stream` delays a stream, on real ranks. Transfers
+    then start in another order than in the program, and only simulated ranks can match sends with
+    receives in that case.
     """
     is_grouped = False
     for op in walk(program.ops):

@@ -46,10 +46,12 @@ def can_bind(program: HostIrContainer) -> bool:
 
 @dataclass
 class DryRun:
-    """The results of a dry run: a request for each kernel, and the plan that later runs repeat.
+    """The results of a dry run: the kernels that a run needs, and the plan, the list of steps that
+    later runs repeat.
 
-    A request has the executor, the operands, the results and the sizes of a kernel launch. `plan`
-    is None if no plan was asked for, or if only a real run can record the plan.
+    Each kernel is described by a request, which has the executor, the operands, the results and the
+    sizes of the launch. `plan` is None if no plan was asked for, or if only a real run can record
+    the plan.
     """
 
     requests: Sequence[KernelRequest]
@@ -59,7 +61,9 @@ class DryRun:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether all kernels of the dry run's plan are compiled. False if there is no plan."""
+        """Whether all kernels of the plan (the recorded steps that later runs repeat) are compiled.
+        False if there is no plan.
+        """
         if self.plan is None:
             return False
         launches = [step.kernel for step, _ in self.plan.steps if isinstance(step, LaunchStep)]
@@ -69,8 +73,8 @@ class DryRun:
 def dry_run(frame: Frame) -> DryRun:
     """Finds the kernels that a run of the program in `frame` needs, without running the program.
 
-    `frame` has the inputs, too. Loop iterations with equal shapes, strides and alignments share one
-    request.
+    `frame` is the state with which the run would begin, with the inputs. Loop iterations with equal
+    shapes, strides and alignments need only one kernel, so they share one request in the result.
     """
     requests: dict[object, KernelRequest] = {}
 
@@ -87,12 +91,17 @@ def dry_run(frame: Frame) -> DryRun:
 def dry_run_plan(
     frame: Frame, free: frozenset[int], outputs: list[TensorView], arenas: Arenas
 ) -> DryRun:
-    """Finds the kernels that a run needs, and records the plan that later runs repeat.
+    """Finds the kernels that a run needs, and records the plan, the list of steps that later runs
+    repeat.
 
-    `frame` has the program and the inputs. The runs of the plan return `outputs`. The program must
-    satisfy `can_bind`. `free` has the positions of scalar inputs on which no size depends. `arenas`
-    manages the memory of intermediates. There is no plan in two cases. Either torch chooses the
-    strides of a result, or the address of an input is not a multiple of its element size.
+    - `frame`: the state with which the run would begin, with the program (for which `can_bind` must
+      hold) and the inputs.
+    - `free`: the positions of scalar inputs on which no size depends.
+    - `outputs`: the tensors that runs of the plan return.
+    - `arenas`: manages the memory of intermediates.
+
+    There is no plan in two cases. Either torch chooses the strides of a result, or the address of
+    an input is not a multiple of its element size.
     """
     requests: list[KernelRequest] = []
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):
@@ -113,7 +122,8 @@ def dry_run_plan(
 def _emptied(frame: Frame, note: Callable[[KernelRequest], object]) -> Frame:
     """Returns the state of a dry run: the values of `frame`, and tensors without contents.
 
-    A kernel launch in the dry run only passes a request for the kernel to `note`.
+    A kernel launch in the dry run launches nothing. Instead, `note` is called with a description of
+    the launch, so that the kernel can be compiled.
     """
     from fuser.kernels.executor import FusedKernelExecutor
 
@@ -156,7 +166,8 @@ def _without_contents(t: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel_key(value: Argument) -> object:
-    """Returns the properties of an operand that decide which kernel is needed.
+    """Returns the properties of a kernel operand that decide which compiled kernel is needed.
+    Launches with equal properties share a kernel.
 
     For a tensor, these are shape, strides, and the address modulo the bytes of a vector access. For
     a number, this is the number.

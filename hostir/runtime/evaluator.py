@@ -84,7 +84,9 @@ _NAME = "HostIrEvaluator"
 class ProgramEvaluator:
     """Runs one host program on one rank of the job; each rank has its own evaluator.
 
-    The subclass `hostir.HostIrEvaluator` adds traces, and its docstring describes the parameters.
+    The first run on inputs of some shapes and layouts records the program's steps; later runs
+    repeat them. The subclass `hostir.HostIrEvaluator` adds traces, and its docstring describes the
+    parameters.
     """
 
     def __init__(
@@ -207,8 +209,9 @@ class ProgramEvaluator:
     ) -> list[torch.Tensor]:
         """Runs the program as `run` does, but without a comparison between the ranks.
 
-        The ranks must already have agreed on the call that contains this run. `signature` is the
-        signature of the inputs (layouts and numbers), if the caller has already computed it.
+        The caller must already have compared the ranks for the whole call of which this run is a
+        part, so that they run the same program. `signature` is the key of the inputs (layouts and
+        numbers), if the caller has already computed it.
         """
         inputs, key, entry = self.cache.recall(inputs, signature)
         if entry is not None:
@@ -223,8 +226,8 @@ class ProgramEvaluator:
         """Prepares a run on these inputs, without launching anything.
 
         Returns (run signature of this rank, scalar inputs that are not part of it, function that
-        runs the program). The ranks compare the signatures and the scalars before they call the
-        function.
+        runs the program). A run signature describes the program, the options and the inputs of a
+        run. The ranks compare the signatures and the scalars before they call the function.
         """
         inputs, key, entry = self.cache.recall(inputs)
         if entry is None:
@@ -248,7 +251,8 @@ class ProgramEvaluator:
     def new_entry(self, inputs: Sequence[Argument]) -> SignatureEntry:
         """Returns a new, empty cache entry for inputs with the layouts of `inputs`.
 
-        `run_entry` takes the entry and stores a recorded plan in it.
+        The first call of `run_entry` with the entry records the program's steps in it, and later
+        calls repeat these steps.
         """
         return self.cache.new(inputs, self.binder.check_of_numbers(inputs))
 
@@ -259,9 +263,10 @@ class ProgramEvaluator:
         places: tuple[int, ...] | None = None,
         are_apart: bool | None = None,
     ) -> list[torch.Tensor]:
-        """Runs the program on inputs whose cache entry the caller has found already.
+        """Runs the program on inputs whose cache entry, with the recorded steps for such inputs,
+        the caller has found already.
 
-        The ranks must already have agreed on the call that contains this run.
+        The ranks must already have agreed on the call of which this run is a part.
 
         - `places`: the alignments of the inputs, from `entry.contents.check`; None before the first
           run.
@@ -280,9 +285,11 @@ class ProgramEvaluator:
             return self._updates.run(list(inputs), lambda apart: self._run(apart, entry, None))
 
     def begin_run(self) -> None:
-        """Adds 1 to this rank's count of runs, if the program copies from other ranks' memory.
+        """Adds 1 to this rank's count of runs, if ranks of the program copy out of each other's
+        memory.
 
-        All ranks count, because peer copies use the count to distinguish runs.
+        Every rank of the program must call this once per run, also a rank that sends nothing,
+        because peer copies compare the counts to tell the runs apart.
         """
         if self._copies_from_peers:
             self.ranks.begin_run()
@@ -298,7 +305,8 @@ class ProgramEvaluator:
         return self._updates is None or self._updates.are_apart(inputs, signature)
 
     def run_with_input(self, values: Mapping[Value, Argument]) -> list[torch.Tensor]:
-        """Runs the program like `run`, but takes the inputs by name and buffers for results.
+        """Runs the program like `run`, but takes a dictionary, in which the caller can also pass
+        buffers for results.
 
         `values` has a value for every input of the program. Any other key is a tensor of the
         program, and its value is the caller's buffer into which the program writes that tensor.
@@ -369,11 +377,13 @@ class ProgramEvaluator:
     def _first_replay(
         self, plan: Plan, inputs: Sequence[Argument], entry: SignatureEntry, places: tuple[int, ...]
     ) -> list[torch.Tensor]:
-        """Runs a new plan for the first time, and adds the plan to the cache entry `entry`.
+        """Runs a new plan, a list of recorded steps, for the first time, and adds the plan to the
+        cache entry `entry`.
 
         A plan needs memory for all intermediates at once. If there is not enough, the program runs
-        op by op instead. Such a run needs less memory, or raises an error that names the op.
-        `places` are the alignments of the inputs.
+        op by op instead, and the plan is not added. Such a run needs less memory, or raises an
+        error that names the op. `places` are the alignments of the inputs, under which the plan is
+        stored.
         """
         try:
             with on_device(plan.device):
@@ -390,13 +400,16 @@ class ProgramEvaluator:
         return outputs
 
     def plans(self) -> list[Plan]:
-        """Returns all recorded plans that `run` has cached for this program."""
+        """Returns all recorded plans that `run` has cached for this program. A plan is the list of
+        steps that repeat a run, for inputs of certain shapes and layouts.
+        """
         return self.cache.plans()
 
     def steady(
         self, entry: SignatureEntry, inputs: Sequence[Argument], around: Surroundings
     ) -> Steady | str:
-        """Returns a compiled runner, which repeats runs on inputs like these in one C call.
+        """Returns a compiled runner, a C function that repeats runs of the program on inputs like
+        these.
 
         The program must have run on such inputs before. `entry` is their cache entry. `around`
         describes the context that must not change between runs. If C code cannot run the program
@@ -415,7 +428,9 @@ class ProgramEvaluator:
         return steady(runner, plan, inputs, around)
 
     def arenas(self) -> list[Arenas]:
-        """Returns the arenas (memory of intermediates) of this program, one object per device."""
+        """Returns the memory of this program's intermediates: one object per device, each with the
+        buffers (arenas) that the program shares with other programs.
+        """
         return self.cache.arenas()
 
     def memory(self) -> Memory:
@@ -425,7 +440,8 @@ class ProgramEvaluator:
     def cuda_graphs(self, entry: SignatureEntry | None = None) -> list[str]:
         """Returns lines of text about the CUDA graphs that repeat this program's runs.
 
-        There is one line per recorded plan and stream. The line says how many graphs are captured,
+        A plan is the list of steps that were recorded for inputs of certain shapes and layouts. For
+        each plan and each stream on which it has run, one line says how many graphs are captured,
         or why there is none. If `entry` is given, the lines are only about the plans of that cache
         entry.
         """
@@ -458,7 +474,8 @@ class ProgramEvaluator:
 
         Returns the cache entry to pass to `run_entry`. Nothing is launched, computed or
         communicated. `checked_on` is the device for which the caller has already checked kinds,
-        dtypes and layouts. Raises the errors that `run` would raise about inputs or kernels.
+        dtypes and layouts, so that they are not checked again. Raises the errors that `run` would
+        raise about inputs or kernels.
         """
         inputs = flatten(inputs)
         frame = self.binder.frame(inputs, checked_on=checked_on)
@@ -475,17 +492,19 @@ class ProgramEvaluator:
         return entry
 
     def requests(self, inputs: Sequence[Argument]) -> Sequence[KernelRequest]:
-        """Returns a request for each kernel that a run on `inputs` needs; compiles nothing.
+        """Returns the kernels that a run on `inputs` needs, each with its operands; compiles
+        nothing.
 
-        Loop iterations that can use the same kernel share one request.
+        Loop iterations that can use the same kernel share one entry.
         """
         return dry_run(self.binder.frame(flatten(inputs))).requests
 
     def _dry_run_plan(self, frame: Frame) -> Plan | None:
-        """Records a plan for the inputs of `frame` in a dry run, and compiles the plan's kernels.
+        """Records a plan, the list of steps of a run, for the inputs of `frame`, and compiles the
+        plan's kernels.
 
-        A dry run carries out the program on tensors without contents. Returns None if only a real
-        run can record the plan.
+        The recording is a dry run, which carries out the program on tensors without contents.
+        Returns None if only a real run can record the plan.
         """
         device = frame.machine.device
         findings = dry_run_plan(frame, self.free, self.outputs, self.cache.arenas_on(device))
@@ -513,10 +532,11 @@ class ProgramEvaluator:
             return self._on_apart(inputs, lambda apart: self.walk(self.binder.frame(apart), None))
 
     def _on_apart(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Returns the outputs of `body`, called on inputs that share no memory with updated inputs.
+        """Returns the outputs of `body`, called on inputs of which none shares memory with an input
+        that the program updates.
 
-        The program may update some inputs in place. Another input that shares memory with such an
-        input is copied before the call.
+        `inputs` may share memory. An input that shares memory with an updated one is copied before
+        the call, so that the program reads its old values.
         """
         signature_of(inputs)  # raises for an input that is no dense tensor or number
         return body(inputs) if self._updates is None else self._updates.run(inputs, body)
@@ -524,7 +544,8 @@ class ProgramEvaluator:
     def walk(self, frame: Frame, recorder: Recorder | None) -> list[torch.Tensor]:
         """Runs the program op by op and returns the outputs. `frame` has the inputs of the run.
 
-        If a `recorder` is passed, the recorder also records the steps in a plan.
+        If a `recorder` is passed, it also records the steps of the ops, for later runs that repeat
+        them.
         """
         if not frame.machine.streams.holds_work_back:
             return self._walk_streams(frame, recorder)
@@ -552,8 +573,8 @@ class ProgramEvaluator:
 def returned(program: HostIrContainer) -> list[TensorView]:
     """Returns the tensors of `program` whose values a run returns, in order.
 
-    If an output is written into an input, that input is returned in its place. Hidden outputs,
-    which only update an input, are left out.
+    If an output updates an input in place, the input is in the list instead of the output. Outputs
+    that the user does not see, because they only update an input, are left out.
     """
     # An input that is an output is the caller's own tensor, whatever else it is written into.
     into = {a.out: a.into for a in program.aliases if a.out not in program.inputs}
@@ -564,7 +585,8 @@ def returned(program: HostIrContainer) -> list[TensorView]:
 def _simulated_rank(communicator: Communicator | None) -> Communicator | None:
     """Returns `communicator` if it belongs to a simulated rank, and None for a real process.
 
-    Simulated ranks run concurrently in one process, so each needs its own memory for intermediates.
+    Simulated ranks are threads of one process that run concurrently, so each needs its own memory
+    for intermediates. The returned object is the key of this memory.
     """
     if communicator is None or not communicator.is_available() or communicator.is_real():
         return None

@@ -47,7 +47,8 @@ class KernelRunner(Protocol):
     ) -> None:
         """Launches the kernel on the current stream. The results are written into `outputs`.
 
-        `inputs` are the kernel's operands. `sizes` has the value of every global extent.
+        `inputs` are the kernel's operands. `sizes` has the value of every global extent, that is,
+        of the axis sizes of whole tensors, not of one rank's part.
         """
         ...
 
@@ -59,11 +60,13 @@ class KernelRunner(Protocol):
         sizes: Mapping[Symbol, int],
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch that `run` would make for operands with the layouts of these tensors.
+        """Returns the launch that `run` would make, as data that later runs can repeat on other
+        tensors of equal layouts.
 
         A layout consists of shape, strides and alignment. Returns None if the launch must be looked
-        up in each run. In a dry run, `device` is the device of later runs. The tensors then have no
-        memory on that device, and the kernel may not be compiled yet.
+        up in each run. In a dry run, the tensors have no memory, and `device` is the device of
+        later runs; the kernel may not be compiled yet. `sizes` has the value of every global
+        extent.
         """
         ...
 
@@ -102,7 +105,8 @@ class ExecutionContext:
 
 @dataclass
 class Frame:
-    """The state of one run: the values of symbols, the tensors, and the op that is running.
+    """The state of one run of a host program: the values of symbols, the tensors, and the op that
+    is running.
 
     `machine` has the device, the streams and the backends of the run. `storage` says which tensors
     of the program share memory.
@@ -133,8 +137,9 @@ class Frame:
     def symmetric(self, tv: TensorView) -> Callable[[int], torch.Tensor]:
         """Returns a function (bytes -> memory) that allocates memory for `tv`.
 
-        Other ranks can map the memory into their processes, to read the tensor. Memory of a
-        recorded run is not cached, because the recording happens only once.
+        Other ranks can map the memory into their processes, to read the tensor. The result depends
+        on how long the memory is needed: for one run, for all runs that repeat a recorded one, or
+        as a part of a view of all ranks' shards.
         """
         if tv in self.storage.shown:
             return self.machine.shard
@@ -181,11 +186,11 @@ class Frame:
         self.indices, self.values = outside, values
 
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
-        """Passes the function `work` to the current stream, which runs the function now or later.
+        """Passes the function `work` to the current stream, which calls the function now or later.
 
-        If streams delay work (a test mode), an error of torch in `work` gets the name and the
-        user's line of the current op. `ready()` is whether `work` can run without waiting for
-        another rank.
+        Only streams that delay work (a test mode) call it later. An error of torch in `work` then
+        gets the name and the user's line of the current op. `ready()` is whether `work` can run
+        without waiting for another rank.
         """
         streams = self.machine.streams
         if streams.holds_work_back and self.op is not None:
@@ -252,22 +257,21 @@ class Frame:
     def elsewhere(
         self, machine: ExecutionContext, tensors: dict[TensorView, torch.Tensor]
     ) -> Frame:
-        """Returns a frame for the same inputs with another context and other tensors.
+        """Returns a copy of this frame (state of a run) with the same inputs, but another context
+        and other tensors.
 
-        Sizes and local shapes are the same. A dry run uses such a frame, with tensors without
-        contents.
+        A dry run, which computes nothing, uses such a copy with tensors without contents.
         """
         made = Frame(self.program, machine, self.storage, self.values, tensors)
         made._whole, made.sizes = self._whole, self.sizes
         return made
 
     def local_shape(self, tv: TensorView, stream_index: Scalar | None = None) -> tuple[int, ...]:
-        """Returns the shape of this rank's shard of `tv`.
+        """Returns the shape of this rank's shard of `tv`, the part that this rank stores.
 
-        If `stream_index` is given, returns the shape of the part of the shard that one iteration of
-        a stream loop computes. `stream_index` is then the index of that loop iteration. Raises
-        `ShardingError` if an extent is not divisible by the mesh, and `InputError` if an extent is
-        negative.
+        If `stream_index` is given, a loop computes the shard block by block, and the shape of the
+        block of iteration `stream_index` is returned. Raises `ShardingError` if an extent is not
+        divisible by the mesh, and `InputError` if an extent is negative.
         """
         if stream_index is None and not self.indices and tv in self._whole:
             return self._whole[tv]
@@ -290,14 +294,14 @@ class Frame:
         return (*shape[:cut], length, *shape[cut + 1 :])
 
     def is_mine(self, tv: TensorView) -> bool:
-        """Whether this rank has a shard of `tv`.
+        """Whether this rank has a shard of `tv`, that is, stores the tensor or a part of it.
 
-        All ranks have one if `tv` has no mesh. Otherwise, the ranks of the mesh have one.
+        All ranks have one if `tv` has no mesh. Otherwise, only the ranks of the mesh have one.
         """
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 
     def is_idle(self, op: Op) -> bool:
-        """Whether this rank skips `op`, because no tensor of `op` has a shard on this rank."""
+        """Whether this rank skips `op`, because it stores no part of any tensor of `op`."""
         if not self.storage.is_placed:
             return False
         tensors = [v for v in (*op.outputs, *op.inputs) if isinstance(v, TensorView)]
@@ -345,7 +349,8 @@ def op_failed(op: Op, error: Exception) -> ExecutionError:
 
 
 def guarded(op: Op, work: Callable[[], object]) -> None:
-    """Calls the function `work`, which does a part of `op` later than the op itself ran.
+    """Calls the function `work`, which does a part of the work of `op` after `op` itself has
+    returned.
 
     If torch fails, raises `ExecutionError` with the op and the user's line.
     """

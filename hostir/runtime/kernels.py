@@ -40,10 +40,11 @@ Sizes = Mapping[Symbol, int]
 
 
 class StepKernels:
-    """Runs the kernels of a stream loop: one kernel per loop iteration, on one part of a tensor.
+    """Runs the kernel of a loop that computes a tensor part by part, one part per iteration and
+    stream.
 
     There is one compiled kernel each for full parts, for the shorter last part, and for empty
-    parts.
+    parts, because they have other sizes.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class StepKernels:
     def pick(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> FusedKernelExecutor | None:
-        """Returns the executor for the current loop iteration, chosen by the size of its part.
+        """Returns the executor for the current loop iteration. There is one executor for full parts
+        of a tensor, one for the shorter last part, and one for empty parts.
 
         `inputs` and `outputs` are the tensors of the iteration, and `sizes` has every global
-        extent. Returns None if all results are empty.
+        extent. Returns None if all results are empty, so that nothing is launched.
         """
         tensors = [*(v for v in inputs if isinstance(v, torch.Tensor)), *outputs]
         if not any(out.numel() for out in outputs):
@@ -80,7 +82,7 @@ class StepKernels:
         return self._made[block]
 
     def has(self, executor: FusedKernelExecutor) -> bool:
-        """Whether `executor` runs a kernel of this stream loop."""
+        """Whether `executor` runs one of the kernels that this object has made for its loop."""
         return any(made is executor for made in self._made.values())
 
     def _number(self, inputs: Sequence[Argument]) -> int:
@@ -100,10 +102,10 @@ class StepKernels:
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the kernel launch for the part of the tensors that a loop iteration computes.
+        """Returns the kernel launch for the part of the tensors that a loop iteration computes, as
+        data that later runs can repeat on tensors of equal layouts.
 
-        Later runs can repeat the launch on tensors of equal layouts. Returns None if all results
-        are empty. See `KernelRunner.launch_for` for `device`.
+        Returns None if all results are empty. See `KernelRunner.launch_for` for `device`.
         """
         kernel = self.pick(inputs, outputs, sizes)
         if kernel is None:
@@ -134,10 +136,13 @@ _IN_ANY_ORDER = ("pointwise", "transpose")
 
 
 class CacheReuse(NamedTuple):
-    """How one kernel shares tensors in the GPU's L2 cache with the kernel before or after it.
+    """How one kernel shares input tensors with the kernel before or after it, through the GPU's L2
+    cache.
 
-    - `again`: the numbers of those input tensors that the next kernel reads again.
+    - `again`: the numbers of those input tensors that the next kernel reads again. This kernel then
+      tries to keep them in the cache.
     - `is_second`: whether this kernel reads inputs that the preceding kernel has left in the cache.
+      It then begins with those that were read last.
     """
 
     again: frozenset[int] = frozenset()
@@ -183,10 +188,10 @@ def make_kernel_executor(
     lowered: Lowered | None = None,
     reads: Mapping[int, CacheReuse] = NOTHING_AGAIN,
 ) -> FusedKernelExecutor | StepKernels:
-    """Returns the executor that compiles and runs the kernel of `group`.
+    """Returns the executor that compiles and runs the kernel `group` of a host program.
 
-    A kernel group is a part of a program that one kernel computes. If the kernel runs once per
-    iteration of a stream loop, returns a `StepKernels`.
+    If the kernel runs once per iteration of a loop, on one part of a tensor, returns a
+    `StepKernels`, because the parts may differ in size.
 
     - `of` and `rank` appear in dumps of the kernel.
     - `lowered`: see `FusedKernelExecutor`.

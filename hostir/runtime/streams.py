@@ -81,7 +81,9 @@ class Streams(Protocol):
         ...
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for all work that was submitted before `mark` was taken."""
+        """Makes the current stream wait for all work that its stream had received when `mark()`
+        returned `mark`.
+        """
         ...
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
@@ -97,14 +99,16 @@ class Streams(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Drops the submitted work that has not run, after an error in a run."""
+        """Drops the submitted work that has not run yet, after an error in a run. Otherwise a later
+        run would carry it out.
+        """
         ...
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
         """Returns a context in which this thread uses substitutes for the program's streams.
 
         `stand_in` maps the raw handle of a stream to that of the substitute. The context is needed
-        while a run is captured in a CUDA graph.
+        while a run is captured in a CUDA graph, because the capture uses streams of its own.
         """
         ...
 
@@ -125,10 +129,10 @@ class CudaStreams:
 
     @contextmanager
     def standing_in(self, stand_in: Callable[[int], int]) -> Generator[None]:
-        """Returns a context in which this thread uses substitutes for the program's CUDA streams.
+        """Returns a context in which this thread uses substitutes for the program's CUDA streams,
+        while a run is captured in a CUDA graph.
 
-        `stand_in` maps the raw handle of a stream to that of the substitute, during a graph
-        capture.
+        `stand_in` maps the raw handle of a stream to that of the substitute.
         """
         self._local.stand_in = stand_in
         try:
@@ -192,10 +196,14 @@ class CudaStreams:
             current.wait_event(event)
 
     def finish(self) -> None:
-        """Does nothing, because CUDA orders the caller's later work after the work of this run."""
+        """Runs all remaining work of the current stream. Does nothing on CUDA, because work on the
+        device is ordered: the caller's later work runs after the work of this run.
+        """
 
     def abandon(self) -> None:
-        """Does nothing after an error, because submitted functions have already been called."""
+        """Drops the submitted work that has not run, after an error. Does nothing on CUDA, because
+        submitted functions have already been called.
+        """
 
 
 class CpuStreams:
@@ -219,27 +227,36 @@ class CpuStreams:
         self._local.current = stream
 
     def join(self, stream: Handle) -> None:
-        """Does nothing, because all submitted work has already run."""
+        """Makes the current stream wait for the work of `stream`. Does nothing, because submitted
+        work on the CPU has already run.
+        """
 
     def mark(self) -> object:
-        """Returns the name of the current stream.
+        """Returns an object that marks the work submitted to the current stream so far: the name of
+        the stream.
 
         No stream has to wait for this mark, because all submitted work has already run.
         """
         return self.current()
 
     def join_mark(self, mark: object) -> None:
-        """Does nothing, because all submitted work has already run."""
+        """Makes the current stream wait for the work before `mark`. Does nothing, because submitted
+        work on the CPU has already run.
+        """
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Calls `work` now, even if `work` has to wait for another rank."""
+        """Calls `work` now, even if `work` has to wait for another rank (`ready` is ignored)."""
         work()
 
     def finish(self) -> None:
-        """Does nothing, because all submitted work has already run."""
+        """Runs all remaining work of the current stream. Does nothing, because submitted work on
+        the CPU has already run.
+        """
 
     def abandon(self) -> None:
-        """Does nothing, because all submitted work has already run."""
+        """Drops the submitted work that has not run, after an error. Does nothing, because
+        submitted work on the CPU has already run.
+        """
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
         """Returns an empty context, because runs on the CPU are not captured in CUDA graphs."""
@@ -247,7 +264,9 @@ class CpuStreams:
 
 
 class UnservedStreams(CpuStreams):
-    """The streams of a dry run, on which no work runs."""
+    """The streams of a dry run, which follows a program without computing anything. No work runs on
+    them.
+    """
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
         """Drops the function `work` without calling it, because a dry run computes nothing."""
@@ -255,9 +274,11 @@ class UnservedStreams(CpuStreams):
 
 @dataclass(frozen=True)
 class _Until:
-    """An entry in the work queue of a stream, which makes the queue wait for another stream.
+    """An entry in the work queue of a stream that makes this stream wait for another stream. It is
+    part of the test mode in which streams delay work.
 
-    The wait ends when `stream` has done the first `count` entries of its own queue.
+    The wait ends when the other stream, `stream`, has done the first `count` entries of its own
+    queue.
     """
 
     stream: Handle
@@ -266,7 +287,8 @@ class _Until:
 
 @dataclass(frozen=True)
 class _Wait:
-    """An entry in the work queue of a stream, whose function `work` waits for another rank.
+    """An entry in the work queue of a stream, whose function `work` waits for another rank. It is
+    part of the test mode in which streams delay work.
 
     Until `ready()` is true, the other streams of this rank continue.
     """
@@ -277,7 +299,7 @@ class _Wait:
 
 @dataclass
 class _Queue:
-    """The work queue of one stream that delays work.
+    """The work queue of one stream, in the test mode in which streams delay work.
 
     - `waiting`: the entries that have not run.
     - `given`, `done`: how many entries have been submitted, and how many have run.
@@ -316,11 +338,14 @@ class DelayedStreams(CpuStreams):
         self.join_mark(_Until(stream, self._queue(stream).given))
 
     def mark(self) -> object:
-        """Returns a wait entry for all work that was submitted to the current stream so far."""
+        """Returns an entry for another stream's queue that waits for all work submitted to the
+        current stream so far.
+        """
         return _Until(self.current(), self._queue(self.current()).given)
 
     def join_mark(self, mark: object) -> None:
-        """Appends `mark`, a wait entry, to the queue of the current stream.
+        """Makes the current stream wait for the work before `mark`, which the method `mark` has
+        returned: the entry `mark` is appended to the stream's queue.
 
         If `mark` is for the current stream itself, no wait is needed.
         """
@@ -329,7 +354,8 @@ class DelayedStreams(CpuStreams):
             self._give(mark)
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Appends the function `work` to the queue of the current stream.
+        """Appends the function `work` to the queue of the current stream, which calls it as late as
+        the program allows.
 
         `ready()` is whether `work` can run without waiting for another rank.
         """
@@ -343,7 +369,9 @@ class DelayedStreams(CpuStreams):
             self._advance()
 
     def _advance(self) -> None:
-        """Runs the work of every stream but the late one, until each waits for the late stream."""
+        """Runs the work of every stream but the delayed one, until each of them waits for the
+        delayed stream.
+        """
         self._go_on(lambda stream: stream == self._late)
 
     def _go_on(self, is_held: Callable[[Handle], bool]) -> None:
