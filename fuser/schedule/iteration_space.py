@@ -269,7 +269,8 @@ def tensors_above_resize(fusion: Fusion) -> frozenset[TensorView]:
 def has_self_mapping(graph: AxisGraph, tensors: Iterable[TensorView]) -> TensorView | None:
     """Returns the first tensor with two axes that must be iterated by the same loop, or None.
 
-    In `x + x.t()`, both axes of `x` are such axes. No scheduler can give such a tensor loops.
+    In `x + x.t()`, both axes of `x` are such axes. A scheduler rejects such a fusion unless it
+    gives each op loops of its own.
     """
     for tv in tensors:
         classes = [graph.find(a) for a in tv.domain.logical if not a.is_broadcast]

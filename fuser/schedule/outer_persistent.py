@@ -166,8 +166,9 @@ def accepts(fusion: Fusion) -> str | None:
 def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
     """Returns the reason why an output cannot overwrite an input, or None if it can.
 
-    `alias` names both. All threads of a column may read the input's old values. Therefore no other
-    output and no reduction may depend on the input.
+    `alias` names both. All threads that reduce a column (one index of the axes that are not
+    reduced) may read the input's old values. Therefore no other output and no reduction may depend
+    on the input.
     """
     below = {alias.into}
     for op in fusion.exprs:

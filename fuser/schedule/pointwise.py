@@ -172,6 +172,7 @@ def accepts(fusion: Fusion) -> str | None:
 def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
     """Returns the reason why every scheduler except `plain` rejects the fusion, or None.
 
+    For example, an input is also an output, or two axes of one tensor must have the same index.
     `graph` relates the axes of all tensors.
     """
     if not fusion.exprs or not fusion.outputs:

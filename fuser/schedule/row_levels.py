@@ -75,9 +75,9 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
 class KeptValue:
     """A value that registers hold over a whole row, and the first and last time of its use.
 
-    A row is the reduced axes of a kernel, taken as one. A level has all ops that run after the same
-    number of complete reductions. Values of level n are computed at time 2n, and level n reduces at
-    time 2n + 1. Inputs are loaded at time -1.
+    A row is the reduced axes of a kernel, taken as one. Time is counted by reductions that depend
+    on one another: values that need n complete reductions are computed at time 2n, and the next
+    reduction runs at time 2n + 1. Inputs are loaded at time -1.
     """
 
     tv: TensorView
@@ -340,21 +340,23 @@ class RowView:
     def parts(self) -> dict[TensorView, RowParts]:
         """The results that are partial sums over the rows, each with the axes of these sums.
 
-        Another kernel adds the partial sums.
+        A row is the reduced axes of the fusion's first reduction. Another kernel adds the partial
+        sums.
         """
         found = {op.out_tensor: row_parts(op) for op in self.fusion.exprs}
         return {tv: parts for tv, parts in found.items() if parts is not None}
 
     @property
     def innermost(self) -> int:
-        """The position of the innermost reduced axis of the first reduction."""
+        """The position of the innermost reduced axis of the fusion's first reduction."""
         return self.reduced[-1][-1]
 
     def axes(self, tv: TensorView) -> frozenset[int] | None:
-        """Returns the numbers (ids) of the first reduction's axes that a tensor has, too.
+        """Returns the numbers (ids) of the axes that a tensor has in common with the first
+        reduction.
 
-        Broadcast axes are ignored. Returns None if the tensor has an axis that the reduction does
-        not have.
+        All tensors of the fusion copy the loops of this reduction. Broadcast axes are ignored.
+        Returns None if the tensor has an axis that the reduction does not have.
         """
         concrete = [a for a in tv.domain.no_reductions if not a.is_broadcast]
         matches = [self.matcher.reference_of(a) for a in concrete]
@@ -362,15 +364,17 @@ class RowView:
         return None if None in matches or len(found) < len(concrete) else found
 
     def is_per_row(self, tv: TensorView) -> bool:
-        """Returns whether a tensor has at most one value per row, because it has no reduced
-        axis.
+        """Returns whether a tensor has at most one value per row, because it has no reduced axis.
+
+        A row is the reduced axes of the fusion's first reduction.
         """
         axes = self.axes(tv)
         return axes is not None and not axes & self.row_axes
 
     @cached_property
     def full(self) -> frozenset[TensorView]:
-        """The tensors that have all axes of the first reduction, including the reduced ones.
+        """The tensors that have all axes of the fusion's first reduction, including the reduced
+        ones.
 
         Tensors that are read at shifted indices are left out.
         """
@@ -382,7 +386,7 @@ class RowView:
 
     @cached_property
     def dense(self) -> tuple[Access, ...]:
-        """The inputs and outputs that have all axes of the first reduction, as `Access`es.
+        """The inputs and outputs that have all axes of the fusion's first reduction, as `Access`es.
 
         The tuple is empty unless all of these tensors are without gaps in memory and have one
         memory order.

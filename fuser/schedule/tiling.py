@@ -147,9 +147,10 @@ class Loops:
         return True
 
     def repeat_along(self, tv: TensorView, axes: frozenset[int]) -> None:
-        """Copies the reference tensor's loops over its logical axes `axes` to `tv`.
+        """Copies some loops of the reference tensor, the model for all others, to the tensor `tv`.
 
-        `axes` has their numbers (ids). The other axes of `tv` become loops inside of these.
+        The loops are those over the reference tensor's logical axes `axes` (ids). The other axes of
+        `tv` become loops inside of these.
         """
         self._replay.apply(tv, _only(self._matcher.matches(tv.domain), axes))
 

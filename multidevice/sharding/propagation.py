@@ -290,11 +290,14 @@ def apply_steps(
     transfers: Transfers,
     ptypes: Collection[ParallelType] = STREAM_TYPES,
 ) -> tuple[Cut, ...]:
-    """Divides axes like `apply_transfers`, but takes over either all or none of the steps of
-    `source`.
+    """Divides the axes of `target` as `transfers` says, but takes over all or none of the loop's
+    steps.
 
-    A stream loop over merged axes of `source` has one stream type for each of them. A tensor with
-    only some of these types would be computed in another loop.
+    `transfers` lists axes and their cuts: divisions into blocks, one per device or per step of a
+    stream loop. A loop over several merged axes of `source` has one stream type for each of them.
+    With only some of these types, `target` would be computed in another loop, so it then gets only
+    divisions over devices. Otherwise the function is like `apply_transfers`; it returns the cuts
+    that were added.
     """
     parts, before = {c.ptype for _, c in stream_cuts(source)}, target.domain
     taken = apply_transfers(target, transfers, ptypes)
@@ -335,8 +338,9 @@ def fitting_placement(
 
     - `transfers`: the wanted cuts of each axis, that is, its divisions over devices or the
       iterations of a stream loop.
-    - `parts`: the stream types of the op that reads the copy. If the copy cannot have all of them,
-      it has none, because its steps would be those of another loop.
+    - `parts`: the stream types of the op that reads the copy; each is one axis over which its loop
+      runs. If the copy cannot have all of them, it has none, because its steps would be those of
+      another loop.
 
     Divisions into steps are also left out if a step cannot copy its block from `source`.
     """

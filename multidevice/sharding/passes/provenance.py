@@ -166,8 +166,9 @@ def _reader(op: TensorOp) -> TensorOp | None:
 
 
 def complete_origins(fusion: Fusion) -> None:
-    """Records a reason for every tensor with a mesh that has none yet; such tensors serve
-    communications.
+    """Records why each remaining tensor is placed on its mesh as it is.
+
+    These tensors have no record (`Origin`) yet, because they were made for a communication.
     """
     placed = {o.tensor: o for o in fusion.origins if o.what == "placement"}
     known = {o.tensor for o in fusion.origins}

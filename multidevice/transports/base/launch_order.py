@@ -205,9 +205,11 @@ class CudaDriver:
         return self._status.value != 0
 
     def capture(self, stream: int) -> tuple[int, int, list[int]]:
-        """Returns the state of the capture on a stream, as `GraphDriver.capture`.
+        """Returns the state of the capture of a CUDA graph on a stream, by
+        `cuStreamGetCaptureInfo_v2`.
 
-        Calls `cuStreamGetCaptureInfo_v2`.
+        The state consists of the capture's number, the graph, and the nodes on which the next node
+        will depend.
         """
         number, graph = ctypes.c_uint64(), ctypes.c_void_p()
         nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
