@@ -1,5 +1,4 @@
-"""Lowering: turns a fusion whose loops have been chosen (scheduled) into statements with loops,
-indices, buffers and barriers.
+"""Lowering: turns a scheduled fusion (its loops are chosen) into statements and barriers.
 
 Question: which loops and statements compute this fusion?
 Imports: `fuser.support`, `fuser.ir`, `fuser.passes` and `fuser.schedule`.

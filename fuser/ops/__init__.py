@@ -1,4 +1,4 @@
-"""The ops that users call as `fd.ops.*`: checks, dtype and shape rules, nodes.
+"""The ops that users call as `fd.ops.*`: checks, rules for dtypes and shapes, nodes of the graph.
 
 Question: how does a call of an op become nodes of a fusion?
 Imports: `fuser.support` and `fuser.ir`.
@@ -73,9 +73,10 @@ def __dir__() -> list[str]:
 
 
 def _public(row: OpRow) -> Callable[..., Any]:
-    """Returns the function that users call as `fd.ops.NAME`, for one row of the table of ops.
+    """Returns the function that users call as `fd.ops.NAME`, for the op that `row` describes.
 
-    The function checks its arguments. Its docstring also has the shape rule and the dtype rule.
+    The function checks its arguments. Its docstring also has the op's rules for the shape and the
+    dtype of the result.
     """
     function = checked(row.function, name=row.name, kinds=ARGUMENTS)
     if row.is_implemented:

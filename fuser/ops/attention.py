@@ -130,11 +130,11 @@ def _real(name: str, what: str, value: ScalarLike) -> Scalar:
 
 # ------------------------------------------------------------------ axes
 class _Axes:
-    """The axes of an attention op, by letter: N (batch), H (heads), L (queries), S (keys), E and so
-    on.
+    """The axes of the operands and results of an attention op, by letter: N (batch), H (heads), L
+    (queries), S (keys), E and so on.
 
-    Axes of several operands with the same letter must have the same size. These axes become one
-    axis of the result.
+    Axes of several operands with the same letter must have the same size. They become one axis of
+    the result.
     """
 
     def __init__(
@@ -190,7 +190,11 @@ class _Axes:
         return joined if self._op.KEEPS_EXPANDED else unexpanded(joined)
 
     def _flag_for(self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]) -> str:
-        """Returns the hint to pass `enable_gqa`, if keys have fewer heads than queries; else ""."""
+        """Returns the hint to pass `enable_gqa`, for the error about unequal sizes of an axis, if
+        keys have fewer heads than queries; otherwise "".
+
+        `mapped` has each operand that has the axis `letter`, with this axis.
+        """
         sizes = {id(tv): sc.int_value(axis.size) for tv, axis in mapped}
         heads, groups = (sizes.get(id(self._given[field])) for field in ("query", "key"))
         is_meant = letter == "h" and heads and groups and heads > groups and heads % groups == 0
@@ -242,12 +246,12 @@ class _Axes:
     def _check_broadcasts(
         self, letter: str, mapped: Sequence[tuple[TensorView, IterDomain]]
     ) -> None:
-        """Raises `DefinitionError` if one operand has size 1 along an axis, and another operand may
-        not.
+        """Raises `DefinitionError` if one operand has size 1 along the axis `letter` and another
+        operand has more, unless this is allowed.
 
-        `mapped` has each operand that has the axis `letter`, with this axis. Such a difference is
-        allowed only for axes along which the op repeats an operand: all axes of bias and mask, and
-        in the forward op the batch axes of every operand.
+        `mapped` has each operand that has the axis, with this axis. Such a difference is allowed
+        only for axes along which the op repeats an operand: all axes of bias and mask, and in the
+        forward op the batch axes of every operand.
         """
         meant = [self._given.get(field) for field in self._op.REPEATED]
         is_batch = not self._op.is_whole(letter) and self._op is SdpaFwdOp
@@ -268,8 +272,8 @@ class _Axes:
 
     # ------------------------------------------------------------ results
     def result(self, field: str) -> TensorView:
-        """Creates the tensor for one result of the op. `field` is the name of the result,
-        "log_sumexp" for example.
+        """Creates the tensor for the result of the op with the name `field`, for example
+        "log_sumexp".
         """
         fusion = active_fusion()
         letters = self._letters(field)

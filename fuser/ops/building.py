@@ -54,7 +54,9 @@ def unsupported(op_name: str, message: str) -> UnsupportedError:
 
 
 def refuse_complex(op_name: str, *values: Operand) -> None:
-    """Raises `DtypeError` if one of `values` is complex, for an op defined on real numbers only."""
+    """Raises `DtypeError` if one of `values` is complex. It is called by ops that are defined on
+    real numbers only.
+    """
     for value in values:
         if is_complex(operand_dtype(value)):
             raise DtypeError(
@@ -129,7 +131,8 @@ def as_extent(
 
 
 def check_offsets(name: str, field: str, tv: TensorView) -> None:
-    """Raises `DtypeError` unless `tv`, the offsets of groups, has one axis and the dtype Int32.
+    """Raises `DtypeError` unless `tv` has one axis and the dtype Int32. It must be the list of
+    positions at which groups of rows begin or end.
 
     `name` is the op and `field` the argument, for the message.
     """
@@ -210,7 +213,9 @@ def wrap_dim(dim: int, rank: int, op_name: str, tv: TensorView) -> int:
 
 
 def axes_of(tv: TensorView) -> tuple[IterDomain, ...]:
-    """Returns the logical axes of `tv` without reduction axes, which no reader of `tv` sees."""
+    """Returns the axes of `tv` that the user sees: all but reduction axes, which exist only inside
+    the op that reduces them.
+    """
     return tv.domain.no_reductions
 
 
@@ -226,16 +231,18 @@ def mesh_of(values: Iterable[object]) -> DeviceMesh | None:
 def new_output(
     domain: TensorDomain | Sequence[IterDomain], dtype: DataType, values: Iterable[object]
 ) -> TensorView:
-    """Creates the result tensor of an op, with the mesh of the first operand that has a mesh.
+    """Creates the result tensor of an op. It is placed on the mesh of the first operand that has a
+    mesh.
 
-    `domain` is the tensor domain or the axes of the result. `values` are the operands of the op.
+    `domain` has the axes of the result. `values` are the operands of the op.
     """
     check_supported(dtype, "op result")
     return active_fusion().new_tensor(domain, dtype, mesh=mesh_of(values))
 
 
 def add_op(op: OpT) -> OpT:
-    """Adds `op` to the active fusion, and returns the op, which now has the user's line.
+    """Adds `op` to the definition that is being written, and returns the op, which now has the
+    user's line.
 
     Raises `DefinitionError` if a tensor belongs to another definition, and `UnsupportedError` if no
     kernel can compute with its dtype.
@@ -256,9 +263,9 @@ def add_op(op: OpT) -> OpT:
 
 
 def clone_axes(tv: TensorView) -> list[IterDomain]:
-    """Returns new axes with the extents of the tensor's logical axes, without reduction axes.
+    """Returns new axes with the sizes of the axes of `tv` that the user sees.
 
-    The new axes are not sharded and not parallelized.
+    The new axes are not split over devices, and no thread axes.
     """
     fusion = active_fusion()
     return [fusion.clone_axis(a) for a in axes_of(tv)]
@@ -266,7 +273,7 @@ def clone_axes(tv: TensorView) -> list[IterDomain]:
 
 # ------------------------------------------------------------------ casts and promotion
 def rank_class(value: Operand) -> Rank:
-    """Returns the kind of an operand for dtype promotion.
+    """Returns the kind of an operand, on which the common dtype of several operands depends.
 
     The kinds are "dim" (a tensor with axes), "zero_dim" (a tensor without axes) and "scalar".
     """
@@ -307,20 +314,22 @@ def promote(values: Sequence[Operand], config: Config) -> tuple[list[Operand], D
 def promote_keeping_half(
     values: Sequence[Operand], *, is_on_tensors: bool
 ) -> tuple[list[Operand], DataType]:
-    """Converts operands to one dtype, as `promote`, but does not widen Half, BFloat16 and Float8 to
-    Float.
+    """Converts the operands of an op to one dtype, and returns (converted operands, this dtype).
+    Unlike `promote`, it does not widen Half, BFloat16 and Float8 to Float.
 
-    Returns (converted operands, this dtype). `is_on_tensors` says whether any operand of the op is
-    a tensor, also an operand that is not in `values`.
+    `is_on_tensors` says whether any operand of the op is a tensor, also an operand that is not in
+    `values`.
     """
     dtype = promote_operands(_promoted_as(values, is_on_tensors=is_on_tensors))
     return [convert(v, dtype) for v in values], dtype
 
 
 def _promoted_as(values: Sequence[Operand], *, is_on_tensors: bool) -> list[tuple[DataType, Rank]]:
-    """Returns (dtype, kind of operand) with which each operand takes part in dtype promotion.
+    """Returns the pair (dtype, kind of operand) of each operand, from which the common dtype is
+    determined.
 
-    If the op has tensor operands, scalars count with a narrower dtype: only their category matters.
+    If the op has tensor operands, a scalar has a narrower dtype than its own here, because only its
+    category (bool, int, float, complex) matters.
     """
     operands: list[tuple[DataType, Rank]] = [(operand_dtype(v), rank_class(v)) for v in values]
     is_wide = not is_on_tensors or active_fusion().double_numbers
@@ -378,7 +387,7 @@ def join_axes(
     - An iteration axis is preferred to a broadcast axis, and a constant extent to a symbolic
       extent. Among symbolic extents, the first is used.
     - Extents that must be equal are recorded as equal in the fusion.
-    - A `?` axis may become a broadcast, so its extent is not recorded as equal to others.
+    - A `?` axis may become a broadcast of size 1, so its extent is not recorded as equal to others.
 
     Raises `DefinitionError`, which names both tensors, if two constant extents differ.
     """
@@ -399,9 +408,10 @@ def join_axes(
 
 
 def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
-    """Returns the common size of `?` axes, as a scalar: the first of `sizes` that is not 1.
+    """Returns the common size of axes that may turn out to be broadcasts, as a scalar: the first of
+    `sizes` that is not 1.
 
-    Whether a `?` axis is a broadcast is decided only by the sizes of the program's inputs.
+    Which of the axes are broadcasts is decided only by the sizes of the program's inputs.
     """
     *firsts, last = dict.fromkeys(fusion.canonical(x) for x in sizes)
     for x in reversed(firsts):
@@ -410,7 +420,7 @@ def _size_of_undecided(fusion: Fusion, sizes: Sequence[Scalar]) -> Scalar:
 
 
 def unexpanded(axis: IterDomain) -> IterDomain:
-    """Returns an expanded axis as an iteration axis, whose elements may differ.
+    """Returns an expanded axis (repeated, stride 0) as an ordinary axis, whose elements may differ.
 
     Returns any other axis unchanged.
     """
@@ -443,7 +453,7 @@ def _join_sizes(
 
 
 def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """Records that two extents are equal, which follows from the op that is being added.
+    """Records that two sizes are equal because of the op that is being added.
 
     Raises `DefinitionError` for two different constants. `what` names op and tensors.
     """
@@ -452,7 +462,7 @@ def same_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
 
 
 def declare_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
-    """Records that two extents are equal because the caller declared it, as in the shape of an
+    """Records that two sizes are equal because the caller declared it, as in the shape of an
     `expand`.
 
     No op implies this equality, so the fusion stores it in a list of declared equalities. `what`
@@ -463,9 +473,9 @@ def declare_extent(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> None:
 
 
 def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
-    """Whether two extents may be equal, but are not recorded as equal yet.
+    """Whether it must still be recorded that two sizes are equal. False if this is known already.
 
-    Raises `DefinitionError` for two different constants.
+    Raises `DefinitionError` for two different constants. `what` names op and tensors.
     """
     x, y = fusion.canonical(a), fusion.canonical(b)
     if isinstance(x, Const) and isinstance(y, Const) and x != y:
@@ -476,7 +486,7 @@ def _may_match(fusion: Fusion, a: Scalar, b: Scalar, what: str) -> bool:
 
 
 def pointwise_output(values: Sequence[Operand], dtype: DataType, what: str) -> TensorView:
-    """Creates the result tensor of an elementwise op, whose operands have equally many axes."""
+    """Creates the result tensor of an elementwise op. The operands have equally many axes."""
     fusion = active_fusion()
     tensors = [v for v in values if isinstance(v, TensorView)]
     columns = zip(*(axes_of(tv) for tv in tensors), strict=True)

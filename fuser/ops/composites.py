@@ -62,10 +62,10 @@ def _result_dtype(name: str, input: TensorView, dtype: DtypeLike | None) -> Data
 
 
 def _wide(name: str, input: TensorView, dtype: DtypeLike | None = None) -> TensorView:
-    """Returns `input`, cast to `dtype` if `dtype` is passed, and then to the dtype of the
-    computation.
+    """Returns `input` in the dtype in which a composed op computes, for example Float for Half.
 
-    Raises `DtypeError` for a dtype that is not floating.
+    If `dtype` is passed, `input` is first cast to `dtype`. Raises `DtypeError` for a dtype that is
+    not floating.
     """
     result = _result_dtype(name, input, dtype)
     if not is_floating(result):
@@ -252,7 +252,8 @@ def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[
 def _normalized(
     name: str, field: str, tv: TensorView, input: TensorView, axes: list[int], x: TensorView
 ) -> TensorView:
-    """Returns the weight or bias `tv`, cast to the dtype of `x`.
+    """Returns the weight or bias `tv` of a norm, cast to the dtype of `x`, in which the norm is
+    computed.
 
     Records that the axes of `tv` have the sizes of the axes `axes` of `input`. Raises
     `DefinitionError` if constant sizes differ.
@@ -387,9 +388,11 @@ def _of_indices(
     ignore_index: int,
     smoothing: float,
 ) -> tuple[TensorView, TensorView | Const]:
-    """Returns (loss of each target, weight of the target's class), for class indices `target`.
+    """Returns (loss of each target, weight of the target's class) of a cross entropy, for class
+    indices `target`.
 
-    `x` has the logits, with the classes along `axis`.
+    `x` has the logits, with the classes along `axis`. `smoothing` is the share of the target that
+    is spread evenly over all classes.
     """
     name, dtype, classes = "cross_entropy", x.dtype(), x.size(axis)
     if target.ndim != x.ndim - 1:
@@ -422,9 +425,11 @@ def _of_indices(
 def _smooth(
     shifted: TensorView, log_total: TensorView, weight: TensorView | None, axis: int
 ) -> TensorView:
-    """Returns -sum(weight * log_softmax) over the classes, along `axis`.
+    """Returns -sum(weight * log_softmax) over the classes: the part of a cross entropy that label
+    smoothing adds.
 
-    `shifted` has the logits minus their maximum, and `log_total` is log(sum(exp(shifted))).
+    `shifted` has the logits minus their maximum, with the classes along `axis`. `log_total` is
+    log(sum(exp(shifted))).
     """
     if weight is None:
         whole = _call("mul", log_total, shifted.size(axis))
@@ -441,9 +446,10 @@ def _of_probabilities(
     ignore_index: int,
     smoothing: float,
 ) -> TensorView:
-    """Returns the losses for class probabilities `target`.
+    """Returns the losses of a cross entropy for class probabilities `target`.
 
-    `x` has the logits, with the classes along `axis`.
+    `x` has the logits, with the classes along `axis`. `smoothing` is the share of the target that
+    is spread evenly over all classes.
     """
     name = "cross_entropy"
     if ignore_index >= 0:

@@ -1,6 +1,7 @@
 """Products of matrices: matmul, linear, scaled_mm, grouped_mm.
 
-Results keep the contracted axis as a trailing reduction axis.
+Inside the graph, a result has the summed axis k as an additional last axis, a reduction axis. Users
+do not see it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def check_same_dtypes(
 ) -> None:
     """Raises `DtypeError` if the operands of op `name` have different dtypes.
 
-    Raises `UnsupportedError` for floats of one byte. `advice` says in the message what to do.
+    Raises `UnsupportedError` for floats of one byte, whose products need scales. `advice` says in
+    the message what to do.
     """
     if len({t.dtype() for t in tensors}) > 1:
         found = ", ".join(f"{t.label} is {dtype_text(t.dtype())}" for t in tensors)
@@ -53,16 +55,16 @@ def check_same_dtypes(
 
 
 def _axis(name: str, mapped: Mapped) -> IterDomain:
-    """Creates the axis of the result that corresponds to the operand axes `mapped`."""
+    """Creates the axis of a product's result that corresponds to the operand axes `mapped`."""
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     return fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
 
 
 def contracted_axes(name: str, mapped: Mapped) -> list[IterDomain]:
-    """Creates the reduction axis of a product, for the contracted axes `mapped` of the operands.
+    """Creates the axis over which a product sums, for the operand axes `mapped`.
 
-    Returns an empty list if the contracted axis has size 1 in all operands.
+    Returns an empty list if this axis has size 1 in all operands, because there is nothing to sum.
     """
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
@@ -108,7 +110,9 @@ def matmul(arg1: TensorView, arg2: TensorView) -> TensorView:
 
 
 def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
-    """Raises `DefinitionError` if `bias` has several elements along a size-1 axis of `weight`."""
+    """Raises `DefinitionError` if `bias` has several elements along an axis along which `weight`
+    has only one.
+    """
     fusion = active_fusion()
     for w, b in zip(axes_of(weight), axes_of(bias), strict=False):
         if not w.is_broadcast or w.expanded is not None or b.is_broadcast:
@@ -126,8 +130,7 @@ def _check_bias(name: str, weight: TensorView, bias: TensorView) -> None:
 def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -> TensorView:
     """Computes x @ weight.T + bias of x [*i, K], weight [*w, N, K] and bias [*w, N] -> [*w, *i, N].
 
-    The output tensor also has a last reduction axis for K. The device mesh of x is copied to the
-    output, the meshes of weight and bias are not.
+    The device mesh of x is copied to the output, the meshes of weight and bias are not.
 
     Raises:
         DefinitionError: ranks or sizes do not fit.
@@ -236,8 +239,9 @@ def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool
 def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
     """Checks the dtypes of a product with scales, and returns the dtype of the result.
 
-    `given` has the operands by field, and `dtype` is the user's choice for the result. Raises
-    `DtypeError` for a wrong dtype, and `DefinitionError` for a `beta` without a bias.
+    `given` has the operands by the name of the argument, and `dtype` is the user's choice for the
+    result. Raises `DtypeError` for a wrong dtype, and `DefinitionError` for a `beta` without a
+    bias.
     """
     if "beta" in given and "bias" not in given:
         raise fail(name, f"Expected a bias, because beta {given['beta']} scales it")
@@ -258,10 +262,11 @@ def scaled_dtype(name: str, given: Given, dtype: DtypeLike) -> DataType:
 
 
 def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -> TensorView:
-    """Adds the product op `op`, and returns the result of `dtype`.
+    """Adds an op of the class `op`, a product of matrices, and returns its result, which has the
+    dtype `dtype`.
 
-    `given` has the operands by field. Raises `DefinitionError` for an operand with wrong axes, and
-    for sizes that differ.
+    `given` has the operands by the name of the argument. Raises `DefinitionError` for an operand
+    with wrong axes, and for sizes that differ.
     """
     fusion = active_fusion()
     known = op.matrices(given["mat1"], given["mat2"])
@@ -290,8 +295,9 @@ def add_product(name: str, op: type[ProductOp], given: Given, dtype: DataType) -
 def _letters(name: str, field: str, tv: TensorView, forms: Mapping[int, str]) -> str:
     """Returns a letter for each axis of an operand, such as "mk" for a matrix [m, k].
 
-    `forms` has the letters by the number of axes. The letter 1 stands for an axis of size 1 in a
-    scale or bias. Raises `DefinitionError` or `UnsupportedError` for an operand with other axes.
+    `forms` has the letters by the number of axes that the operand may have. The letter 1 stands for
+    an axis of size 1 in a scale or bias. Raises `DefinitionError` or `UnsupportedError` for an
+    operand with other axes.
     """
     is_matrix = field not in ProductOp.SCALES
     letters = forms.get(tv.ndim, "1" * tv.ndim)

@@ -38,21 +38,22 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
 
     The arguments have one of three forms:
 
-    1. `(shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])`
-    2. `(shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])`
-    3. `(sizes, strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)`
+    1. `(shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])` 2.
+    `(shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])` 3. `(sizes,
+    strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)`
 
     The form is the third if `sizes` or `strides` are passed by name, or if the second argument is a
     list of integers.
 
     - An entry of `shape` is -1 for a symbolic size, 1 for a broadcast axis, and 0 or a number above
       1 for a constant size.
-    - `contiguity` has one entry per axis, in allocation order. None marks a broadcast axis. If the
-      size of such an axis is not 1, the axis is an expanded axis.
+    - `contiguity` has one entry per axis, in the order of memory (outermost first). It says whether
+      the stride of the axis is the size of everything inside it. None marks a broadcast axis. If
+      the size of such an axis is not 1, its one element in memory is repeated (stride 0).
     - A tensor without axes may have `is_cpu=True`. The tensor is then stored on the host, and each
       run reads its current value.
     - All forms also take `mesh=` and `placements=` (see `fuser.shard`). A mesh without placements
-      replicates the tensor. Sizes are those of the whole tensor, not of a shard.
+      replicates the tensor. Sizes are those of the whole tensor, not of one device's part.
 
     Raises:
         ArgumentError: an argument is of the wrong kind, or the shape is a torch tensor with data.
@@ -170,9 +171,10 @@ def _check_flags(shape: Sequence[int], flags: Contiguity) -> None:
 
 
 def _allocation_positions(rank: int, stride_order: Sequence[int]) -> list[int]:
-    """Returns the position in memory order of each logical axis; 0 is the outermost axis.
+    """Returns for each axis of a tensor its position in memory order; 0 is the outermost axis.
 
-    `stride_order` is empty for row-major order. `rank` is the number of axes.
+    `stride_order` has for each axis its position in the order of strides (0 for the smallest), and
+    is empty for row-major order. `rank` is the number of axes.
     """
     if not stride_order:
         return list(range(rank))

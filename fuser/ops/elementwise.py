@@ -112,7 +112,8 @@ def _make(name: str) -> Callable[..., Operand]:
 
 
 def _help_of(name: str, kind: str) -> str:
-    """Returns the docstring of op `name`, made from the text in the pointwise table for `kind`.
+    """Returns the docstring of the elementwise op `name`, made from the text in the table of
+    elementwise ops for `kind`.
 
     That text is "As `torch.acos`." or a sentence. A name that differs from the kind is another form
     of the op: `truediv` is `div`, computed in floats also for integers.
@@ -348,7 +349,9 @@ def typed(name: str, rule: str, values: list[Operand]) -> Typed:
 
 # ------------------------------------------------------------------ one function per rule
 def _check_complex(name: str, values: list[Operand]) -> None:
-    """Raises `DtypeError` if an operand is complex, but op `name` is for real numbers only."""
+    """Raises `DtypeError` if an operand is complex, although the op `name` is for real numbers
+    only.
+    """
     kind, _ = PUBLIC.get(name, ("", ""))
     if kind and not POINTWISE[kind].takes_complex:
         refuse_complex(name, *values)
@@ -373,7 +376,8 @@ _ORDER = ("bool", "int", "float", "complex")
 
 
 def _is_above(dtype: DataType, other: DataType) -> bool:
-    """Whether `dtype` has a higher category than `other`, which cannot represent its values.
+    """Whether `dtype` has a higher category than `other`, so that `other` cannot represent its
+    values.
 
     The categories are, from low to high: bool, int, float, complex.
     """
@@ -451,7 +455,8 @@ def _as_bool(name: str, values: list[Operand]) -> Typed:
 
 
 def integers(name: str, values: list[Operand]) -> Typed:
-    """Returns (integer operands in their promoted dtype, promoted dtype), for op `name`.
+    """Converts the integer operands of op `name` to a common dtype, and returns (converted
+    operands, this dtype).
 
     Raises `DtypeError` for operands that are not integers. Bool operands are accepted only if the
     op is defined for Bool.

@@ -48,7 +48,9 @@ def full(shape: Sequence[SizeLike], fill_value: ScalarLike, dtype: DtypeLike) ->
 
 
 def full_tensor(sizes: Sequence[Scalar], value: Scalar, dtype: DataType) -> TensorView:
-    """Adds an op that fills a tensor with `value`, for sizes that are already scalars."""
+    """Adds an op that fills a tensor of these sizes with `value`. Unlike `full`, it takes only
+    scalars of the definition, and checks nothing.
+    """
     out = new_output([axis_of_extent(s) for s in sizes], dtype, ())
     add_op(FullOp(out, tuple(sizes), sc.cast(value, dtype)))
     return out
@@ -164,8 +166,14 @@ def normal(
 ) -> TensorView:
     """Creates a tensor of the given shape with normally distributed random numbers.
 
-    `mean` and `std` are the mean and the standard deviation. Seed, offset and errors are those of
-    `uniform`. A negative `std` also raises `DefinitionError`.
+    `mean` and `std` are the mean and the standard deviation. `rng_seed` and `rng_offset` are 64-bit
+    integers or integer scalars; pass both or neither. Equal seeds and offsets give equal numbers.
+    Without seed and offset, each run draws from torch's generator.
+
+    Raises:
+        DefinitionError: `std` is negative, or only one of seed and offset is passed.
+        DtypeError: the dtype is not floating, or a scalar is of a wrong kind.
+        UnsupportedError: the dtype is Float8.
     """
     center, deviation = _ends("normal", (mean, std), dtype)
     if isinstance(deviation, Const) and not deviation.value >= 0:
@@ -189,13 +197,18 @@ def rand_like(arg: TensorView, /) -> TensorView:
 def randn_like(arg: TensorView, /) -> TensorView:
     """Creates a tensor of the shape and dtype of `arg` with standard normal random numbers.
 
-    Sharding and errors are those of `rand_like`.
+    The values of `arg` are not read. The sharding of the result therefore follows from the ops that
+    read it, not from `arg`.
+
+    Raises:
+        DtypeError: the operand is not floating.
+        UnsupportedError: the operand is Float8.
     """
     return _random_like("randn_like", "normal", arg)
 
 
 def key_of(op: RandomOp) -> tuple[Scalar, Scalar]:
-    """Returns (seed, offset) of a random op.
+    """Returns (seed, offset) of a random op, the two numbers that determine its random numbers.
 
     Raises `UnsupportedError` if the op has neither. Such an op draws both from torch's generator,
     which works only in a FusionDefinition.
@@ -230,9 +243,10 @@ def _check_floating(name: str, dtype: DtypeLike) -> DataType:
 
 
 def _ends(name: str, values: tuple[ScalarLike, ScalarLike], dtype: DtypeLike) -> Ends:
-    """Returns the two parameters of a distribution, cast to the dtype of the computation.
+    """Returns the two parameters of a distribution (its bounds, or mean and standard deviation),
+    cast to the dtype of the computation.
 
-    `dtype` is the dtype of the random numbers.
+    `dtype` is the dtype of the random numbers. `name` is the op, for errors.
     """
     computed = computed_in(_check_floating(name, dtype))
     low, high = (as_operand(v, name) for v in values)

@@ -24,7 +24,9 @@ _Values = TensorView | Scalar
 
 # ------------------------------------------------------------------ the user's line
 def _is_caller(frame: FrameType) -> bool:
-    """Returns whether a frame runs the user's code: not this project's, torch's or numpy's."""
+    """Returns whether a stack frame runs the user's code: not this project's, torch's or numpy's.
+    Error messages show this line.
+    """
     module = frame.f_globals.get("__name__", "").partition(".")[0]
     return is_users(frame) and module not in ("torch", "numpy")
 
@@ -67,9 +69,10 @@ _CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
 
 
 def _convert(name: str) -> Callable[..., object]:
-    """Returns the method that Python calls for `int(x)`, `round(x)` and similar functions.
+    """Returns the method that Python calls for `int(x)`, `round(x)` or a similar function `name`.
 
-    The method converts a constant, and raises `ArgumentError` for any other tensor or scalar.
+    The method converts a constant, and raises `ArgumentError` for any other tensor or scalar,
+    because its value is not known while a program is defined.
     """
     op = _ROUNDINGS.get(name)
     converted = "write fd.ops.cast for a conversion of elements, fd.ops.exp for math.exp"
@@ -122,11 +125,11 @@ def _refuse_function(library: str, name: str, given: tuple[object, ...]) -> Argu
 def _torch_function(
     cls: type, function: Callable[..., object], types: object, args: Any = (), kwargs: Any = None
 ) -> NoReturn:
-    """Raises `ArgumentError`, with the op to use instead of the torch function `function`.
+    """Raises `ArgumentError`, which names the op to use instead of the torch function `function`.
 
-    Torch calls this method if an argument of a torch function is a tensor or scalar of a
-    definition. Torch also calls this method for operators. After an error, torch calls the method
-    of the other operand.
+    Torch calls this method (`__torch_function__`) if an argument of a torch function is a tensor or
+    scalar of a definition, also for operators. If it raises an error for an operator, torch calls
+    the method of the other operand.
     """
     del cls, types
     name = getattr(function, "__name__", str(function))
@@ -171,9 +174,10 @@ _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 def _array_ufunc(self: _Values, ufunc: Any, method: str, *inputs: Any, **options: Any) -> object:
-    """Computes an operator of a numpy number and a tensor or scalar of a definition.
+    """Computes a Python operator on a numpy number and a tensor or scalar of a definition.
 
-    Raises `ArgumentError` for every other function of numpy.
+    Numpy calls this method (`__array_ufunc__`). It raises `ArgumentError` for every other function
+    of numpy.
     """
     called: str = ufunc.__name__
     name = _UFUNCS.get(called)

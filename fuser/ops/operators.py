@@ -70,7 +70,8 @@ def _binary(op: str, *, reflected: bool = False) -> Callable[[TensorView, Any], 
 
 
 def _operand(op: str, tv: TensorView, other: Any) -> Any:
-    """Returns `other`, the second operand of an operator; turns a number into a Python number.
+    """Returns `other`, the second operand of the Python operator `op`, in a form that ops accept: a
+    number of numpy or torch becomes a Python number.
 
     Raises `ArgumentError` if `other` is no tensor, scalar or number.
     """
@@ -165,9 +166,10 @@ def _has_no_truth(self: TensorView) -> bool:
 
 
 def _equality(op: str) -> Callable[[TensorView, object], Any]:
-    """Returns the method of `==` or `!=`.
+    """Returns the method for the Python operator `==` or `!=` on tensors and scalars.
 
-    In a user's definition, the method adds an op. Elsewhere, the method compares by identity.
+    In a user's definition, the method adds an op. Elsewhere, the method compares by identity, so
+    that containers can hold tensors.
     """
     append = _binary(op)
 
@@ -181,7 +183,7 @@ def _equality(op: str) -> Callable[[TensorView, object], Any]:
 
 # ------------------------------------------------------------------ slices
 def _item(self: TensorView, key: object) -> TensorView:
-    """Adds the ops that select the part `x[key]`, and returns the part.
+    """Adds the ops that select the part `x[key]` of the tensor `x`, and returns the part.
 
     `key` has one item per axis: a slice of step 1, or an index, which removes the axis. `...`
     stands for omitted axes, and None adds an axis of size 1.
@@ -227,7 +229,9 @@ def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
 
 
 def _chosen_by(item: object) -> str:
-    """Returns a hint for an error: how to select elements by a tensor or a list; "" for others."""
+    """Returns a hint for the error about `x[item]`: how to select elements by a tensor or a list.
+    Returns "" for other items.
+    """
     if not isinstance(item, TensorView):
         is_list = isinstance(item, list) or hasattr(item, "shape")
         with_data = ": write fd.ops.index_select(x, index, dim), index from define_tensor"
@@ -243,10 +247,10 @@ def _chosen_by(item: object) -> str:
 def _bounds(
     tv: TensorView, key: object, item: Any, size: Scalar
 ) -> tuple[Scalar | int, Scalar | int]:
-    """Returns the part (start, end) of an axis that `item` selects; (0, `size`) if `item` is no
-    slice.
+    """Returns the part (start, end) of an axis that `item`, one item of `x[key]`, selects. Returns
+    (0, `size`) if `item` is no slice.
 
-    `key` is the whole key, for errors.
+    `key` is the whole key, for errors. `size` is the size of the axis.
     """
     if not isinstance(item, slice):
         return 0, size
@@ -311,8 +315,8 @@ METHODS: dict[str, Any] = {
 def _negate(self: Scalar) -> Any:
     """Returns -n for the scalar n.
 
-    For integers, the result is 0 - n, because sums of integers are simplified. For floats, 0 - n
-    would be wrong, because 0 - 0.0 is not -0.0.
+    For integers, the result is built as 0 - n, because sums of integers are simplified. For floats,
+    0 - n would be wrong, because 0 - 0.0 is not -0.0.
     """
     if category(self.dtype) in ("int", "bool"):
         return sc.sub(0, self)

@@ -98,8 +98,9 @@ def nv_grouped_block_quantize(
 ) -> tuple[TensorView, TensorView]:
     """Quantizes the groups of rows of `input` [m, k] to (values, scales), for a grouped product.
 
-    Values and scales are those of `nv_block_quantize`. The scales are stored in the layout that
-    `preprocess_grouped_matmul_input_sf` returns.
+    The values are Float8_e4m3fn [m, k]. Each block of 32 consecutive elements of a row has one
+    scale of dtype Float8_e8m0fnu; `nv_block_quantize` says how it is chosen. The scales are stored
+    in the layout that `preprocess_grouped_matmul_input_sf` returns.
 
     Raises:
         DefinitionError: a shape is wrong, or `block_size` is not 32.
@@ -171,7 +172,8 @@ def _quantized(
     block_size: int,
     dtype: DtypeLike,
 ) -> tuple[TensorView, TensorView]:
-    """Returns (values, scales) of `input`, both in the order of the elements, without tiles.
+    """Returns (values, scales) of `input` quantized to Float8, both in the order of the elements,
+    without tiles.
 
     Raises the errors of `nv_block_quantize`; `name` is the op in the message.
     """
@@ -213,9 +215,11 @@ def _no_format(name: str, input: TensorView, dtype: DtypeLike) -> UnsupportedErr
 
 
 def _scales(largest: TensorView) -> TensorView:
-    """Returns, as Float, the scale of each block: the smallest power of two >= largest / 448.
+    """Returns the scale of each block of elements, as Float: the smallest power of two >= largest /
+    448.
 
-    `largest` has the largest absolute value of each block.
+    `largest` has the largest absolute value of each block. 448 is the largest Float8_e4m3fn, so no
+    element of the block exceeds the range after the division.
     """
     ratio = _call("minimum", _call("div", largest, _LARGEST), 2.0**127)
     near = cast(cast(ratio, DataType.Float8_e8m0fnu), DataType.Float)

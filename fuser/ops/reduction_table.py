@@ -40,9 +40,8 @@ def compute_dtype(op: TensorOp) -> DataType:
 
 
 def computed_in(dtype: DataType) -> DataType:
-    """Returns the dtype in which ops compute values of `dtype`.
-
-    The dtype is Float for Half, BFloat16 and Float8, else `dtype` itself.
+    """Returns the dtype in which ops compute values of `dtype`: Float for Half, BFloat16 and
+    Float8, else `dtype` itself.
     """
     return DataType.Float if dtype in HALF_LIKE else dtype
 
@@ -74,9 +73,10 @@ def _extreme(dtype: DataType, *, largest: bool) -> Number:
 
 
 def missing(dtype: DataType) -> Number:
-    """Returns the result for an index out of range, and for the average of no elements.
+    """Returns the value that stands for "no value": the result of a lookup at an index out of
+    range, and the average of no elements.
 
-    The value is NaN, or 0 in a dtype without NaN.
+    It is NaN, or 0 in a dtype without NaN.
     """
     if is_complex(dtype):
         return cast(Number, complex(math.nan, math.nan))

@@ -1,11 +1,12 @@
 """Reduction op functions: sum, prod, max, min, welford, var, var_mean.
 
-The result's logical domain keeps the reduced axes, as reduction axes, at their positions. Two kinds
-of axes are not reduced by a kernel:
+Inside the graph, the result keeps the reduced axes, as reduction axes, at their positions. Users do
+not see them. Two kinds of axes are not reduced by a kernel:
 
-- A broadcast axis is squeezed instead. For an expanded axis, the result of sum is multiplied by the
-  size, and the result of prod is raised to the power of the size.
-- If an axis has the constant size 0, the result is filled with the identity of the reduction.
+- A broadcast axis is squeezed instead. For an expanded axis (one element, repeated), the result of
+  sum is multiplied by the size, and the result of prod is raised to the power of the size.
+- If an axis has the constant size 0, the result is filled with the neutral value of the reduction,
+  such as 0 for a sum.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def sum(
 ) -> TensorView:
     """Sums the elements over one axis (`dim`), several axes (`dims`) or all axes.
 
-    Integers and Bool are summed in Int. If `dtype` is passed, `arg` is first cast to `dtype`.
-    `keepdim` keeps the reduced axes with size 1. As in nvFuser, `sum(x, DataType.Float)` is also
-    accepted.
+    Integers and Bool are summed in Int (64 bits). If `dtype` is passed, `arg` is first cast to
+    `dtype`. `keepdim` keeps the reduced axes with size 1. As in nvFuser, `sum(x, DataType.Float)`
+    is also accepted.
 
     Raises:
         ArgumentError: `dim` and `dims` are both passed.
@@ -84,7 +85,12 @@ def prod(
 ) -> TensorView:
     """Multiplies the elements over one axis (`dim`), several axes (`dims`) or all axes.
 
-    Integers and Bool are multiplied in Int. Arguments and errors are those of `sum`.
+    Integers and Bool are multiplied in Int (64 bits). If `dtype` is passed, `arg` is first cast to
+    `dtype`. `keepdim` keeps the reduced axes with size 1.
+
+    Raises:
+        ArgumentError: `dim` and `dims` are both passed.
+        DefinitionError: an axis does not exist, is repeated, or the list of axes is empty.
     """
     return _reduce("mul", arg, dim, dims, keepdim, dtype)
 
@@ -102,9 +108,12 @@ def max(
     - If one of the elements is NaN, the result is NaN.
     - The maximum of no elements is the lowest value of the dtype, as in nvFuser: -inf, the smallest
       integer, or False. `torch.amax` raises an error in this case.
+    - `keepdim` keeps the reduced axes with size 1.
 
     Raises:
-        DefinitionError: a dtype is passed, or one of the errors of `sum`.
+        ArgumentError: `dim` and `dims` are both passed.
+        DefinitionError: a dtype is passed, an axis does not exist or is repeated, or the list of
+            axes is empty.
         DtypeError: the operand is complex.
     """
     return _reduce("max", arg, dim, dims, keepdim, dtype)
@@ -123,9 +132,12 @@ def min(
     - If one of the elements is NaN, the result is NaN.
     - The minimum of no elements is the highest value of the dtype, as in nvFuser: inf, the largest
       integer, or True. `torch.amin` raises an error in this case.
+    - `keepdim` keeps the reduced axes with size 1.
 
     Raises:
-        DefinitionError: a dtype is passed, or one of the errors of `sum`.
+        ArgumentError: `dim` and `dims` are both passed.
+        DefinitionError: a dtype is passed, an axis does not exist or is repeated, or the list of
+            axes is empty.
         DtypeError: the operand is complex.
     """
     return _reduce("min", arg, dim, dims, keepdim, dtype)
@@ -170,7 +182,7 @@ def _reduce(
 def given_dims(
     name: str, dim: int | Sequence[int] | None, dims: int | Sequence[int] | None
 ) -> int | Sequence[int] | None:
-    """Returns the axes that the caller of op `name` passed as `dim` or as `dims`.
+    """Returns the axes that the caller of op `name` passed, either as `dim` or as `dims`.
 
     Raises `ArgumentError` if both are passed.
     """
@@ -185,7 +197,7 @@ def axes_to_reduce(name: str, tv: TensorView, dims: int | Sequence[int] | None) 
     """Returns the positions of the axes of `tv` that `dims` selects; None selects all axes.
 
     For a tensor without axes, returns an empty set and accepts the axes 0 and -1, as torch does.
-    Raises the errors of `_reduced_axes`.
+    Raises `DefinitionError` for an empty list, duplicates, and axes that do not exist.
     """
     if tv.ndim:
         return _reduced_axes(name, tv, dims)
@@ -236,11 +248,11 @@ def _reduce_axes(kind: str, tv: TensorView, axes: set[int], init: Scalar) -> Ten
 
 
 def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView:
-    """Returns `init`, the result of a reduction over no elements, where `repeated` is 0, else
-    `out`.
+    """Returns `out`, the result of a reduction, but `init` in runs in which the reduction has no
+    elements.
 
-    `repeated` is the number of elements along the squeezed broadcast axes. The number may be 0 in
-    some runs if the size of an expanded axis is symbolic.
+    `repeated` is the number of elements along broadcast axes, which have been removed before the
+    reduction. The number may be 0 in some runs if the size of an expanded axis is symbolic.
     """
     if sc.is_less(0, repeated):
         return out
@@ -249,10 +261,11 @@ def _unless_empty(repeated: Scalar, out: TensorView, init: Scalar) -> TensorView
 
 
 def _squeeze_broadcasts(tv: TensorView, axes: set[int]) -> tuple[TensorView, set[int], Scalar]:
-    """Removes the broadcast axes among `axes` from `tv` by a squeeze op.
+    """Removes the broadcast axes among `axes` from `tv`, because a kernel does not have to reduce
+    them.
 
-    Returns (squeezed tensor, positions of the axes that still must be reduced, number of times that
-    each element counts in the reduction).
+    Returns (tensor without these axes, positions of the axes that still must be reduced, number of
+    times that each element must be used in the reduction).
     """
     logical = axes_of(tv)
     gone = {i for i in axes if logical[i].is_broadcast}
@@ -427,7 +440,8 @@ def without_shift(squares: TensorView, rest: TensorView, count: Scalar) -> Tenso
 def _variance_scale(
     name: str, tv: TensorView, dims: int | Sequence[int], correction: int
 ) -> tuple[set[int], Scalar]:
-    """Returns (positions of the axes `dims`, factor 1 / max(count - correction, 0)).
+    """Returns the positions of the axes `dims`, and the factor by which a sum of squared deviations
+    over them becomes a variance: 1 / max(count - correction, 0).
 
     `count` is the number of elements along these axes. Raises `DefinitionError` if `correction` is
     negative.

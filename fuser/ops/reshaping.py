@@ -9,8 +9,8 @@ sizes. The groups are searched from both ends, so that leading symbolic axes are
 - In any other group, the input axes are merged, and the result is split from the right (inner
   splits by the inner sizes).
 - Axes of size 1 are squeezed before and broadcast after these steps.
-- If sizes cannot be compared symbolically, the output axes are `?` until `fuser.passes.concretize`
-  knows the sizes.
+- If sizes cannot be compared symbolically, the output axes are `?` (it is undecided whether they
+  are broadcasts of size 1) until `fuser.passes.concretize` knows the sizes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Positions = tuple[int, ...]
 
 @record
 class AxisGroup:
-    """One step of a reshape: the input axes `ins` become the output axes `outs`.
+    """A part of a reshape: the input axes `ins` become the output axes `outs`.
 
     Both are positions of consecutive axes, and the products of both lists of sizes are equal.
     """
@@ -58,17 +58,18 @@ class AxisGroup:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the group has one input axis and one output axis, so that nothing changes."""
+        """Whether one input axis becomes one output axis, so that nothing changes."""
         return len(self.ins) == len(self.outs) == 1
 
 
 @record
 class ReshapePlan:
-    """The steps of a reshape.
+    """How a reshape is divided into simple steps.
 
     First, the input axes at the positions `squeezed` are removed. Then the input axes of each group
-    become the output axes of the group. Last, the output axes at the positions `added` are inserted
-    as broadcasts. A tensor without elements (`is_empty`) needs only the last step.
+    in `groups` become the output axes of the group, by merges and splits. Last, the output axes at
+    the positions `added` are inserted as broadcasts. A tensor without elements (`is_empty`) needs
+    only the last step.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -84,7 +85,8 @@ def _divides(a: Scalar, b: Scalar) -> bool:
 
 
 def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]]:
-    """Returns (number of input axes, number of output axes) of each group, from the left.
+    """Divides the axes of a reshape into groups with equal products of input and output sizes, from
+    the left. Returns (number of input axes, number of output axes) of each group.
 
     Stops before the first group that the symbolic sizes `ins` and `outs` do not decide.
     """
@@ -107,7 +109,8 @@ def _walk(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]
 
 
 def _takes_input(have: Scalar, want: Scalar) -> bool | None:
-    """Whether a group with unequal products needs a further input axis, not an output axis.
+    """Whether a group of axes of a reshape must be extended by an input axis (True) or by an output
+    axis (False), because its products of sizes differ.
 
     `have` is the product of the input sizes, and `want` the product of the output sizes. Returns
     None if the symbolic sizes do not decide this.
@@ -121,7 +124,8 @@ def _takes_input(have: Scalar, want: Scalar) -> bool | None:
 
 
 def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int, int]] | None:
-    """Returns (number of input axes, number of output axes) of each group of a reshape.
+    """Divides the axes of a reshape into groups with equal products of input and output sizes.
+    Returns (number of input axes, number of output axes) of each group.
 
     `ins` and `outs` are the sizes of the axes, without sizes of 1. Groups are found from the left
     and from the right. Returns None if it cannot be proved that the axes between form one group.
@@ -146,11 +150,12 @@ def group_sizes(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> list[tuple[int
 def plan_reshape(
     ins: Sequence[Scalar], outs: Sequence[Scalar], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Returns the plan of a reshape from sizes `ins` to sizes `outs`.
+    """Returns how a reshape from sizes `ins` to sizes `outs` is divided into squeezes, merges,
+    splits and new axes.
 
-    Returns None if the groups cannot be decided from the symbolic sizes. `is_broadcast` has a flag
-    per input axis: whether the axis can be squeezed. Other axes of size 1 are merged into a
-    neighbouring group.
+    Returns None if the symbolic sizes do not decide this. `is_broadcast` has a flag per input axis:
+    whether it is a broadcast, which can be squeezed. Other axes of size 1 are merged with
+    neighbours.
     """
     big_in = [p for p, s in enumerate(ins) if sc.int_value(s) != 1]
     big_out = [p for p, s in enumerate(outs) if sc.int_value(s) != 1]
@@ -167,11 +172,14 @@ def plan_reshape(
 def _place_ones(
     groups: list[AxisGroup], ranks: tuple[int, int], is_broadcast: Sequence[bool]
 ) -> ReshapePlan | None:
-    """Returns the plan with `groups` and with all axes of size 1; None if there is no such plan.
+    """Returns how a reshape is divided into simple steps, from `groups` of axes without size 1: it
+    adds the axes of size 1, which are in no group yet.
 
     If input and output both have an axis of size 1 between the same two groups, the axis is kept.
-    Other axes of size 1 are squeezed, broadcast, or merged into a group. `ranks` is (number of
-    input axes, number of output axes).
+    Other axes of size 1 are squeezed, inserted as broadcasts, or merged into a group. `ranks` is
+    (number of input axes, number of output axes). `is_broadcast` says for each input axis whether
+    it is a broadcast, which can be squeezed. Returns None if an axis can neither be squeezed nor
+    merged.
     """
     placed: list[AxisGroup] = []
     squeezed: list[int] = []
@@ -201,10 +209,11 @@ def _place_ones(
 
 
 def _merge_loose(placed: list[AxisGroup], loose: list[int], added: list[int]) -> bool:
-    """Adds the input axes `loose`, which have size 1 but are no broadcasts, to groups in `placed`.
+    """Merges input axes of a reshape into groups of axes in `placed`. The axes `loose` have size 1
+    but are no broadcasts, so they cannot be squeezed.
 
-    Such an axis cannot be squeezed, so it is merged with a neighbouring axis. If there is no group,
-    makes one with an output axis of `added`. Returns False if there is no such output axis either.
+    If there is no group, makes one with an output axis of `added`. Returns False if there is no
+    such output axis either.
     """
     if not placed and added:
         placed.append(AxisGroup((), (added.pop(0),)))
@@ -225,10 +234,10 @@ def transformed_domain(
     *,
     named: Sequence[IterDomain] = (),
 ) -> TensorDomain:
-    """Returns the domain whose logical axes result from merging and splitting `root` axes.
+    """Returns the axes of a reshape's result, which merges and splits derive from the axes `root`.
 
-    `groups` has (positions of root axes to merge, sizes into which the result is split). `named`
-    has existing logical axes, whose numbers (ids) the new axes get.
+    `groups` has pairs (positions of axes to merge, sizes into which the merged axis is split).
+    `named` has existing axes, whose numbers (ids) the new axes get.
     """
     built = DomainBuilder(fusion, root)
     logical: list[IterDomain] = []
@@ -329,7 +338,8 @@ def _output_sizes(
 
 
 def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int | None, int | None]:
-    """Returns the products of the sizes `ins` and `outs`, after cancelling sizes that both have.
+    """Returns the products of the sizes `ins` and `outs`, without sizes that both have. If the two
+    products differ, so do the numbers of elements.
 
     A product that still has symbols is None.
     """
@@ -342,9 +352,10 @@ def _without_common(ins: Sequence[Scalar], outs: Sequence[Scalar]) -> tuple[int 
 
 
 def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> TensorView:
-    """Adds the squeeze, reshape and broadcast ops of a plan, and returns the result.
+    """Adds the squeeze, reshape and broadcast ops into which a reshape is divided (`plan`), and
+    returns the result.
 
-    If the plan changes nothing, adds a reshape without effect. `outs` are the sizes of the result.
+    If nothing changes, adds a reshape without effect. `outs` are the sizes of the result.
     """
     fusion = active_fusion()
     source = tv
@@ -367,9 +378,11 @@ def apply_plan(tv: TensorView, plan: ReshapePlan, outs: Sequence[Scalar]) -> Ten
 
 
 def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
-    """Adds a reshape to sizes `outs` whose groups only the sizes of inputs can decide.
+    """Adds a reshape to sizes `outs` for which only the sizes of the program's inputs can decide
+    which axes are merged and split. Returns its result.
 
-    The symbolic output axes are `?` axes: it is not known yet whether each is a broadcast.
+    Each output axis with a symbolic size is a `?` axis: it is not known yet whether it is a
+    broadcast.
     """
     fusion = active_fusion()
     if not outs:
@@ -382,9 +395,8 @@ def _undecided(tv: TensorView, outs: Sequence[Scalar]) -> TensorView:
 
 
 def undecided_domain(fusion: Fusion, tv: TensorView, sizes: Sequence[Scalar]) -> TensorDomain:
-    """Returns the domain of a reshape of `tv` to `sizes`, without a plan.
-
-    The domain has no splits and merges yet, because only the sizes of inputs can decide the plan.
+    """Returns the axes of the result of a reshape of `tv` to `sizes`, without any merges and
+    splits, because only the sizes of the program's inputs can decide these.
     """
     root = tuple(fusion.clone_axis(a) for a in axes_of(tv))
     logical = tuple(fusion.new_axis(s, _undecided_kind(s), rfactor=True) for s in sizes)
@@ -519,7 +531,7 @@ def _expanded(tv: TensorView, axis: IterDomain, size: Scalar) -> IterDomain:
 
 
 def _is_quotient(size: Scalar) -> bool:
-    """Whether a size is a quotient, as a reshape infers for a size of -1."""
+    """Whether a size is a quotient. Such a size is inferred by a reshape for a size of -1."""
     return isinstance(size, Apply) and size.op in ("/", "floorDiv")
 
 
@@ -597,7 +609,7 @@ def stride_order(arg: TensorView, stride_order: Sequence[int]) -> TensorView:
 def ordered_axes(
     axes: Sequence[IterDomain], stride_order: Sequence[int], op_name: str
 ) -> list[IterDomain]:
-    """Returns the logical axes `axes` in memory order, outermost axis first.
+    """Returns `axes`, the axes of a tensor, in memory order, outermost axis first.
 
     Entry i of `stride_order` is 0 if axis i has the smallest stride, 1 for the next, and so on.
     Raises `DefinitionError` for a wrong length, entries out of range and duplicates.

@@ -1,10 +1,11 @@
-"""Op functions that change extents: slice, pad, cat. Logical axes are Resizes of root axes.
+"""Op functions that change the sizes of axes: slice, pad, cat. The axes of a result are recorded as
+enlarged or shortened axes of the operand (`Resize`).
 
 Whether a resized axis of size 1 is a broadcast depends on its size:
 
 - A constant size of 1 is a broadcast.
-- If the size is symbolic and may become 1, the axis is `?` until `fuser.passes.concretize` knows
-  the size: `x[2:3]`, `x[:n]`, `x[1:]`.
+- If the size is symbolic and may become 1, the axis is `?` (undecided) until
+  `fuser.passes.concretize` knows the size: `x[2:3]`, `x[:n]`, `x[1:]`.
 - An axis whose size can be 1 only because an input has size 1, or only because the end is clamped,
   is an iteration axis: `x[:5]`. Symbolic axes of inputs are iteration axes as well.
 """
@@ -45,7 +46,8 @@ from fuser.support.errors import ArgumentError, DtypeError, user_line
 def resized_domain(
     fusion: Fusion, root: Sequence[IterDomain], widths: Sequence[tuple[Scalar, Scalar]]
 ) -> TensorDomain:
-    """Returns the domain whose logical axes are the `root` axes, resized by `widths`.
+    """Returns the axes of a slice's or pad's result: the axes `root`, enlarged or shortened by
+    `widths`.
 
     `widths` has (elements added on the left, elements added on the right) per axis. A negative
     width removes elements.
@@ -66,11 +68,12 @@ def resized_domain(
 
 
 def _may_be_one(fusion: Fusion, size: Scalar, left: Scalar, right: Scalar) -> bool:
-    """Whether an axis of this size may have one element after a resize by `left` and `right`.
+    """Whether an axis of this size may have one element after a resize by `left` and `right`, so
+    that it may be a broadcast.
 
-    Cases in which the axis has one element before, or only because a bound is clamped, do not
-    count. An expression that cannot be negative is treated like the size of an input:
-    `x[:y.size(0)]`, `x[:n // 2]`.
+    Not meant are axes that have one element before, or only because a bound is clamped. An
+    expression that cannot be negative is treated like the size of an input: `x[:y.size(0)]`, `x[:n
+    // 2]`.
     """
     size = fusion.canonical(size)
     start, end = sc.mul(fusion.canonical(left), -1), sc.add(size, fusion.canonical(right))
@@ -89,7 +92,9 @@ def _unclamped(x: Scalar, limit: Scalar) -> Scalar:
 
 
 def _bounds(values: Sequence[SizeLike], op_name: str) -> list[Scalar]:
-    """Returns bounds or widths as Index scalars, from which the extents of the result follow."""
+    """Returns the bounds of a slice or the widths of a pad as Index scalars, from which the sizes
+    of the result follow.
+    """
     return [as_extent(v, op_name, i) for i, v in enumerate(values)]
 
 
@@ -278,7 +283,8 @@ def _is_zero(value: Scalar) -> bool:
 def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = False) -> TensorView:
     """Concatenates tensors along axis `dim`.
 
-    Each tensor is padded to the size of the result, and then the padded tensors are joined.
+    Inside the graph, each tensor is first padded to the size of the result, so that all operands
+    have equal loops in a kernel, and then the padded tensors are joined.
 
     - With `manual_padding`, each tensor is already the result of such a pad.
     - A single tensor is copied. Tensors of constant size 0 along `dim` are dropped.
@@ -327,7 +333,8 @@ def cat(tensors: Sequence[TensorView], dim: int = 0, manual_padding: bool = Fals
 
 
 def _end_of_padded(piece: TensorView, axis: int) -> Scalar:
-    """Returns the position along `axis` at which the data of the padded tensor `piece` ends.
+    """Returns the position along `axis` at which the data of `piece`, an operand of a concatenation
+    padded to the size of the result, ends.
 
     Raises `UnsupportedError` if `piece` is not the result of a pad.
     """

@@ -1,7 +1,7 @@
 """The table of public ops, one row each: the source of `fuser.ops` and of its page of operations.
 
-`scripts/document_ops.py` writes the page. The facts of an elementwise op of one node are in
-`fuser.ir.pointwise_table`. The row of such an op is derived from that table.
+`scripts/document_ops.py` writes the page. The rows of elementwise ops that add one node are made
+from `fuser.ir.pointwise_table`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _composite(
     shape: str = _SAME,
     sample: str = "values",
 ) -> OpRow:
-    """Returns the row of an op that accepts scalars only, too, and then returns a scalar.
+    """Returns the row of the table for an op that also accepts scalars only, and then returns a
+    scalar.
 
     Such an op may expand into several nodes, whose classes are `nodes`.
     """

@@ -94,7 +94,12 @@ def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes the product of all elements up to each position along axis `dim`, times `init`.
 
-    Dtypes and errors are those of `cumsum`.
+    Half, BFloat16 and Float8 are multiplied in Float. Integers keep their dtype and wrap on
+    overflow.
+
+    Raises:
+        DefinitionError: there is no axis `dim`.
+        DtypeError: the operand is Bool, or `init` is of another category.
     """
     return _scan("mul", arg, dim, init)
 
@@ -102,8 +107,11 @@ def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> Tensor
 def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes the maximum of all elements up to each position along axis `dim`, and of `init`.
 
-    NaN counts as larger than all numbers. Errors are those of `cumsum`. Complex operands raise
-    `DtypeError`, too.
+    NaN is larger than all numbers here.
+
+    Raises:
+        DefinitionError: there is no axis `dim`.
+        DtypeError: the operand is Bool or complex, or `init` is of another category.
     """
     return _scan("max", arg, dim, init)
 
@@ -111,8 +119,11 @@ def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
     """Computes the minimum of all elements up to each position along axis `dim`, and of `init`.
 
-    NaN counts as smaller than all numbers. Errors are those of `cumsum`. Complex operands raise
-    `DtypeError`, too.
+    NaN is smaller than all numbers here.
+
+    Raises:
+        DefinitionError: there is no axis `dim`.
+        DtypeError: the operand is Bool or complex, or `init` is of another category.
     """
     return _scan("min", arg, dim, init)
 
@@ -142,9 +153,10 @@ def _scan(kind: str, arg: TensorView, dim: int, init: ScalarLike | None) -> Tens
 
 
 def _first(name: str, arg: TensorView, init: ScalarLike) -> Scalar:
-    """Returns `init`, the initial value of a scan, in the dtype of `arg`.
+    """Returns `init`, the initial value of a scan, in the dtype of the operand `arg`.
 
-    Raises `DtypeError` if `init` is a scalar of another category than `arg`.
+    Raises `DtypeError` if `init` is a scalar of another category (bool, int, float, complex) than
+    `arg`.
     """
     if not isinstance(init, Scalar):
         return number_in(init, arg.dtype(), name)

@@ -1,11 +1,10 @@
-"""Rewrites of a fusion (a graph of tensor ops) before it is scheduled, and its division into
-kernels and library calls.
+"""Rewrites of a fusion (a graph of tensor ops), and its division into kernels and library calls.
 
 Question: into which kernels and library calls is a fusion divided?
 Imports: `fuser.support`, `fuser.ir` and `fuser.ops`.
 Files, in reading order:
 
-- `concretize`: a copy for one input class, with symbolic reshapes and extents decided.
+- `concretize`: a copy for one class of inputs, with symbolic reshapes and extents decided.
 - `resolve_symbolic`: the results of symbolic reshapes.
 - `fusion_passes`: the list of passes before segmentation, and the small passes.
 - `infer_layouts`: the memory order of results.

@@ -56,7 +56,7 @@ class Attention:
 
     - `dropout_p`: the probability with which a weight is dropped.
     - `is_causal`: whether query i attends only to the keys 0 to i.
-    - `scale`: the factor of the scores; None for 1/sqrt(E).
+    - `scale`: the factor of the scores (query @ key.T); None for 1/sqrt(E).
     - `heads_per_key`: the number of query heads that read each key head; None if not declared.
     """
 
@@ -73,7 +73,9 @@ class Attention:
             )
 
     def factor(self, query: Tensor) -> float:
-        """Returns the factor by which the products of queries and keys are multiplied."""
+        """Returns the factor by which the products of queries and keys are multiplied: `scale`, or
+        by default 1/sqrt(E) for queries with E elements.
+        """
         if self.scale is not None:
             return float(self.scale)
         return max(query.shape[-1], 1) ** -0.5
@@ -156,7 +158,7 @@ def machine_of(device: torch.device) -> DeviceKind:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The properties of an attention call that decide which kernel runs the call.
+    """The properties of an attention call that decide which of torch's kernels runs the call.
 
     - `n`, `h`, `l`, `e`: the sizes of the queries [n, h, l, e].
     - `groups`, `s`, `v`: the sizes of the keys [n, groups, s, e] and values [n, groups, s, v].
@@ -206,9 +208,8 @@ class AttentionCase:
 
     @property
     def adds_alike(self) -> bool:
-        """Whether there is no bias, or the bias has the operands' dtype.
-
-        A kernel adds such a bias without rounding it first.
+        """Whether there is no bias, or the bias has the operands' dtype. A kernel then adds the
+        bias without rounding it first.
         """
         return self.added in (None, self.dtype)
 
@@ -216,7 +217,8 @@ class AttentionCase:
     def needs_gradient(self) -> bool:
         """Whether the kernel must support the gradient, too.
 
-        With dropout, this holds for the forward call, because both calls use the same kernel.
+        With dropout, this is also true for the forward call, because both calls must use the same
+        kernel.
         """
         return self.is_backward or self.dropout_p > 0
 
@@ -246,7 +248,7 @@ class AttentionKernel:
     - `takes`: whether the kernel supports a call.
     - `forward`, `backward`: compute the results, and the gradients, with copies where necessary.
     - `plain`: returns a function (query, key, value, bias) -> (output, log_sumexp) that calls torch
-      once and copies nothing. Returns None if the given operands would need a copy.
+      once and copies nothing. Returns None if the operands would have to be copied.
     - `plain_backward`: like `plain`, for the gradients.
     """
 
@@ -260,12 +262,14 @@ class AttentionKernel:
 
 
 def order_for(facts: AttentionCase) -> tuple[str, ...]:
-    """Returns the names of kernels in the order in which the kernels are tried for a call."""
+    """Returns the names of torch's attention kernels in the order in which they are tried for a
+    call like `facts`.
+    """
     return next(names for _, holds, names in ORDERS if holds(facts))
 
 
 def name_for(facts: AttentionCase) -> str | None:
-    """Returns the name of torch's kernel for a call.
+    """Returns the name of torch's attention kernel for a call like `facts`.
 
     Returns None if no kernel supports the call. The call is then computed step by step, by matrix
     products and a softmax.
@@ -274,9 +278,11 @@ def name_for(facts: AttentionCase) -> str | None:
 
 
 def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | None:
-    """Returns torch's kernel for the operands `given`, or None if no kernel can be used.
+    """Returns torch's fused attention kernel for the operands `given`, or None if no kernel can be
+    used.
 
-    No kernel is used for empty operands, and for a factor of the scores that is not positive.
+    Returns None for empty operands, and if the scores (query @ key.T) are multiplied by a factor <=
+    0. The kernels take the maximum before they multiply, so such a factor would give wrong results.
     """
     if not all(t.numel() for t in (given.query, given.key, given.value)) or given.factor <= 0:
         # Kernels take the maximum before they multiply by the factor. A factor of 0 or below
@@ -288,13 +294,17 @@ def kernel_for(given: Given, *, is_backward: bool = False) -> AttentionKernel | 
 
 # ------------------------------------------------------------------ torch's calls
 def _call(name: str) -> Callable[..., Any]:
-    """Returns torch's function `name`, in the variant with the least time on the host."""
+    """Returns torch's function with this name: from `torch` if it is there, because this takes the
+    least time on the host, else from `torch.ops.aten`.
+    """
     found = getattr(torch, name, None)
     return found or getattr(torch.ops.aten, name)
 
 
 class TorchAttention:
-    """Torch's attention functions: for each kernel, one for the forward, one for the gradient."""
+    """Torch's attention functions: for each of its kernels, one for the forward computation and one
+    for the gradient.
+    """
 
     cudnn = staticmethod(_call("_scaled_dot_product_cudnn_attention"))
     cudnn_backward = staticmethod(_call("_scaled_dot_product_cudnn_attention_backward"))
@@ -318,9 +328,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def repeated_heads(t: Tensor, heads: int) -> Tensor:
-    """Returns keys or values `t` with `heads` heads.
+    """Returns keys or values `t` with `heads` heads, as many as the queries have.
 
-    Each head of `t` is repeated for the query heads that read that head.
+    Each head of `t` is repeated for the query heads that read it.
     """
     n, groups, *rest = t.shape
     if groups == heads:
@@ -331,7 +341,7 @@ def repeated_heads(t: Tensor, heads: int) -> Tensor:
 
 
 def summed_heads(grad: Tensor, groups: int) -> Tensor:
-    """Returns the gradient of keys or values that have `groups` heads.
+    """Returns the gradient of keys or values that have `groups` heads, fewer than the queries.
 
     `grad` has a gradient for each query head. The gradients of query heads that read the same head
     are added.
@@ -341,7 +351,9 @@ def summed_heads(grad: Tensor, groups: int) -> Tensor:
 
 
 def _in_words(t: Tensor) -> Tensor:
-    """Returns `t` with the last axis padded with zeros to a multiple of 16 bytes."""
+    """Returns `t` with the last axis padded with zeros to a multiple of 16 bytes, as some of
+    torch's attention kernels require.
+    """
     missing = -t.shape[-1] % (_WORD // t.itemsize)
     return F.pad(t, (0, missing)) if missing else last_dense(t)
 
@@ -364,7 +376,9 @@ def _by_words(t: Tensor) -> Tensor:
 
 
 def _is_by_words(t: Tensor) -> bool:
-    """Whether `_by_words` returns `t` itself, without a copy."""
+    """Whether the last axis of `t` is a multiple of 16 bytes and aligned, so that an attention
+    kernel can read `t` without a copy.
+    """
     return not t.shape[-1] * t.itemsize % _WORD and _aligned(t)
 
 
@@ -383,7 +397,8 @@ def _dense_like(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
-    """Returns the bias `added` expanded to `rows` queries and `columns` keys.
+    """Returns the bias `added` expanded to `rows` queries and `columns` keys, for a kernel that
+    requires this.
 
     In memory, the last axis is padded and aligned to 16 bytes. Axes that have stride 0 in `added`
     keep stride 0.
@@ -402,7 +417,9 @@ def _bias(added: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _rows_seen(added: Tensor, *, is_causal: bool) -> Tensor:
-    """Returns, for each query, whether some key has a score other than -inf."""
+    """Returns, for each query, whether some key has a score other than -inf, so that attention is
+    defined. `added` is the tensor that is added to the scores.
+    """
     seen = added.isneginf().logical_not_()
     return (seen.tril_() if is_causal else seen).any(-1)
 
@@ -442,7 +459,8 @@ def _cudnn(given: Given) -> Forward:
 
 
 def _cudnn_bias(given: Given) -> Tensor | None:
-    """Returns the bias expanded along the keys only; None without a bias.
+    """Returns the bias in the form that cuDNN's kernel requires: expanded along the keys only.
+    Returns None without a bias.
 
     The axes of batches, heads and queries may still have size 1.
     """
@@ -802,7 +820,8 @@ def forward(
     is_oracle: bool = False,
     reads: tuple[bool, ...] = ALL,
 ) -> list[Tensor]:
-    """Computes attention; returns output, log_sumexp, philox_seed and philox_offset.
+    """Computes attention; returns output, log_sumexp, philox_seed and philox_offset (the two
+    numbers that determine dropout).
 
     - `operands`: query, key and value, with axes [.., N, H, L, E].
     - `bias` is added to the scores. Scores where `mask` is False become -inf.
@@ -832,7 +851,8 @@ def plain_kernel(
     *,
     reads: tuple[bool, ...],
 ) -> Plain | None:
-    """Returns a function that computes output and log_sumexp in one torch call and copies nothing.
+    """Returns a function that computes attention (output and log_sumexp) in one torch call and
+    copies nothing. Repeated runs use it, because it takes the least time on the host.
 
     The function is valid for operands with these shapes and strides. Returns None if operands or
     results need a copy. The parameters are those of `forward`.
@@ -858,9 +878,10 @@ def plain_forward(
     *,
     reads: tuple[bool, ...],
 ) -> Callable[..., Sequence[Tensor]] | None:
-    """Returns a function (query, key, value, bias) -> results of `forward`, without copies.
+    """Returns a function (query, key, value, bias) -> results of `forward` that calls torch once
+    and copies nothing.
 
-    The function uses `plain_kernel`. Returns None if `plain_kernel` returns None.
+    Returns None if operands or results need a copy.
     """
     plain, device = plain_kernel(call, operands, bias, mask, reads=reads), operands[0].device
     if plain is None:
@@ -895,7 +916,8 @@ def _check(call: Attention, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _met(call: Attention, operands: Operands) -> Operands:
-    """Returns the operands broadcast to equal batch sizes, and to equal numbers of heads.
+    """Returns query, key and value of an attention, broadcast to equal batch sizes and numbers of
+    heads.
 
     If several query heads read each head of keys and values, keys and values keep fewer heads.
     """
@@ -954,7 +976,8 @@ def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | 
 
 
 def _seed(device: torch.device, seed: Tensor | None, reads: tuple[bool, ...]) -> list[Tensor]:
-    """Returns [philox_seed, philox_offset] as UInt64 tensors on `device`.
+    """Returns [philox_seed, philox_offset], which determine the weights that dropout drops, as
+    UInt64 tensors on `device`.
 
     The offset is always 0. Without a `seed`, the seed is 0, too. A tensor that `reads` marks as not
     read is empty.
@@ -985,7 +1008,7 @@ def backward(
     *,
     is_oracle: bool = False,
 ) -> list[Tensor]:
-    """Returns the gradients of the operands.
+    """Returns the gradients of query, key and value of an attention.
 
     - `grad_output`: the gradient of the output.
     - `results`: output, log_sumexp, philox_seed and philox_offset of `forward`.
@@ -1015,10 +1038,11 @@ def plain_backward(
     operands: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> PlainBackward | None:
-    """Returns a function that computes the gradients in one torch call and copies nothing.
+    """Returns a function that computes the gradients of an attention in one torch call and copies
+    nothing.
 
-    The function takes (grad_output, query, key, value, output, log_sumexp). The function is valid
-    for operands with these shapes and strides. Returns None if operands need a copy.
+    The function takes (grad_output, query, key, value, output, log_sumexp). It is valid for
+    operands with these shapes and strides. Returns None if operands need a copy.
     """
     if grad_output.dim() != 4 or grad_output.is_meta or results[1].dtype is not torch.float32:
         return None
@@ -1040,13 +1064,16 @@ def _scores(call: Attention, query: Tensor, key: Tensor, added: Tensor | None) -
 
 
 def _weights(scores: Tensor, log_sumexp: Tensor) -> Tensor:
-    """Returns the softmax of `scores` over the keys; 0 for a query without a score above -inf."""
+    """Returns the softmax of the attention scores over the keys; 0 for a query without a score
+    above -inf.
+    """
     lse = log_sumexp.unsqueeze(-1)
     return torch.exp(scores - lse).masked_fill(lse.isneginf(), 0)
 
 
 def _kept(call: Attention, weights: Tensor, seed: Tensor | None) -> Tensor | None:
-    """Returns the factors of dropout for the weights: 0 or 1 / (1 - p).
+    """Returns the factors of dropout for the attention weights: 0 for a dropped weight, else 1 / (1
+    - p).
 
     Returns None without dropout. `seed` selects the weights that are dropped.
     """

@@ -1,8 +1,10 @@
-"""Calls of torch that write the results of library ops into given tensors.
+"""Calls of torch that write the results of library ops (ops that torch computes) into given
+tensors.
 
-A *call* is bound once for operands and results of one shape, dtype, layout and device. The results
-equal those of `fuser.ops.reference.meaning` bit for bit. First and later runs of a program
-therefore have equal results, also on different ranks.
+A *call* is bound once for operands and results of one shape, dtype, layout and device: everything
+that does not change between runs is done then. The results equal those of
+`fuser.ops.reference.meaning` bit for bit. First and later runs of a program therefore have equal
+results, also on different ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ LibraryCall = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 
 
 class Returning(NamedTuple):
-    """A call of torch that returns the results in new memory, because torch cannot write into
-    tensors.
+    """A call of torch that returns the results in new memory, for ops whose results torch cannot
+    write into given tensors.
 
     - `make` takes a list of all operands, and returns the results.
     - `direct` does the same in less time. It takes only the operands at the positions `places`, as
@@ -51,7 +53,8 @@ class Returning(NamedTuple):
 
 
 class WritingOne(NamedTuple):
-    """A call of a torch function that takes one operand and some numbers, and writes one result.
+    """A call of a torch function that takes one operand and some numbers, and writes one of the
+    op's results.
 
     `numbers` are passed after the operand. `out` is the position of this result among the op's
     results.
@@ -88,7 +91,9 @@ def as_byte(value: Number, dtype: torch.dtype) -> Number:
 
 
 class Kernels(GroupKernels, Protocol):
-    """Kernels of this project that replace calls of torch on a device."""
+    """Kernels of this project that compute on a device what torch would compute more slowly or not
+    at all.
+    """
 
     def scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | int) -> None:
         """Writes `src` into `out`, at the positions `index` along axis `dim`.
@@ -98,18 +103,21 @@ class Kernels(GroupKernels, Protocol):
         ...
 
     def takes_scatter(self, out: Tensor, dim: int, index: Tensor, src: Tensor | None) -> bool:
-        """Returns whether `scatter` supports tensors like these; `src` is None for a number."""
+        """Returns whether `scatter` supports tensors like these. `src` is None if a number is
+        written.
+        """
         ...
 
 
 @record
 class CallOperands:
-    """The tensors and values for which a call of torch is bound.
+    """The tensors and values for which a call of torch is prepared. Every run has tensors of the
+    same shapes, dtypes and strides.
 
-    - `ins`, `outs`: tensors with the shapes, dtypes and strides of every run.
+    - `ins`, `outs`: the operands and the results.
     - `values`: the values of symbols.
     - `reads`: for each result, whether an op or an output reads the result.
-    - `kernels`: kernels that replace calls of torch; None for torch alone.
+    - `kernels`: kernels of this project that replace calls of torch; None for torch alone.
     """
 
     ins: Sequence[Tensor]
@@ -125,9 +133,11 @@ _EXTREMES = {"max": torch.cummax, "min": torch.cummin}
 
 
 def bind_scan(op: ScanOp, bound: CallOperands) -> LibraryCall | None:
-    """Returns torch's call for a scan that begins with the identity, such as 0 for a sum.
+    """Returns torch's call for a scan (such as `cumsum`) that begins with the neutral value, such
+    as 0 for a sum.
 
-    Returns None for a scan with any other `init`.
+    Returns None for a scan with any other `init`. `bound` has the tensors for which the call is
+    prepared.
     """
     if sc.evaluate(op.init, bound.values) != REDUCTIONS[op.kind].identity(op.out.dtype()):
         return None
@@ -149,7 +159,9 @@ def _places(bound: CallOperands, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 # ------------------------------------------------------------------ order
 def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
-    """Returns torch's call for a sort that writes only the indices."""
+    """Returns a call of torch's sort that writes only the indices. `bound` has the tensors for
+    which it is prepared.
+    """
     # Always stable, so that ranks with the same elements get the same indices.
     sort = partial(torch.sort, stable=True, dim=op.dim, descending=op.descending)
     place = _places(bound, bound.ins[0].dtype)
@@ -157,7 +169,8 @@ def bind_argsort(op: ArgsortOp, bound: CallOperands) -> LibraryCall:
 
 
 def bind_topk(op: TopKOp, bound: CallOperands) -> LibraryCall:
-    """Returns torch's call for topk.
+    """Returns torch's call for topk (the k largest elements and their indices). `bound` has the
+    tensors for which it is prepared.
 
     For k = 1, the call is a reduction if torch has a reduction with the same result.
     """
@@ -186,7 +199,8 @@ def _one_element(bound: CallOperands, dim: int, largest: bool) -> LibraryCall:
 
 # ------------------------------------------------------------------ products
 def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Returns torch's call for a scaled matrix product, or for grouped matrix products.
+    """Returns torch's call for a scaled matrix product, or for grouped matrix products. `bound` has
+    the tensors for which it is prepared.
 
     Grouped products use torch's own kernel for groups if that kernel supports the operands.
     """
@@ -212,7 +226,11 @@ def bind_product(op: ProductOp, bound: CallOperands) -> LibraryCall | Returning:
 
 
 def bind_grouped_scales(op: GroupedScalesOp, bound: CallOperands) -> LibraryCall | None:
-    """Returns a call that copies scales into tiles; None for a result that is not contiguous."""
+    """Returns a call that copies scales into tiles, as a grouped product requires. Returns None if
+    the result is not contiguous.
+
+    `bound` has the tensors for which the call is prepared.
+    """
     out = bound.outs[0]
     if not out.is_contiguous():
         return None
@@ -232,7 +250,8 @@ def is_inside(index: Tensor, extent: int) -> bool:
 
 
 def bind_scatter(op: ScatterOp, bound: CallOperands) -> LibraryCall | None:
-    """Returns a call for a scatter, in which positions out of range are ignored.
+    """Returns a call for a scatter, in which positions out of range are ignored. `bound` has the
+    tensors for which it is prepared.
 
     - On a CPU, the host first looks for positions out of range.
     - On a GPU, a kernel of this project ignores such positions. Returns None if the kernel does not
@@ -297,7 +316,8 @@ def scattered(x: Tensor, dim: int, index: Tensor, src: Tensor | Number) -> Tenso
 
 
 def bind_index_put(op: IndexPutAccumulateOp, bound: CallOperands) -> LibraryCall | Returning:
-    """Returns a call that adds rows of `value` to rows of a matrix.
+    """Returns a call that adds rows of `value` to rows of a matrix. `bound` has the tensors for
+    which it is prepared.
 
     - On a CPU, the rows are added in the result itself if its dtype has enough digits. Otherwise
       the rows are added in float32.

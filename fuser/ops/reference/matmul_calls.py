@@ -1,6 +1,7 @@
-"""Torch calls for matmul and linear: one call on views of the operands and of the result.
+"""Torch calls for matrix products: one call on views of the operands and of the result, without
+copies where possible.
 
-The views that torch can make depend on shapes and strides. The views are chosen once per shapes and
+The views that torch can make depend on shapes and strides, so they are chosen once per shapes and
 strides.
 """
 
@@ -55,7 +56,8 @@ class Product:
 
 
 def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Returns a function (inputs, out) that computes `op` for tensors of these shapes and strides.
+    """Returns a function (inputs, out) that computes the matrix product `op` for tensors of these
+    shapes and strides.
 
     The function never resizes the output. If torch can view operands and result as one matrix
     product, or as one batch of products, the function is a `Product` and allocates nothing.
@@ -66,11 +68,11 @@ def bind_contraction(op: nodes.Contraction, inputs: Sequence[Tensor], out: Tenso
 
 
 def met_operands(op: nodes.Contraction, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the operands with equal sizes of the contracted axis.
+    """Returns the operands of a matrix product with equal sizes of the axis that is summed.
 
-    If the axis is empty in one operand and has size 1 in the other, the axis becomes empty in both.
-    Such operands occur for an empty part of a tensor in a loop. In all other cases, returns
-    `inputs`.
+    If this axis is empty in one operand and has size 1 in the other, it becomes empty in both. Such
+    operands occur if a loop on the host computes an empty part of a tensor. In all other cases,
+    returns `inputs`.
     """
     a, b, *bias = inputs
     at = -1 if isinstance(op, nodes.LinearOp) else max(b.dim() - 2, 0)
@@ -112,9 +114,8 @@ def _bind_linear(inputs: Sequence[Tensor], out: Tensor) -> Contract:
 
 
 def _bind_batched(inputs: Sequence[Tensor], out: Tensor) -> Contract:
-    """Returns torch's call for a linear with a batch of weights.
-
-    Each weight is multiplied with all rows of x.
+    """Returns torch's call for a linear layer with a batch of weights, each of which is multiplied
+    with all rows of x.
     """
     x, weight, *bias = inputs
     *batch, n, k = weight.shape
@@ -174,7 +175,9 @@ _AS_THEY_ARE = Product(torch.mm, ((0, None), (1, None)))
 
 
 def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether torch can view a tensor with another shape; False for an empty tensor."""
+    """Whether torch can view the tensor with another shape without a copy; False for an empty
+    tensor.
+    """
     try:
         return x.numel() > 0 and (_is_own(x, shape) or x.view(shape) is not None)
     except RuntimeError:
@@ -182,9 +185,8 @@ def _can_view(x: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _as(x: Tensor, shape: tuple[int, ...]) -> ViewOf | None:
-    """Returns a function that views a tensor like `x` with this shape.
-
-    Returns None if `x` already has the shape.
+    """Returns a function that views a tensor like `x` with this shape, or None if `x` already has
+    the shape.
     """
     return None if _is_own(x, shape) else lambda x: x.view(shape)
 
@@ -214,8 +216,8 @@ _FIRST_CAPABILITY = 8, 9
 def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
     """Returns alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias, summed in dtype `wide`.
 
-    `given` has the operands by field. The result has the dtype `dtype` if one kernel of torch
-    computes everything, else the dtype `wide`.
+    `given` has the operands by the name of the argument. The result has the dtype `dtype` if one
+    kernel of torch computes everything, else the dtype `wide`.
     """
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _is_native(a, b)
@@ -236,7 +238,11 @@ def scaled_product(given: Given, dtype: torch.dtype, wide: torch.dtype) -> Tenso
 
 
 def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
-    """Writes the result of `scaled_product` into `out`, rounded once to the dtype of `out`."""
+    """Computes alpha * (scale1 * mat1) @ (scale2 * mat2) + beta * bias into `out`, summed in dtype
+    `wide` and rounded once to the dtype of `out`.
+
+    `given` has the operands by the name of the argument.
+    """
     a, b = given["mat1"], given["mat2"]
     is_native = wide is torch.float32 and _can_write(out) and _is_native(a, b)
     if is_native and _in_one_call(given, out.dtype, out) is not None:
@@ -248,7 +254,8 @@ def scaled_into(given: Given, out: Tensor, wide: torch.dtype) -> None:
 def bind_scaled(
     fields: Sequence[str], ins: Sequence[Tensor], out: Tensor
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], object] | None:
-    """Returns a call of torch's kernel for scaled products, without checks and copies.
+    """Returns a call of torch's kernel for scaled products that needs no checks and copies in each
+    run.
 
     The call is valid for operands and a result with these shapes and strides. `fields` are the
     names of the operands `ins`. Returns None if a call must check or copy a tensor.
@@ -279,13 +286,12 @@ def _lies_as_wanted(x: Tensor) -> bool:
 
 
 def _can_write(out: Tensor) -> bool:
-    """Whether torch's kernel can write directly into `out`, without a copy."""
+    """Whether torch's kernel for scaled products can write directly into `out`, without a copy."""
     return out.is_cuda and out.is_contiguous() and not out.data_ptr() % _ALIGNMENT
 
 
 def _fitting(x: Tensor) -> Tensor:
-    """Returns a tensor of one element without axes, because such a tensor broadcasts with any
-    tensor.
+    """Returns a tensor of one element without its axes, because it then broadcasts with any tensor.
 
     Returns any other tensor unchanged.
     """
@@ -302,7 +308,8 @@ def _is_native(a: Tensor, b: Tensor) -> bool:
 
 
 def _in_one_call(given: Given, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
-    """Returns the scaled product, bias and rounding included, by one kernel of torch.
+    """Returns the scaled product of the operands `given`, bias and rounding included, by one kernel
+    of torch.
 
     Writes into `out` if `out` is passed. Returns None if the kernel cannot compute everything.
     """
@@ -331,7 +338,8 @@ def _native(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Calls torch's kernel for scaled products; copies operands of another layout.
+    """Calls torch's kernel for scaled products, and returns the result; copies operands of another
+    layout than the kernel requires.
 
     The kernel needs `a` stored by matrix rows and `b` stored by matrix columns.
     """
@@ -364,20 +372,22 @@ _CAPABILITIES = (9, 10)
 
 
 class GroupKernels(Protocol):
-    """Kernels of this project for grouped products.
+    """Kernels of this project for grouped products: products of matrices of which an axis is
+    divided into groups.
 
-    With these kernels, the host does not have to read the offsets from the device.
+    With these kernels, the host does not have to read the ends of the groups (offsets) from the
+    device.
     """
 
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[Tensor], Tensor]:
-        """Returns a function that takes offsets and returns the ends of groups.
-
-        The ends do not decrease and are in the range 0 to `extent`.
+        """Returns a function that takes the offsets of a grouped product, and returns the ends of
+        groups. The ends do not decrease and are in the range 0 to `extent`, even if the offsets are
+        wrong.
         """
         ...
 
     def clear_rows(self, out: Tensor, ends: Tensor) -> None:
-        """Sets the matrix rows of `out` after the last of `ends` to 0."""
+        """Sets the rows of the matrix `out` that are after the last of the groups' `ends` to 0."""
         ...
 
 
@@ -398,7 +408,11 @@ def grouped_product(
 def grouped_into(
     op: GroupedMmaOp, given: Mapping[str, Tensor], out: Tensor, wide: torch.dtype
 ) -> None:
-    """Writes the result of `grouped_product` into `out`."""
+    """Computes one matrix product per group into `out`; elements that belong to no group become 0.
+
+    `given` has the operands by the name of the argument. Products with scales are summed in dtype
+    `wide`. Raises `InputError` for offsets that decrease or exceed the axis.
+    """
     offsets = given["offsets"]
     if offsets.is_meta:
         # A meta tensor has no contents: only shapes matter.
@@ -421,9 +435,11 @@ def grouped_into(
 
 
 def _sizes(op: GroupedMmaOp, given: Mapping[str, Tensor]) -> dict[str, int]:
-    """Returns the sizes of the axes of the given tensors, by the letter of the axis.
+    """Returns the sizes of the axes of the operands of a grouped product, by the letter of the
+    axis.
 
-    A shard may be smaller than the extents that the program declares.
+    They are taken from the tensors, because one device's part may be smaller than the sizes that
+    the program declares.
     """
     sizes: dict[str, int] = {}
     for field in ("mat1", "mat2", "offsets"):
@@ -453,8 +469,8 @@ def bind_native(
 ) -> Callable[[Given], Tensor] | None:
     """Returns a function that computes the products of all groups of rows by one kernel of torch.
 
-    Returns None if torch has no such kernel for operands like these. If `kernels` is None, the host
-    reads the offsets in each call.
+    Returns None if torch has no such kernel for operands like these. `given` has the operands by
+    the name of the argument. If `kernels` is None, the host reads the offsets in each call.
     """
     if op.ragged != "m" or op.is_scaled or not _takes_native(given):
         return None
@@ -480,7 +496,9 @@ def bind_native(
 
 
 def _native_groups(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Calls torch's kernel for groups; rows that belong to no group get undefined values."""
+    """Calls torch's kernel for grouped products; rows that belong to no group get undefined values.
+    `ends` are the ends of the groups.
+    """
     return torch._grouped_mm(a, b, ends)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
@@ -501,7 +519,9 @@ def _takes_native(given: Given) -> bool:
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether the matrix `x` is stored by rows or by columns that are aligned to 16 bytes."""
+    """Whether the matrix `x` is stored by rows or by columns that are aligned to 16 bytes, as
+    torch's kernel for grouped products requires.
+    """
     m, n = x.shape[-2:]
     row, column = x.stride()[-2:]
     lies = (column == 1 and row >= n and not row % _GROUPED_MULTIPLE) or (
@@ -517,9 +537,10 @@ def _is_matrix(x: Tensor) -> bool:
 def grouped_scales(
     op: GroupedScalesOp, x: Tensor, input_offsets: Tensor, output_offsets: Tensor, nothing: Number
 ) -> Tensor:
-    """Returns the scales `x` in tiles, group by group; `nothing` fills elements without a scale.
+    """Returns the scales `x` of groups of rows in tiles, group by group, as a grouped product reads
+    them; `nothing` fills elements without a scale.
 
-    See `grouped_scales_into`.
+    Raises `InputError` for offsets that decrease, exceed their axis or let groups overlap.
     """
     m, k = x.shape
     tiles = (m + (TILE_ROWS - 1) * len(input_offsets)) // TILE_ROWS
@@ -532,7 +553,8 @@ def grouped_scales(
 def grouped_scales_into(
     op: GroupedScalesOp, given: Sequence[Tensor], out: Tensor, nothing: Number
 ) -> None:
-    """Writes the scales of all groups into the tiles of `out`.
+    """Writes the scales of all groups of rows into the tiles of `out`, as a grouped product reads
+    them.
 
     `given` is (scales, input_offsets, output_offsets). `nothing` fills elements without a scale.
     Raises `InputError` for offsets that decrease, exceed their axis or let groups overlap.

@@ -1,4 +1,5 @@
-"""The meaning of each op as torch calls: the oracle of tests, and the code of library ops.
+"""The meaning of each op as torch calls: the reference for tests, and the code of library ops (ops
+that torch computes).
 
 `evaluate_op` computes one op on tensors without reduction axes. An expanded axis of the fusion is
 an expanded axis in torch, and a broadcast axis has size 1. View ops return torch views if torch can
@@ -7,7 +8,7 @@ make views.
 - With a float `dtype`, every floating computation is carried out in this dtype. An explicit cast
   also rounds to the dtype of the cast.
 - Without `dtype`, each op computes as a kernel does. Half, BFloat16 and Float8 operands are
-  computed in float32, and the result is rounded to the dtype in the IR.
+  computed in float32, and the result is rounded to the dtype of the tensor in the fusion.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ _FLOAT8, _HALF_LIKE = (frozenset(map(to_torch, dtypes)) for dtypes in (FLOAT8, H
 
 
 class _Context:
-    """The state of one evaluation.
+    """The state of one evaluation of ops with torch.
 
     - `values`: the values of symbols.
-    - `dtype`: the float dtype of the oracle; None for the dtypes of the IR.
+    - `dtype`: the float dtype of all floating computations, for tests; None for the dtypes of the
+      fusion.
     - `device`: the device on which ops without tensor operands create results.
     - `unread`: the results that no op and no output reads.
     """
@@ -221,7 +223,7 @@ def _cat(op: CatOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
 
 # ------------------------------------------------------------------ lookups
 def _lookup(op: LookupOp, inputs: Inputs, cx: _Context) -> list[Tensor]:
-    """Computes an op that reads a table at indices.
+    """Computes an op that reads elements of a table at indices.
 
     The result for an index out of range is NaN, or 0 in a dtype without NaN.
     """
@@ -428,14 +430,16 @@ def _grouped_scales(op: GroupedScalesOp, inputs: Inputs, cx: _Context) -> list[T
 def _attention(
     op: SdpaFwdOp | SdpaBwdOp, inputs: Inputs, cx: _Context
 ) -> tuple[Attention, dict[str, Tensor | None]]:
-    """Returns the scalar arguments of an attention op, and the op's tensors by field."""
+    """Returns the scalar arguments of an attention op, and the op's tensors by the name of the
+    argument.
+    """
     given = (f for f in op.fields_of("operand") if getattr(op, f) is not None)
     tensors = dict.fromkeys(op.AXES) | dict(zip(given, inputs, strict=True))
     return _call(op, cx), tensors
 
 
 def _call(op: SdpaFwdOp | SdpaBwdOp, cx: _Context) -> Attention:
-    """Returns the scalar arguments of an attention op, evaluated."""
+    """Returns the values of the scalar arguments of an attention op."""
     scale = None if op.scale is None else float(sc.evaluate(op.scale, cx.values))
     dropped, causal = (sc.evaluate(x, cx.values) for x in (op.dropout_p, op.is_causal))
     numbers = float(dropped), bool(causal), scale
@@ -524,9 +528,10 @@ def _context_of(bound: CallOperands) -> _Context:
 
 
 def _places(op: SdpaFwdOp | SdpaBwdOp, fields: Sequence[str]) -> list[int]:
-    """Returns the position of each field's tensor among the op's tensor operands.
+    """Returns the position of each tensor with a name in `fields` among the tensor operands of an
+    attention op.
 
-    The position is -1 if the op has no tensor for the field.
+    The position is -1 if the op does not have this operand.
     """
     operands = (f for f in op.fields_of("operand") if f in op.AXES)
     given = [f for f in operands if getattr(op, f) is not None]
@@ -560,11 +565,11 @@ class NodeRow:
     """The meaning of a class of ops in torch, and how the results of such ops are computed.
 
     - `meaning`: a function that computes an op with torch.
-    - `computed`: who computes the results, such as a kernel or a torch call.
-    - `into`: binds a call of torch that writes the results of an op; None without such a call.
+    - `computed`: what computes the results, such as a kernel or a torch call.
+    - `into`: prepares a call of torch that writes the results of an op; None without such a call.
     - `may_return`: whether the call may instead return the results in new memory.
 
-    Sharding is described elsewhere: axis and cut maps are methods of the op's class.
+    The distribution over devices is described elsewhere, by methods of the op's class.
     """
 
     meaning: Rule
@@ -612,7 +617,9 @@ NODES: dict[type[TensorOp], NodeRow] = {
 
 
 def nodes_computed(how: Computed) -> tuple[type[TensorOp], ...]:
-    """Returns the classes of ops whose `NodeRow.computed` is `how`."""
+    """Returns the classes of ops whose results are computed in the way `how`, such as "element" (by
+    a kernel) or "library" (by torch).
+    """
     return tuple(cls for cls, row in NODES.items() if row.computed == how)
 
 
@@ -656,10 +663,11 @@ _ELEMENTWISE = (nodes.UnaryOp, nodes.BinaryOp, nodes.TernaryOp)
 
 
 def bind_call(op: TensorOp, bound: CallOperands) -> LibraryCall | Returning | None:
-    """Returns a torch call that computes `op` for the tensors in `bound`; None without such a call.
+    """Returns a torch call that computes `op` for the tensors in `bound`; None if there is no such
+    call.
 
     The call writes the results into tensors, or returns the results (`Returning`). Plain matrix
-    products are bound by `bind_contraction` instead.
+    products are prepared by `bind_contraction` instead.
     """
     into = NODES[type(op)].into
     return None if into is None else into(op, bound)
@@ -678,10 +686,10 @@ def evaluate_fusion(
     values: Values | None = None,
     change: Callable[[TensorOp, list[Tensor | None], list[Tensor]], list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Computes all outputs of a fusion (hidden aliases included) on global tensors.
+    """Computes all outputs of a fusion with torch, also those that only update an input, on whole
+    tensors (not split over devices).
 
-    - `dtype`: with `torch.float64`, this function is the oracle of tests: floating inputs and
-      results are float64.
+    - `dtype`: with `torch.float64`, floating inputs and results are float64, as tests need it.
     - `values`: the values of symbols; by default computed from the sizes of the inputs.
     - `change(op, operands, results)` may replace the results of an op.
     """

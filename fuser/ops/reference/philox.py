@@ -20,9 +20,11 @@ ROUNDS = 10
 
 
 def philox(seed: int, offset: int, block: Tensor) -> list[Tensor]:
-    """Returns the four random words for each counter value, as int64 from 0 to 2^32 - 1.
+    """Returns four tensors with the random words of each counter value, as int64 from 0 to 2^32 -
+    1.
 
-    The key is `seed`. The counter consists of `offset` and `block`, an int64 tensor.
+    The key is `seed`. The counter consists of `offset` and `block`, an int64 tensor. Equal keys and
+    counters give equal words.
     """
     keys = [seed & _WORD, seed >> 32 & _WORD]
     c = [
@@ -54,7 +56,7 @@ def random_numbers(
     offset: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the random elements at the positions `index` (int64) of a tensor.
+    """Returns the elements of a random tensor at the positions `index` (int64).
 
     `kind` is "uniform" or "normal". `ends` are the bounds of the uniform distribution, or the mean
     and the standard deviation of the normal distribution.
@@ -74,7 +76,8 @@ def random_numbers(
 
 
 def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Returns x * y + z, rounded once as by a fused multiply-add.
+    """Returns x * y + z, rounded once as by a fused multiply-add, so that results equal those of
+    kernels.
 
     In float64, the rounding error of the sum of three parts remains.
     """
@@ -93,7 +96,9 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two float64 tensors whose sum is `x`, each with half of the digits."""
+    """Returns two float64 tensors whose sum is `x`, each with half of the digits, so that their
+    products are exact.
+    """
     shifted = x * 134217729.0
     high = shifted - (shifted - x)
     return high, x - high
@@ -117,8 +122,8 @@ def _units(words: Sequence[Tensor], real: torch.dtype) -> list[Tensor]:
 def _normal(units: Sequence[Tensor], lane: Tensor) -> Tensor:
     """Returns normally distributed numbers, by the Box-Muller method.
 
-    `units` are uniform numbers, and `lane` is the index of the result among the results that the
-    same random words give.
+    `units` are uniform numbers in (0, 1]. Several results are computed from the same random words,
+    and `lane` is the index of the wanted one among them.
     """
     u, v = units[0], units[1]
     if len(units) == 4:
