@@ -34,7 +34,7 @@ with FusionDefinition() as fd:
 torch.manual_seed(0)  # every rank makes the same data
 whole = [torch.randn(BATCH, TOKENS, WIDTH), *torch.randn(4, WIDTH, WIDTH) / WIDTH**0.5]
 tensors = (x, *w_qkv, w_out)
-shards = [multidevice.shard_tensor(v, t) for v, t in zip(whole, tensors, strict=True)]
+shards = [multidevice.shard_tensor(t, v) for t, v in zip(whole, tensors, strict=True)]
 (result,) = fd.execute(shards)
 
 exact_x, *exact_qkv, exact_out = (tensor.double() for tensor in whole)

@@ -29,7 +29,7 @@ with FusionDefinition() as fd:
 torch.manual_seed(0)  # every rank makes the same data
 x_full, target_full = torch.randn(BATCH, INPUTS), torch.randn(BATCH, OUTPUTS)
 weight, bias = torch.randn(OUTPUTS, INPUTS), torch.randn(OUTPUTS)
-shards = [multidevice.shard_tensor(v, t) for v, t in ((x_full, x), (target_full, target))]
+shards = [multidevice.shard_tensor(t, v) for t, v in ((x_full, x), (target_full, target))]
 stepped = fd.execute([*shards, weight, bias])
 
 parameters = [weight.double().requires_grad_(), bias.double().requires_grad_()]

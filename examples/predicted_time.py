@@ -31,7 +31,7 @@ def mlp(ranks: int, whole: list[torch.Tensor]) -> HostIrContainer:
             for axis in (Replicate(), Shard(0), Shard(1))
         )
         fd.add_output(fd.ops.linear(fd.ops.gelu(fd.ops.linear(x, up)), down))
-    shards = [multidevice.shard_tensor(v, t) for v, t in zip(whole, (x, up, down), strict=True)]
+    shards = [multidevice.shard_tensor(t, v) for t, v in zip(whole, (x, up, down), strict=True)]
     (result,) = fd.execute(shards)
     exact_x, exact_up, exact_down = (tensor.double() for tensor in whole)
     expected = torch.nn.functional.gelu(exact_x @ exact_up.T) @ exact_down.T

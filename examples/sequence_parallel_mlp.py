@@ -27,7 +27,7 @@ with FusionDefinition() as fd:
 torch.manual_seed(0)  # every rank makes the same data
 whole = [torch.randn(TOKENS, WIDTH)]
 whole += [torch.randn(HIDDEN, WIDTH) / WIDTH**0.5, torch.randn(WIDTH, HIDDEN) / HIDDEN**0.5]
-shards = [multidevice.shard_tensor(v, t) for v, t in zip(whole, (x, up, down), strict=True)]
+shards = [multidevice.shard_tensor(t, v) for t, v in zip(whole, (x, up, down), strict=True)]
 (result,) = fd.execute(shards)
 
 exact_x, exact_up, exact_down = (tensor.double() for tensor in whole)
