@@ -4,10 +4,11 @@ allocations) for a fusion and inputs, and runs it.
 There are three levels of caches, all bounded:
 
 1. The signature of the inputs: shapes, strides, dtypes and devices. A repeated call needs only one
-dictionary look-up. 2. The input class: the facts that change the program. These are dtypes, memory
-layouts and the structure of the fusion for these sizes. With the input class, the program is found
-in the cache of the process (`program_cache`), and bound to this rank. 3. The caches of the kernel
-executors, which have the compiled versions of each kernel.
+   dictionary look-up.
+2. The input class: the facts that change the program. These are dtypes, memory layouts and the
+   structure of the fusion for these sizes. With the input class, the program is found in the cache
+   of the process (`program_cache`), and bound to this rank.
+3. The caches of the kernel executors, which have the compiled versions of each kernel.
 """
 
 from __future__ import annotations

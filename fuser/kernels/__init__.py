@@ -4,8 +4,8 @@ Question: which kernel runs for these inputs?
 Imports: every other room of `fuser` but `frontend` and `nvfuser`.
 Files, in reading order:
 
-- `executor`: the kernels of a fusion: the choice of a variant, compilation, launch.
-- `kernel_variant`: a lowered variant: its key, its launch sizes and operands.
+- `executor`: the kernels of a fusion: the choice of a version, compilation, launch.
+- `kernel_variant`: one version (variant) of a kernel: its key, its launch sizes and operands.
 - `autotune`, `autotune_candidates`: the search for the fastest parameters; which parameters are
   tried.
 """

@@ -4,10 +4,11 @@ heuristic chose without measuring, and stores the fastest.
 For each class of inputs (`InputsClass`), the parameters come from the first of these sources that
 has them:
 
-1. the cache in memory; 2. the cache on disk; 3. a measurement on the first inputs of the class. The
-heuristic's choice and its neighbours (parameters that differ from it by few factors of two) are
-timed in turns, then the neighbours of the fastest. The fastest replaces the heuristic's choice if
-it is faster by more than the noise.
+1. the cache in memory;
+2. the cache on disk;
+3. a measurement on the first inputs of the class. The heuristic's choice and its neighbours
+   (parameters that differ from it by few factors of two) are timed in turns, then the neighbours of
+   the fastest. The fastest replaces the heuristic's choice if it is faster by more than the noise.
 
 Inputs belong to the same class if the heuristic does not distinguish them. Such inputs have equal
 layouts, equal parameters chosen by the heuristic, and sizes with equal numbers of bits. The results

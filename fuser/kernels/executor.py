@@ -3,10 +3,11 @@
 A run first looks for a launch that was made for tensors of these shapes, strides and alignments. If
 there is one, only the addresses are replaced. Otherwise, three steps make a new launch:
 
-1. The layouts of the tensors are divided into classes (`LayoutClasses`). 2. The heuristic chooses
-the scheduler's parameters (threads, vector width, ..) from sizes and alignments. 3. Layout classes
-and parameters select a variant: one version of the kernel, as text and compiled. A new variant is
-lowered if there is none.
+1. The layouts of the tensors are divided into classes (`LayoutClasses`).
+2. The heuristic chooses the scheduler's parameters (threads, vector width, ..) from sizes and
+   alignments.
+3. Layout classes and parameters select a variant: one version of the kernel, as text and compiled.
+   A new variant is lowered if there is none.
 
 A fusion has at most `MAX_VARIANTS` variants. When that many exist, tensors with new layouts or
 sizes use a similar variant, or the generic variant, which makes no assumptions.

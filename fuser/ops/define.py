@@ -38,9 +38,9 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
 
     The arguments have one of three forms:
 
-    1. `(shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])` 2.
-    `(shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])` 3. `(sizes,
-    strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)`
+    1. `(shape, contiguity: list[bool | None], dtype=Float, is_cpu=False, stride_order=[])`
+    2. `(shape, contiguity: bool = False, dtype=Float, is_cpu=False, stride_order=[])`
+    3. `(sizes, strides: list[int], dtype=Float, static_sizes=False, is_cpu=False)`
 
     The form is the third if `sizes` or `strides` are passed by name, or if the second argument is a
     list of integers.

@@ -303,8 +303,8 @@ def _check_limits(op: GatherOp | ScatterOp, values: Mapping[Symbol, Number]) -> 
 
 
 def _room(op: SliceOp) -> Iterator[Scalar]:
-    """Yields, for each axis that a slice cuts, the distances of its bounds from the ends of the
-    axis. None of them may be negative.
+    """Yields the distances of a slice's bounds from the ends of each axis. None of them may be
+    negative.
 
     A negative distance means that the slice exceeds the axis. Distances that are provably not
     negative are omitted.

@@ -283,9 +283,9 @@ def consecutive_casts(fusion: Fusion) -> None:
 def remove_bcast_squeeze(fusion: Fusion) -> None:
     """Removes a squeeze of axes that a broadcast has just inserted.
 
-    Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x that
-    inserts or removes the other axes. Kernels then have no loops over axes that are inserted and
-    removed again.
+    Before: squeeze(broadcast(x)). After: x itself, or one broadcast or one squeeze of x for the
+    axes that are only inserted or only removed. Kernels then have no loops over axes that are
+    inserted and removed again.
 
         T1 = broadcast( T0, flags = {false, true} )
         T2 = squeeze( T1, flags = {false, true} )      ->   uses of T2 read T0

@@ -201,11 +201,11 @@ def _through(t: Transform, order: list[int]) -> list[int] | None:
 
 
 def _joined(orders: Sequence[Order], positions: Sequence[int]) -> Order:
-    """Sorts axis positions into a memory order, outermost first: each two axes have the order in
-    which the first of `orders` with both of them has them.
+    """Sorts axis positions into a memory order, outermost first.
 
-    Two axes that are together in none of `orders` keep the order of `positions`. This is the
-    insertion sort by which torch orders the axes of a result, starting with the innermost axis.
+    The order of each two axes is that in the first of `orders` which has both. Two axes that are
+    together in none of `orders` keep the order of `positions`. This is the insertion sort by which
+    torch orders the axes of a result, starting with the innermost axis.
     """
     found = list(reversed(positions))
     for end in range(1, len(found)):

@@ -314,7 +314,9 @@ class Merger:
 
     def _space(self, place: int) -> tuple[object, ...]:
         """Returns the kind of the loops of the kernel `place`, "pointwise" or "reduction", and
-        their size. Kernels with equal results can share their loops.
+        their size.
+
+        If two kernels have the same kind and size, they can share their loops.
         """
         group = self._groups[place]
         known = self._spaces.get(place)
