@@ -442,8 +442,9 @@ class FusedKernelExecutor:
             if launch is not None:
                 return variant, launch
         raise KernelError(
-            f"no variant of kernel {self.name} serves shapes {[tuple(t.shape) for t in tensors]} "
-            f"with strides {[t.stride() for t in tensors]}: the generic variant requires "
+            f"no compiled version of kernel {self.name} accepts tensors of the shapes "
+            f"{[tuple(t.shape) for t in tensors]} with the strides "
+            f"{[t.stride() for t in tensors]}: even the version without assumptions requires "
             f"{', '.join(map(str, variant.kernel.guards))}"
         )
 

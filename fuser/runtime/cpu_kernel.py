@@ -772,6 +772,7 @@ class _CheckedPreparedLaunch(PreparedLaunch):
         function, because each launch packs its arguments again.
         """
         raise KernelError(
-            f"kernel {self._kernel.name}: a checked launch cannot be bound as one call, because "
-            "each launch packs its arguments again"
+            f"internal error: kernel {self._kernel.name} checks its accesses, and such a kernel "
+            "cannot be called directly from C, because each launch packs its arguments again. "
+            "Please report this definition"
         )

@@ -503,8 +503,8 @@ class CudaPeerBackend(PeerBackend):
         count = self._graphed.setdefault(mailbox, Counter[int]())
         if count[peer] == _GRAPH_SLOTS:
             raise CommunicationError(
-                f"CUDA graphs can contain at most {_GRAPH_SLOTS} sends to rank {peer}, and that "
-                "many are captured already"
+                f"CUDA graphs can contain at most {_GRAPH_SLOTS} sends to rank {peer}, and "
+                "earlier graphs contain that many already: further runs are launched step by step"
             )
         count[peer] += 1
         return _IN_GRAPHS + count[peer] - 1

@@ -252,9 +252,16 @@ def fuse_horizontally(kernels: Sequence[LoweredKernel], fusion: Fusion, name: st
 
 def _check(kernel: LoweredKernel) -> None:
     has_z = any(sc.int_value(shape[2]) != 1 for shape in (kernel.grid, kernel.block))
-    if has_z or kernel.waits or kernel.workspaces or kernel.cluster > 1 or kernel.goes_backwards:
+    reasons = {
+        "synchronises threads": bool(kernel.waits),
+        "uses workspaces": bool(kernel.workspaces),
+        "uses a cluster of blocks": kernel.cluster > 1,
+        "has blocks or threads along z": has_z,
+        "counts its blocks from the last to the first": kernel.goes_backwards,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
         raise UnsupportedError(
             f"kernel {kernel.name} cannot share a launch with other kernels, because it "
-            "synchronises threads, uses workspaces or a cluster, has blocks or threads along z, or "
-            "counts its blocks from the last to the first"
+            f"{' and '.join(found)}"
         )

@@ -259,8 +259,8 @@ def _cut(tv: TensorView, number: int, cut: Cut) -> None:
     if not add_cut(tv, number, cut):
         axis = tv.domain.axes[number]
         raise UnsupportedError(
-            f"{axis_words(tv, axis)} cannot be divided into the steps of a stream loop"
-            f"{in_ir(axis, tv)}"
+            f"{axis_words(tv, axis)} cannot be divided into {cut.count} equal parts, one for each "
+            f"step of a stream loop{in_ir(axis, tv)}"
         )
 
 
