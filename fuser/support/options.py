@@ -553,8 +553,9 @@ def _per_call(kind: str, options: Iterable[str]) -> tuple[str, ...]:
         name = str(option).partition("(")[0]
         if name not in known:
             raise OptionError(
-                f"Unrecognized {kind}_option: {option}{_nearest(name, known)}. Available options: "
-                f"{', '.join(sorted(EFFECTS[kind.upper()]))}{user_code(user_line())}"
+                f"Unrecognized {kind}_option: {option}{_nearest(name, known)}\n"
+                f"Available options: {', '.join(sorted(EFFECTS[kind.upper()]))}"
+                f"{user_code(user_line())}"
             )
     return chosen
 

@@ -175,7 +175,7 @@ def test_a_dump_that_exists_elsewhere_says_where(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_option_of_a_call_lists_the_options_and_the_line() -> None:
-    words = r"Unrecognized enable_option: id_model\. Available options: checked, double_numbers, "
+    words = r"Unrecognized enable_option: id_model\nAvailable options: checked, double_numbers, "
     with pytest.raises(OptionError, match=rf"{words}.*tune \(user code at .*test_options\.py:\d"):
         options.settings(["id_model"])
 
