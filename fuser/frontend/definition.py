@@ -536,7 +536,7 @@ class FusionDefinition:
     def _executor_cache(self) -> FusionExecutorCache:
         """Returns the cache of compiled programs of this definition.
 
-        The first call of this method creates the cache and moves the fusion into the cache.
+        The first call of this method creates the cache. The fusion cannot be changed after that.
         """
         if hasattr(self, "ke"):
             raise OtherEntranceError(

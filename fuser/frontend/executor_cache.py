@@ -330,11 +330,12 @@ class FusionExecutorCache(Watching, Inspection):
     def _glance_at_others(
         self, inputs: Iterable[object], communicator: Communicator
     ) -> tuple[CallCacheEntry | None, tuple[int, ...] | None]:
-        """Finds the entry of an earlier call, other than the latest, that has inputs like these.
+        """Finds the cache entry of an earlier call, other than the latest, that has inputs like
+        these.
 
-        The earlier call is found by the shape of the first input. Returns the entry, and the
-        alignments of the inputs in memory. The alignments are None if the entry's quick check
-        rejects the inputs. Both are None if there is no such call.
+        The entry is found by the shape of the first input. Returns the entry, and the alignments of
+        the inputs in memory. The alignments are None if the entry's quick check rejects the inputs.
+        Both are None if there is no such call.
         """
         try:
             call = self._in_turns.get(inputs[0].shape)  # pyright: ignore[reportIndexIssue]
@@ -692,12 +693,15 @@ class FusionExecutorCache(Watching, Inspection):
         return self._program(found, here, where, self._settings)[0].container
 
     def _sizes_of(self, given: Sequence[Argument]) -> dict[Symbol, int]:
-        """Returns the values of the integer symbols for the inputs `given` of the program."""
+        """Returns the values of the integer symbols (sizes and integer scalars) that follow from
+        `given`, the inputs of the program.
+        """
         values = self._binder.bind(given, device_of(given, None))
         return {s: v for s, v in values.items() if isinstance(v, int)}
 
     def _bound_to(self, given: Sequence[Argument]) -> BoundProgram | None:
-        """Returns the program of the input class of `given`, or None if none is bound.
+        """Returns the program that is compiled for inputs like `given` (equal dtypes, memory
+        layouts and other facts that change the program), or None.
 
         A program of calls without options is preferred.
         """
@@ -723,10 +727,11 @@ class FusionExecutorCache(Watching, Inspection):
 
 
 def _first_run_text(program: HostIrContainer, sizes: Mapping[Symbol, int]) -> str:
-    """Returns `, first run with i0 = 6` for the heading of a dump, or "" if all sizes are fixed.
+    """Returns the text `, first run with i0 = 6` for the heading of a dump, or "" if all sizes are
+    fixed.
 
-    A definition has several programs if its calls are of several input classes. The sizes tell the
-    reader which call compiled this one.
+    A definition has several programs if its calls have different dtypes, layouts or other facts
+    that change the program. The sizes tell the reader which call compiled this one.
     """
     names = size_symbols(program)
     chosen = [f"{s.name} = {n}" for s, n in sizes.items() if s.name in names]
@@ -761,8 +766,9 @@ def overlaps_of(
     """Returns the object that decides which matmuls and communications of a program run at the same
     time (overlap).
 
-    All programs with the key `key` share this object. Streams of CPU ranks do not run concurrently.
-    On CPU ranks, overlap is therefore considered only with the option `machine` or `steps`.
+    All programs with the key `key` share this object. CPU ranks (processes on a CPU) cannot run two
+    streams at the same time. For them, overlap is therefore considered only with the option
+    `machine` or `steps`.
     """
     devices = requested_devices(fusion)
     if why := _why_not(fusion, devices, settings, params):

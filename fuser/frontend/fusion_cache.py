@@ -113,10 +113,9 @@ class LruFusionCache:
         self._cache = LRUCache(max_fusions)
 
     def __call__(self, define: Callable[P, FusionDefinition]) -> Callable[P, FusionDefinition]:
-        """Decorates the function `define`, whose results are definitions.
+        """Decorates the function `define`, which returns definitions.
 
-        A definition that the decorated function returns uses the executor cache of an earlier equal
-        definition.
+        If an equal definition was returned earlier, the new one shares its compiled programs.
         """
         cache = self._cache
 

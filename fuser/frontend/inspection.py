@@ -130,7 +130,9 @@ def launches_of(program: Program) -> dict[str, int]:
 
 
 def _inputs_text(signature: Signature) -> str:
-    """Returns the inputs of a call as text, such as `float32[4, 8] and a float`."""
+    """Returns the shapes and dtypes of a call's inputs as text, such as `float32[4, 8] and a
+    float`.
+    """
 
     def text(row: tuple[Any, ...]) -> str:
         if len(row) == 2:
@@ -142,7 +144,8 @@ def _inputs_text(signature: Signature) -> str:
 
 
 class _MissingName:
-    """The attribute for a name of nvFuser that an executor cache does not have.
+    """The attribute for a name of nvFuser's interface that the cache of a definition's programs
+    (`fd.fec`) does not have.
 
     The attribute raises `AttributeError` with the name to use. A `__getattr__` of the class would
     make every attribute of `execute` slower.
@@ -197,7 +200,7 @@ class Inspection:
         call.
 
         Raises:
-            NotCompiledError: no program for such inputs has run.
+            NotCompiledError: a run on such inputs would compile a kernel.
         """
         bound, given = self._compiled_for(inputs)
         return cuda_text(bound, given, with_runtime=intrinsic_code)
@@ -212,7 +215,7 @@ class Inspection:
         `tensor_transforms` adds the axes of each tensor, with their splits and merges.
 
         Raises:
-            NotCompiledError: no program for such inputs has run.
+            NotCompiledError: a run on such inputs would compile a kernel.
         """
         bound, given = self._compiled_for(inputs)
         return scheduled_ir(bound, given, tensor_transforms=tensor_transforms)
@@ -235,7 +238,8 @@ class Inspection:
         return scheduled_ir(call.bound, given, tensor_transforms=tensor_transforms)
 
     def _call_like(self, inputs: Sequence[Argument]) -> CallCacheEntry | None:
-        """Returns the cache entry of an earlier call with inputs of the same signature, or None.
+        """Returns the cache entry of an earlier call whose inputs had the shapes, strides, dtypes
+        and devices of these, or None.
 
         A call without options is preferred.
         """
@@ -258,7 +262,8 @@ class Inspection:
         return bound, given
 
     def _compiled_for(self, inputs: Sequence[Argument]) -> tuple[BoundProgram, Sequence[Argument]]:
-        """Returns the same as `_program_of`, if the kernels for these sizes are compiled, too.
+        """Returns the program that a run on `inputs` would use, and the inputs of the program, if
+        its kernels for these sizes are compiled, too.
 
         Raises:
             NotCompiledError: a run on `inputs` would build a program or compile a kernel.
@@ -271,7 +276,7 @@ class Inspection:
         return bound, given
 
     def _not_compiled(self, given: Sequence[Argument]) -> NotCompiledError:
-        """Returns the error for inputs that nothing is compiled for.
+        """Returns the error for inputs for which nothing is compiled.
 
         The message has these inputs and those of the last run.
         """

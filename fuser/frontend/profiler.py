@@ -239,7 +239,7 @@ def _row(work: ProfiledOp, taken: Profiled, segment: int, scheduler: str) -> Ker
 
 
 def _name(work: ProfiledOp) -> str:
-    """Returns the name of a kernel's function.
+    """Returns the name of the function of a kernel, for its profile.
 
     For other ops, returns the name of the op and the names of its activities on the device.
     """
@@ -353,7 +353,8 @@ class PythonProfiler:
     - With `FUSER_PROF=print`, the profile is printed at the end of the block.
 
     Raises:
-        OtherEntranceError: a run of the other kind, or a block within another such block.
+        OtherEntranceError: a run of the other kind (`execute` or `manual_execute`), or a block
+            within another such block.
     """
 
     @checked

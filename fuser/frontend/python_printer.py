@@ -481,7 +481,8 @@ def stride_order_of(tv: TensorView) -> list[int] | None:
 
 
 def is_stride_order(op: nodes.LoadStoreOp) -> bool:
-    """Returns whether the call `fd.ops.stride_order` creates the copy `op`.
+    """Returns whether the copy `op` is what the call `fd.ops.stride_order` creates, so that its
+    Python text is such a call.
 
     This is a copy into a tensor without gaps whose memory order is declared.
     """
@@ -1019,7 +1020,7 @@ class RfactorCall:
 
 @record
 class Factored:
-    """A reduction that `rfactor` calls have split into the ops `ops`.
+    """A reduction that `rfactor` calls have split into several reductions, the ops `ops`.
 
     The unsplit reduction reads the operand of `ops[0]`, reduces the axes `dims` and has the result
     `out`. `steps` are the `rfactor` calls.
@@ -1032,8 +1033,8 @@ class Factored:
 
 
 def factored_reductions(fusion: Fusion) -> dict[TensorOp, Factored]:
-    """Returns the reductions of a fusion that `rfactor` calls have split, by the first op of
-    each.
+    """Returns the reductions of a fusion that `rfactor` calls have split into several, by the first
+    op of each.
     """
     found: dict[TensorOp, Factored] = {}
     inside: set[TensorOp] = set()

@@ -225,10 +225,11 @@ def _difference(
     rtol: float,
     legal: torch.Tensor | None = None,
 ) -> str:
-    """Returns a text on how an output differs from its reference, or "" if both agree.
+    """Returns a text on how an output differs from the expected tensor `wanted`, or "" if both
+    agree.
 
-    `atol` and `rtol` are the tolerances. `legal` is an additional allowed difference for each
-    element.
+    `atol` and `rtol` are the allowed absolute and relative difference. `legal` is an additional
+    allowed difference for each element.
     """
     if not (out.is_floating_point() or out.is_complex()):
         if torch.equal(out, wanted.to(out.dtype)):

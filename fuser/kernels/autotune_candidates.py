@@ -162,8 +162,8 @@ def _clusters(params: InnerPersistentParams) -> _Found:
     """Yields parameters with twice and with half the number of CUDA blocks per cluster, as
     neighbours of `params`.
 
-    A cluster holds a row in registers, so each thread then holds half or twice as many elements
-    (`kept`).
+    The blocks of a cluster hold a row in registers together, so each thread then holds half or
+    twice as many elements (`kept`).
     """
     if params.cluster == 1:
         return

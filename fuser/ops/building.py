@@ -265,7 +265,8 @@ def add_op(op: OpT) -> OpT:
 def clone_axes(tv: TensorView) -> list[IterDomain]:
     """Returns new axes with the sizes of the axes of `tv` that the user sees.
 
-    The new axes are not split over devices, and no thread axes.
+    The new axes are not split over devices, and neither threads nor CUDA blocks are assigned to
+    them.
     """
     fusion = active_fusion()
     return [fusion.clone_axis(a) for a in axes_of(tv)]

@@ -55,7 +55,9 @@ def check_same_dtypes(
 
 
 def _axis(name: str, mapped: Mapped) -> IterDomain:
-    """Creates the axis of a product's result that corresponds to the operand axes `mapped`."""
+    """Creates the axis of a product's result that corresponds to the operand axes `mapped`, which
+    must have equal sizes.
+    """
     fusion = active_fusion()
     joined = join_axes(fusion, mapped, name)
     return fusion.new_axis(joined.extent, joined.kind, expanded=joined.expanded)
@@ -220,9 +222,11 @@ _DTYPES = {
 
 
 def check_block_scales(name: str, mat1: TensorView, size: int, *, is_gamma: bool) -> None:
-    """Raises `UnsupportedError` if the caller asks for a result with block scales.
+    """Raises `UnsupportedError` if the caller asks for a result that is quantized with one scale
+    per block of elements.
 
-    `size` is the argument `output_block_scale_size`, and `is_gamma` the argument `output_gamma`.
+    `size` is the argument `output_block_scale_size`, and `is_gamma` says whether `output_gamma` was
+    passed.
     """
     if size:
         raise unsupported(

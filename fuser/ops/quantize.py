@@ -228,7 +228,9 @@ def _scales(largest: TensorView) -> TensorView:
 
 # ------------------------------------------------------------------ tiles
 def _tiled(scales: TensorView) -> TensorView:
-    """Returns the scales [m, k] in tiles of 128 rows and 4 columns, with zeros as padding."""
+    """Returns the scales [m, k] of a quantized matrix in tiles of 128 rows and 4 columns, as matrix
+    products read them, with zeros as padding.
+    """
     m, k = scales.shape()
     rows, columns = whole_tiles(m, TILE_ROWS), whole_tiles(k, TILE_COLUMNS)
     whole = sc.mul(rows, TILE_ROWS), sc.mul(columns, TILE_COLUMNS)

@@ -414,7 +414,8 @@ def _squared_deviations(
 ) -> TensorView:
     """Computes the sum of squared deviations from the exact mean, over the axes `order`.
 
-    `delta` has the deviations from the rounded mean, and `count` is the number of elements.
+    `delta` has the deviations from the mean as it was computed, which is rounded, and `count` is
+    the number of elements.
     """
     square = typing_cast(TensorView, apply_pointwise("mul", (delta, delta)))
     total, rest = (sum(x, dims=order, keepdim=keepdim) for x in (square, delta))

@@ -131,7 +131,9 @@ class Users:
             yield self.others()
 
     def others(self) -> list[str]:
-        """Returns the names of the other threads that have begun to run programs."""
+        """Returns the names of the other threads that have begun to run programs. While there are
+        any, no CUDA graph is captured.
+        """
         mine = {threading.get_ident()}
         if is_backward():
             # This thread is torch's, and computes gradients for a thread that waits for it.
@@ -224,7 +226,9 @@ class _Template:
 
 
 class CudaGraph:
-    """An executable CUDA graph; implements `Graph`."""
+    """An executable CUDA graph, which implements the interface `Graph`: it can be launched, and the
+    arguments of its kernels can be updated.
+    """
 
     def __init__(self, template: _Template) -> None:
         self._template, library = template, template.library
@@ -313,7 +317,9 @@ def _new_stream() -> int:
 
 
 def _take_place() -> _CaptureDevice:
-    """Returns streams and a memory pool on the current device that no other `CudaGraphs` uses."""
+    """Returns streams and a memory pool for the capture of CUDA graphs on the current device that
+    no other `CudaGraphs` uses.
+    """
     import torch
 
     spare = _places.setdefault(torch.cuda.current_device(), [])

@@ -172,8 +172,8 @@ class CudaKernel(CompiledKernel):
         return found
 
     def _allow_cluster(self) -> None:
-        """Permits the kernel clusters of more CUDA blocks than every GPU with clusters supports
-        without permission, on all devices.
+        """Permits clusters as large as this kernel needs, on all devices. Clusters of up to 8 CUDA
+        blocks need no permission, but this kernel's are larger.
         """
         import torch
 
@@ -328,7 +328,8 @@ class PreparedCudaLaunch(PreparedLaunch):
 
 
 def bind_primary_context() -> None:
-    """Makes the primary context of torch's current device the current context of this thread.
+    """Makes the primary CUDA context of torch's current device the current context of this thread.
+    The driver rejects launches of a thread without a context.
 
     Raises:
         KernelError: the driver has no context.

@@ -195,7 +195,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
 
 
 class KernelCache:
-    """The disk cache in one folder.
+    """The cache of compiled kernels and tuning results on disk, in one folder.
 
     Raises:
         OptionError: the folder belongs to another user, or other users can write to it.
@@ -303,7 +303,9 @@ class KernelCache:
         self._keep(lambda: _write_atomically(self.folder / "tuned" / key, data), len(data))
 
     def is_kept(self) -> bool:
-        """Whether the cache folder is writable, as far as its permissions show."""
+        """Whether compiled kernels can be stored, because the cache folder is writable as far as
+        its permissions show.
+        """
         return os.access(self.folder / "objects", os.W_OK)
 
     # ------------------------------------------------------------ eviction
@@ -326,7 +328,11 @@ class KernelCache:
         limit_entries: int | None = None,
         limit_tuned: int | None = None,
     ) -> None:
-        """Deletes the least recently used files until the cache is within its limits."""
+        """Deletes the least recently used files until the cache is within its limits.
+
+        The parameters limit the bytes of all objects, the number of kernels, and the number of
+        tuning results. None stands for the default limit.
+        """
         limit_tuned = LIMIT_TUNED if limit_tuned is None else limit_tuned
         limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
         limit_entries = LIMIT_ENTRIES if limit_entries is None else limit_entries

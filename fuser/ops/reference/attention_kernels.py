@@ -83,9 +83,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Given:
-    """The operands of the forward computation, with axes [N, H, L, E].
+    """The operands of the forward computation of an attention, with axes [N, H, L, E].
 
-    - `added` is added to the scores; None if nothing is added.
+    - `call`: the scalar arguments. `added` is added to the scores; None if nothing is added.
     - `reads_sums`: whether log_sumexp is needed. If not, log_sumexp may be undefined.
     - Keys and values may have fewer heads than queries. Consecutive query heads, in groups of equal
       size, then read the same head of keys and values.
@@ -100,13 +100,17 @@ class Given:
 
     @property
     def factor(self) -> float:
-        """The factor by which the products of queries and keys are multiplied."""
+        """The factor by which the products of queries and keys are multiplied: the argument
+        `scale`, or by default 1/sqrt(E).
+        """
         return self.call.factor(self.query)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The results of the forward computation; `seed` is None without dropout."""
+    """The results of the forward computation of an attention. `seed` determines the weights that
+    dropout drops; None without dropout.
+    """
 
     out: Tensor
     log_sumexp: Tensor
@@ -115,7 +119,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class SavedResults:
-    """The results of the forward computation that the computation of the gradient reads."""
+    """The results of the forward computation of an attention that the computation of the gradient
+    reads.
+
+    `seed` and `offset` determine the weights that dropout has dropped.
+    """
 
     out: Tensor
     log_sumexp: Tensor
@@ -125,7 +133,7 @@ class SavedResults:
 
 # ------------------------------------------------------------------ facts
 class DeviceKind(NamedTuple):
-    """A kind of device.
+    """A kind of device, on which the choice of an attention kernel depends.
 
     `capability` is the CUDA compute capability, or (0, 0) for a device without CUDA. `cudnn` is the
     version of cuDNN, or 0 without cuDNN.
@@ -149,7 +157,7 @@ class DeviceKind(NamedTuple):
 
 @cache
 def machine_of(device: torch.device) -> DeviceKind:
-    """Returns the type, the compute capability and the cuDNN version of `device`."""
+    """Returns the kind of `device`: its type, CUDA compute capability and version of cuDNN."""
     if device.type not in CUDA_DEVICES or not torch.backends.cuda.is_flash_attention_available():
         return DeviceKind(device.type)
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -182,7 +190,9 @@ class AttentionCase:
 
     @staticmethod
     def of(given: Given, *, is_backward: bool = False) -> AttentionCase:
-        """Returns the properties of the call with the operands `given`."""
+        """Returns the properties that decide which kernel runs the attention with the operands
+        `given`.
+        """
         query, key, added = given.query, given.key, given.added
         n, h, rows, e = query.shape
         return AttentionCase(
@@ -359,7 +369,9 @@ def _in_words(t: Tensor) -> Tensor:
 
 
 def _aligned(t: Tensor) -> bool:
-    """Whether the last axis of `t` is dense and begins at a multiple of 16 bytes at every index."""
+    """Whether the last axis of `t` has stride 1 and begins at a multiple of 16 bytes for every
+    index of the other axes.
+    """
     unit = _WORD // t.itemsize
     steps = (step for n, step in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
     return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0 and not any(s % unit for s in steps)
@@ -370,7 +382,9 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _by_words(t: Tensor) -> Tensor:
-    """Returns `t` with a last axis that is padded and aligned to 16 bytes; copies if necessary."""
+    """Returns `t` with a last axis that is padded to a multiple of 16 bytes and aligned to 16
+    bytes, as some of torch's attention kernels require; copies if necessary.
+    """
     t = _in_words(t)
     return t if _aligned(t) else _copy(t)
 
@@ -383,7 +397,8 @@ def _is_by_words(t: Tensor) -> bool:
 
 
 def _dense_like(t: Tensor, like: Tensor) -> Tensor:
-    """Returns `t` without gaps in memory, with axes in the memory order of `like`.
+    """Returns `t` without gaps in memory, with axes in the memory order of `like`, as some of
+    torch's attention kernels require.
 
     Copies if necessary.
     """
@@ -473,7 +488,9 @@ def _cudnn_bias(given: Given) -> Tensor | None:
 
 
 def _begins_dense(t: Tensor) -> bool:
-    """Whether the address of `t` is a multiple of 16 bytes, and its last axis has stride 1."""
+    """Whether the address of `t` is a multiple of 16 bytes, and its last axis has stride 1, as
+    cuDNN's attention kernel requires.
+    """
     return t.stride(-1) == 1 and t.data_ptr() % _WORD == 0
 
 
@@ -939,7 +956,9 @@ def _met(call: Attention, operands: Operands) -> Operands:
 
 
 def _folded(t: Tensor) -> Tensor:
-    """Returns `t` with four axes [N, H, L, E]: all axes before N are merged with N."""
+    """Returns the operand `t` of an attention with four axes [N, H, L, E]: all axes before N are
+    merged with N.
+    """
     return t if t.dim() == 4 else t.flatten(0, -4)
 
 
@@ -959,7 +978,8 @@ def _given(
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Returns the tensor to add to the scores: the bias, and -inf where the mask is False.
+    """Returns the tensor to add to the scores of an attention: the bias, and -inf where the mask is
+    False.
 
     Without a bias and a mask, returns None. `query` has the dtype of the result if there is no
     bias. Axes that have stride 0 in the mask keep stride 0.
@@ -993,7 +1013,9 @@ def _seed(device: torch.device, seed: Tensor | None, reads: tuple[bool, ...]) ->
 
 
 def _draw(device: torch.device) -> Tensor:
-    """Returns a new seed of dropout, drawn from torch's generator of the CPU."""
+    """Returns a new seed, drawn from torch's generator of the CPU, which determines the weights
+    that dropout drops.
+    """
     number = int(torch.empty((), dtype=torch.int64).random_())
     return torch.tensor((number, 0), dtype=torch.int64, device=device).view(torch.uint64)
 
