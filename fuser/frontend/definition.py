@@ -577,10 +577,10 @@ class FusionDefinition:
         none.
 
         The compiled runner is a C function that repeats the recorded launches of a call. There is
-        one line for each kind of inputs (shapes, strides, dtypes). The number counts from the time
-        when the runner was last enabled for such inputs. A line without a number says after how
-        many more calls the runner is tried again. `FUSER_DISABLE=compiled_runner`, or this option
-        of a call, runs everything in Python.
+        one line for each kind of inputs (shapes, strides, dtypes). The number begins at 0 when the
+        runner is enabled again for such inputs. A line without a number says after how many more
+        calls the runner is tried again. `FUSER_DISABLE=compiled_runner`, or this option of a call,
+        runs everything in Python.
         """
         return self.fec.compiled_runner() if hasattr(self, "fec") else []
 

@@ -679,7 +679,7 @@ class FusionExecutorCache(Watching, Inspection):
 
     # ------------------------------------------------------------ looking inside
     def program_for(self, inputs: Sequence[Argument]) -> HostIrContainer:
-        """Returns the host program of the most recent run.
+        """Returns the host program (launches, communications, allocations) of the most recent run.
 
         Before the first run, returns the host program for inputs like these. The job may then have
         fewer ranks than the meshes name.

@@ -180,8 +180,8 @@ class Inspection:
     def is_compiled(self, inputs: Sequence[Argument], device: int = 0) -> bool:
         """Returns whether a run on inputs like these would compile nothing. `device` has no effect.
 
-        Inputs of other sizes may use the same program and kernels. False for inputs that do not fit
-        the definition.
+        Inputs of other sizes may use the same program and kernels. False for inputs that the
+        definition does not accept.
         """
         del device
         try:

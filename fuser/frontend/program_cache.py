@@ -56,8 +56,8 @@ class Program:
     - `label`: the name of the program in dumps.
     - `rank`: the rank that created the program.
     - `dumps`: the texts of compiler stages that `FUSER_DUMP` requests.
-    - `shardings`: how all outputs, including hidden ones, are distributed over devices, as chosen
-      by the user and by propagation. The tuple is empty if no tensor has a mesh.
+    - `shardings`: how all outputs, including those that only update an input, are distributed over
+      devices, as chosen by the user and by propagation. The tuple is empty if no tensor has a mesh.
     """
 
     segmented: SegmentedFusion

@@ -338,8 +338,8 @@ class _Writer:
     def _step(
         self, name: str, make: Callable[[Scalar, Scalar], Scalar], a: Scalar, b: Scalar
     ) -> Scalar:
-        """Appends the statement of an op on two scalars, unless its result has a name already, and
-        returns the result.
+        """Appends the Python statement of an op on two scalars, unless its result has a name
+        already, and returns the result.
 
         `name` is the op in `fd.ops`; `make` creates its result.
         """
@@ -855,7 +855,9 @@ def transform_call(t: Transform, loop: list[int], text: Text) -> str | None:
 
 
 class _TensorText:
-    """Generates the statements that set the loops, parallel types and layout of one tensor."""
+    """Generates the Python statements that set the loops, parallel types and layout of one
+    tensor.
+    """
 
     def __init__(self, tv: TensorView, text: Text, line: Callable[[str], None]) -> None:
         self._tv, self._text, self._line = tv, text, line
@@ -866,7 +868,9 @@ class _TensorText:
         self._handles: dict[int, str] = {}
 
     def write(self) -> None:
-        """Appends all statements of the tensor."""
+        """Appends all Python statements that set the loops, parallel types and layout of the
+        tensor.
+        """
         parallel = [a for a in self._domain.axes.values() if a.ptype is not ParallelType.serial]
         needed = {a.number for a in parallel} | {*self._domain.allocation_numbers}
         for t in self._transforms():

@@ -351,7 +351,7 @@ class _ScalarArgument(NamedTuple):
         wrap around in the kernel and need no check.
 
         Raises:
-            KernelError: the value does not fit.
+            KernelError: the value needs more than 64 bits.
         """
         dtype = self.scalar.dtype
         if isinstance(value, int) and category(dtype) == "int" and nbytes_of(dtype) == 8:

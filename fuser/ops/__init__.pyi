@@ -414,11 +414,11 @@ def cast(arg: TensorView, dtype: DtypeLike) -> TensorView: """Converts each elem
 @overload
 def cast(arg: ScalarLike, dtype: DtypeLike) -> Scalar: """Converts each element to `dtype`; if the operand already has this dtype, copies it."""
 @overload
-def logical_right_shift(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Computes lhs >> rhs with zeros shifted in; a count outside [0, width) gives 0."""
+def logical_right_shift(lhs: TensorView, rhs: OperandLike, /) -> TensorView: """Computes lhs >> rhs with zeros shifted in; 0 if rhs < 0 or rhs >= the number of bits."""
 @overload
-def logical_right_shift(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Computes lhs >> rhs with zeros shifted in; a count outside [0, width) gives 0."""
+def logical_right_shift(lhs: OperandLike, rhs: TensorView, /) -> TensorView: """Computes lhs >> rhs with zeros shifted in; 0 if rhs < 0 or rhs >= the number of bits."""
 @overload
-def logical_right_shift(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Computes lhs >> rhs with zeros shifted in; a count outside [0, width) gives 0."""
+def logical_right_shift(lhs: ScalarLike, rhs: ScalarLike, /) -> Scalar: """Computes lhs >> rhs with zeros shifted in; 0 if rhs < 0 or rhs >= the number of bits."""
 @overload
 def set(x: TensorView, /) -> TensorView: """Copies a tensor."""
 @overload
@@ -454,10 +454,10 @@ def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) 
 def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> TensorView: """Returns a copy of `arg` with `src` written at the positions `index` along axis `dim`."""
 def select(arg: TensorView, index: SizeLike, dim: int) -> TensorView: """Selects position `index` along axis `dim`, and removes this axis."""
 def take_along_axis(arg: TensorView, index: TensorView, dim: int) -> TensorView: """Selects elements along axis `dim`: out[.., i, ..] = arg[.., index[.., i, ..], ..]."""
-def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes the maximum of all elements up to each position along axis `dim`, and of `init`."""
-def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes the minimum of all elements up to each position along axis `dim`, and of `init`."""
-def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes the product of all elements up to each position along axis `dim`, times `init`."""
-def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes the sum of all elements up to each position along axis `dim`, plus `init`."""
+def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes, at each position i along axis `dim`, the maximum of the elements 0 to i and `init`."""
+def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes, at each position i along axis `dim`, the minimum of the elements 0 to i and `init`."""
+def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes, at each position i along axis `dim`, the product of the elements 0 to i and `init`."""
+def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView: """Computes, at each position i along axis `dim`, the sum of the elements 0 to i, plus `init`."""
 def argsort(arg: TensorView, dim: int, descending: bool = False, stable: bool = False) -> TensorView: """Returns the indices (Int) that sort the elements along axis `dim`."""
 def topk(arg: TensorView, k: SizeLike, dim: int = -1, largest: bool = True, sorted: bool = False) -> tuple[TensorView, TensorView]: """Returns (the `k` largest elements along axis `dim`, the indices (Int) of these elements)."""
 def max(arg: TensorView, dim: int | Sequence[int] | DataType | None = None, keepdim: bool = False, dtype: DtypeLike = DataType.Null, *, dims: Sequence[int] | None = None) -> TensorView: """Returns the largest element over one axis (`dim`), several axes (`dims`) or all axes."""

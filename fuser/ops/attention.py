@@ -37,8 +37,8 @@ def sdpfa_fwd(
     query [.., N, H, L, E], key [.., N, H, S, E] and value [.., N, H, S, Ev] -> (output [.., N, H,
     L, Ev], log_sumexp [.., N, H, L] Float, philox_seed [2] UInt64, philox_offset [] UInt64).
 
-    - `bias` (floating) is added to the scores. `mask` is Bool, and true where a score counts. Both
-      have as many axes as query, and are broadcast to [.., N, H, L, S].
+    - `bias` (floating) is added to the scores. `mask` is Bool; where it is False, the score is
+      ignored. Both have as many axes as query, and are broadcast to [.., N, H, L, S].
     - The default of `dropout_p` is 0.0, of `is_causal` False, and of `scale` 1/sqrt(E).
     - With `is_causal`, query i attends only to the keys 0 to i.
     - With `enable_gqa`, key and value have G heads, and G divides H. Each head of key and value is

@@ -188,7 +188,8 @@ def layer_norm(
     sizes.
 
     Raises:
-        DefinitionError: sizes do not match the last axes of `input`.
+        DefinitionError: `normalized_shape`, `weight` or `bias` has other sizes than the last axes
+            of `input`.
         DtypeError: a dtype is not floating, or a parameter has a wider dtype than the computation.
     """
     x = _wide("layer_norm", input)
@@ -214,7 +215,8 @@ def rms_norm(
     default of `eps` is the machine epsilon of the dtype in which the op computes.
 
     Raises:
-        DefinitionError: sizes do not match the last axes of `input`.
+        DefinitionError: `normalized_shape` or `weight` has other sizes than the last axes of
+            `input`.
         DtypeError: a dtype is not floating, or the weight has a wider dtype than the computation.
     """
     x = _wide("rms_norm", input)
@@ -233,7 +235,7 @@ def rms_norm(
 def _last_axes(name: str, input: TensorView, shape: Sequence[SizeLike]) -> list[int]:
     """Returns the positions of the last axes of `input`, over which a norm is computed.
 
-    Raises `DefinitionError` if `shape` does not match the sizes of these axes.
+    Raises `DefinitionError` if these axes have other sizes than `shape` says.
     """
     if not 0 < len(shape) <= input.ndim:
         raise fail(

@@ -135,7 +135,7 @@ def linear(arg1: TensorView, arg2: TensorView, bias: TensorView | None = None) -
     The device mesh of x is copied to the output, the meshes of weight and bias are not.
 
     Raises:
-        DefinitionError: ranks or sizes do not fit.
+        DefinitionError: the numbers of axes or the sizes of the operands contradict each other.
         DtypeError: the dtypes differ.
         UnsupportedError: the operands are Float8.
     """

@@ -1,4 +1,6 @@
-"""Inputs of a definition: `define_tensor`, `define_scalar`, and the layout that strides mean."""
+"""Inputs of a definition: `define_tensor`, `define_scalar`, and the memory layout that follows from
+sizes and strides.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def define_tensor(*args: object, **kwargs: object) -> TensorView:
 
     Raises:
         ArgumentError: an argument is of the wrong kind, or the shape is a torch tensor with data.
-        DefinitionError: sizes, contiguity and stride order do not fit each other.
+        DefinitionError: sizes, contiguity and stride order contradict each other.
         UnsupportedError: no tensor can have this dtype.
 
     Example: `x = fd.define_tensor([-1, 768], contiguity=True, dtype=DataType.BFloat16)`
@@ -261,7 +263,7 @@ def define_scalar(
     known only in a run. The default dtype of a symbolic scalar is Double.
 
     Raises:
-        DefinitionError: the value does not fit the dtype.
+        DefinitionError: the dtype cannot represent the value.
         UnsupportedError: no scalar can have this dtype.
     """
     if isinstance(value, DataType):

@@ -221,7 +221,7 @@ def clamp(x: OperandLike, min: ScalarLike | None, max: ScalarLike | None, /) -> 
     The limits are scalars. None as a limit stands for the lowest or highest value of the dtype.
 
     Raises:
-        DefinitionError: a limit does not fit the dtype of the result.
+        DefinitionError: the dtype of the result cannot represent a limit.
         DtypeError: the operand is complex.
     """
     value = as_operand(x, "clamp")
@@ -239,7 +239,7 @@ def threshold(x: OperandLike, threshold: ScalarLike, value: ScalarLike, /) -> Op
     `threshold` and `value` are scalars.
 
     Raises:
-        DefinitionError: a number does not fit the dtype of `x`.
+        DefinitionError: the dtype of `x` cannot represent a number.
         DtypeError: an operand is complex, or a scalar is of a higher category than `x`.
     """
     return apply_pointwise("threshold", (x, threshold, value))
@@ -283,7 +283,7 @@ def sign(x: OperandLike, /) -> Operand:
 
 
 def logical_right_shift(lhs: OperandLike, rhs: OperandLike, /) -> Operand:
-    """Computes lhs >> rhs with zeros shifted in; a count outside [0, width) gives 0.
+    """Computes lhs >> rhs with zeros shifted in; 0 if rhs < 0 or rhs >= the number of bits.
 
     Raises:
         DtypeError: an operand is not an integer.

@@ -314,7 +314,7 @@ def scatter(arg: TensorView, index: TensorView, src: OperandLike, dim: int) -> T
     - Torch runs this op; it is not part of a kernel.
 
     Raises:
-        DefinitionError: ranks or sizes do not fit.
+        DefinitionError: the numbers of axes or the sizes of the operands contradict each other.
         DtypeError: the index is neither Int nor Int32, or `src` has another dtype than `arg`.
     """
     name = "scatter"
@@ -355,7 +355,7 @@ def index_put_accumulate(acc: TensorView, index: TensorView, value: TensorView) 
       sums are reproducible. Half, BFloat16 and Float8 are added in Float.
 
     Raises:
-        DefinitionError: ranks or sizes do not fit.
+        DefinitionError: the numbers of axes or the sizes of the operands contradict each other.
         DtypeError: the index is neither Int nor Int32, the dtypes of `acc` and `value` differ, or
             are Bool.
     """

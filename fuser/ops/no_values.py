@@ -252,7 +252,9 @@ ATTRIBUTES: Mapping[str, str] = {
 
 
 def no_attribute(self: _Values, name: str) -> NoReturn:
-    """Raises `AttributeError`, with a hint if torch's tensors have the attribute `name`."""
+    """Raises `AttributeError` for `x.NAME`, with a hint if torch's tensors have the attribute
+    `name`.
+    """
     hint = attribute_hint(name)
     text = f"{type(self).__name__!r} object has no attribute {name!r}"
     raise AttributeError(f"{text}: {hint}" if hint else text, name=name, obj=self)

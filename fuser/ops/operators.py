@@ -205,7 +205,8 @@ def _item(self: TensorView, key: object) -> TensorView:
 def _per_axis(tv: TensorView, key: tuple[object, ...]) -> list[Any]:
     """Returns `key` with exactly one item for each axis of `tv`, and None for each new axis.
 
-    Raises `ArgumentError` or `DefinitionError` for a key that does not fit `tv`.
+    Raises `ArgumentError` or `DefinitionError` for a key that `tv` does not support, for example
+    one with too many items.
     """
     for item in key:
         if item is None or item is Ellipsis or isinstance(item, slice):

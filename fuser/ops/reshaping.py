@@ -5,7 +5,7 @@ sizes. The groups are searched from both ends, so that leading symbolic axes are
 
     [i0, i1, 384] -> [i0, i1, 12, 32]      groups (0)->(0) (1)->(1) (2)->(2 3)
 
-- A group with one input and one output axis is kept unchanged.
+- A group with one input and one output axis needs no op.
 - In any other group, the input axes are merged, and the result is split from the right (inner
   splits by the inner sizes).
 - Axes of size 1 are squeezed before and broadcast after these steps.
@@ -442,8 +442,8 @@ def broadcast_in_dim(
     """Moves input axis i to output position broadcast_dims[i], and expands the result to `shape`.
 
     Raises:
-        DefinitionError: ranks do not fit, an output position is repeated, or a size cannot be
-            expanded.
+        DefinitionError: `broadcast_dims` does not have one position per axis of `arg`, an output
+            position is repeated, or a size cannot be expanded.
 
     Example: x [n] with shape [m, n, k] and broadcast_dims [1] -> [m, n, k].
     """

@@ -1,7 +1,8 @@
 """Op functions along one axis: scans, sorting and the largest elements.
 
 Torch runs these ops; they are not part of kernels. Every device needs the whole axis. A sharded
-axis is therefore gathered first. An expanded axis counts with all its elements.
+axis is therefore gathered first. An expanded axis (one element in memory, repeated) has all its
+elements here.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _axes(tv: TensorView) -> list[IterDomain]:
 
 # ------------------------------------------------------------------ scans
 def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Computes the sum of all elements up to each position along axis `dim`, plus `init`.
+    """Computes, at each position i along axis `dim`, the sum of the elements 0 to i, plus `init`.
 
     Half, BFloat16 and Float8 are added in Float. Integers keep their dtype and wrap on overflow.
 
@@ -92,7 +93,7 @@ def cumsum(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 
 
 def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Computes the product of all elements up to each position along axis `dim`, times `init`.
+    """Computes, at each position i along axis `dim`, the product of the elements 0 to i and `init`.
 
     Half, BFloat16 and Float8 are multiplied in Float. Integers keep their dtype and wrap on
     overflow.
@@ -105,7 +106,7 @@ def cumprod(arg: TensorView, dim: int, init: ScalarLike | None = None) -> Tensor
 
 
 def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Computes the maximum of all elements up to each position along axis `dim`, and of `init`.
+    """Computes, at each position i along axis `dim`, the maximum of the elements 0 to i and `init`.
 
     NaN is larger than all numbers here.
 
@@ -117,7 +118,7 @@ def cummax(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorV
 
 
 def cummin(arg: TensorView, dim: int, init: ScalarLike | None = None) -> TensorView:
-    """Computes the minimum of all elements up to each position along axis `dim`, and of `init`.
+    """Computes, at each position i along axis `dim`, the minimum of the elements 0 to i and `init`.
 
     NaN is smaller than all numbers here.
 
@@ -174,7 +175,7 @@ def argsort(
 ) -> TensorView:
     """Returns the indices (Int) that sort the elements along axis `dim`.
 
-    With `stable`, equal elements keep their order. NaN counts as larger than all numbers.
+    With `stable`, equal elements keep their order. NaN is larger than all numbers here.
 
     Raises:
         DefinitionError: there is no axis `dim`.
@@ -198,7 +199,7 @@ def topk(
 
     - If `largest` is False, the `k` smallest elements are selected.
     - The results are always in order, also without `sorted`.
-    - NaN counts as larger than all numbers.
+    - NaN is larger than all numbers here.
     - Of equal elements, any may be selected.
 
     Raises:

@@ -118,8 +118,8 @@ def concretize(fusion: Fusion, sizes: Mapping[Symbol, int]) -> tuple[Fusion, Has
 
 
 def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
-    """Returns the key of the decisions that `concretize` makes for these sizes, or () if no
-    decision depends on sizes.
+    """Returns a key of everything that `concretize` decides by these sizes, such as which axes a
+    reshape merges; () if nothing depends on sizes.
 
     Inputs with equal keys can run the same compiled programs.
 
@@ -130,8 +130,8 @@ def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
 
 
 class KeyOfSizes:
-    """A function of input sizes that returns the key of the decisions which `concretize` makes for
-    them. The fusion is analysed only once.
+    """A function of input sizes that returns a key of everything that `concretize` decides by them,
+    such as which axes a reshape merges. The fusion is analysed only once.
     """
 
     def __init__(self, fusion: Fusion) -> None:

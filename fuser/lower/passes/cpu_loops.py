@@ -413,8 +413,8 @@ def _innermost(loop: For) -> list[Statement]:
 
 
 def clamp(loop: For) -> Scalar:
-    """Turns a condition around the whole body of a loop into a smaller number of iterations, in
-    place.
+    """Turns a condition around the whole body of a loop, such as `h + k < n` for the loop index k,
+    into a smaller number of iterations, in place.
 
     Returns the tests of the condition that do not depend on the loop. The caller must place these
     tests around the loop. Nothing changes if a test cannot be expressed by the number of

@@ -46,7 +46,9 @@ class _SharedArrayUses:
         return self.overlaps(later) or bool(self.writes & later.writes)
 
     def overlaps(self, later: _SharedArrayUses) -> bool:
-        """Whether one of the two groups of statements reads an array that the other writes."""
+        """Whether one of the two groups of statements reads a shared-memory array that the other
+        writes.
+        """
         return bool(self.writes & later.reads or self.reads & later.writes)
 
 

@@ -225,7 +225,7 @@ class AttentionCase:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether the kernel must support the gradient, too.
+        """Whether the attention kernel for this call must support the gradient, too.
 
         With dropout, this is also true for the forward call, because both calls must use the same
         kernel.

@@ -295,7 +295,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(number: Number, dtype: torch.dtype) -> int:
-    """Returns, as a signed integer, the bits that represent `number` in `dtype`."""
+    """Returns, as a signed integer, the bits that represent `number` in `dtype`, because a kernel
+    of this project writes numbers as bits.
+    """
     one = torch.tensor(number, dtype=torch.uint8 if dtype in _FLOAT8 else dtype)
     return int(one.view(_INTEGERS[one.element_size()]))
 
