@@ -110,17 +110,21 @@ Half = tuple[P2PCommunication, int, int, Transfer]
 class OnlyRunTells(Exception):
     """Raised during a dry run, if an op's result has strides that only torch can choose.
 
-    A dry run has no real tensors to pass to torch. The program must then be recorded in a real run.
+    A dry run follows a program on tensors without contents, so it cannot call torch. A real run
+    must record the program's steps instead.
     """
 
 
 def as_step(made: Step | Closure) -> Step:
-    """Returns `made` as a step of a run: a plain function is wrapped in an `Action`."""
+    """Returns `made` as a step, an object that a run can carry out: a plain function is wrapped in
+    an `Action`.
+    """
     return Action(made) if callable(made) else made
 
 
 class InputSizes(Protocol):
-    """The sizes and the tensor layouts of one set of inputs, from which the step of an op is made.
+    """The sizes and the tensor layouts of one set of inputs, from which a step is made. A step is a
+    part of an op's work that later runs can repeat, such as a kernel launch.
 
     A function that makes a step takes this interface instead of an `Execution`. The same function
     can then make the step for new inputs that have other sizes.
@@ -132,15 +136,17 @@ class InputSizes(Protocol):
         ...
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns a tensor with the shape, strides and dtype of the tensor in `slot`.
+        """Returns a tensor with the shape, strides and dtype of the tensor in `slot`, a position in
+        the list of a run's values.
 
-        The elements of the returned tensor do not matter. `slot` is a position in the list of a
-        run's values.
+        The elements of the returned tensor do not matter.
         """
         ...
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the shape of this rank's shard of `tv`, which a run stores in `slot`."""
+        """Returns the shape of this rank's shard (part) of `tv`. A run stores the tensor in `slot`,
+        a position in its list of values.
+        """
         ...
 
 
@@ -151,23 +157,26 @@ MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns a function from which a size-generic plan gets `step` for inputs of any sizes.
+    """Returns the function that makes `step` for inputs of other sizes. It always returns `step`
+    itself, because the caller knows that `step` does not depend on sizes.
 
-    `step` works without a change for all sizes.
+    A size-generic plan, which repeats a recorded run on inputs of other sizes, calls such a
+    function for each step.
     """
     return lambda: ((), lambda sizes: step)
 
 
 class Receiver(Protocol):
-    """The interface of the object to which an `Execution` passes the steps of a program's ops.
+    """The interface of the object that decides what happens with the steps of a program's ops: it
+    runs or records them. A step is a part of an op's work, such as a kernel launch.
 
     `Immediate` runs each step at once. `Recorder` also records each step in a plan, so that later
     runs can repeat the steps without a new pass over the ops.
     """
 
     def carry_out(self, op: Op) -> None:
-        """Processes one op of the program. The receiver calls `Execution.emit`, which makes the
-        op's steps and passes them back to the receiver.
+        """Processes one op of the program: calls `Execution.emit`, which makes the op's steps and
+        passes each of them back to this object. This object then runs or records the step.
         """
         ...
 
@@ -179,7 +188,8 @@ class Receiver(Protocol):
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Receives a step, a part of the current op's work, that is to run on the current stream.
+        """Takes a step, a part of the current op's work, that is to run on the current stream. This
+        object runs or records the step.
 
         - `make`: a function that makes the step. A dry run that records nothing does not call
           `make`.
@@ -190,31 +200,34 @@ class Receiver(Protocol):
         ...
 
     def run_now(self, run: Closure) -> None:
-        """Receives a function that the host calls at once, not in the order of a stream. A switch
-        to another stream is an example.
+        """Takes a function that the host calls at once, not in the order of a stream, and runs or
+        records it. A switch to another stream is an example.
         """
         ...
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Receives that tensor `out` is a view of another tensor and needs no memory.
+        """Makes tensor `out` a view of another tensor, so that it needs no memory.
 
-        `view` has the slots of both tensors, the shape, the strides and the offset. `generic`
-        returns a function that makes the view for inputs of other sizes.
+        `view` has the positions of both tensors in the list of a run's values, the shape, the
+        strides and the offset. `generic` returns a function that makes the view for inputs of other
+        sizes.
         """
         ...
 
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Receives that the program allocates a buffer for this rank's shard of `tv`.
+        """Allocates a buffer for this rank's shard (part) of `tv`, or records that later runs
+        allocate it.
 
-        `shape` is the shape of the shard. The buffer's tensor is stored in `slot`. If `is_cleared`,
-        the elements are set to zero.
+        `shape` is the shape of the shard. The buffer's tensor is stored in `slot`, a position in
+        the list of a run's values. If `is_cleared`, the elements are set to zero.
         """
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Receives that the program no longer uses `tv`, so that the memory of `tv` can be reused.
+        """Frees the memory of `tv`, which no later op of the program uses, or records that later
+        runs free it.
 
         `tv` is a buffer, or a view of the shards of several ranks. For such a view, the ranks wait
         for one another before the view ends.
@@ -222,13 +235,17 @@ class Receiver(Protocol):
         ...
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Receives `found`, the results of `op` that torch has computed in new memory."""
+        """Takes `found`, the results of `op` that torch has computed in new memory, and stores them
+        as the results of the run.
+        """
         ...
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Receives that torch may return the results of `op` as new tensors.
+        """Takes the information that torch may return the results of `op` as new tensors, although
+        the program allocates buffers for them.
 
-        A plan may then use these tensors in later runs in place of the op's allocated buffers.
+        Later runs, which repeat recorded steps, may then use these tensors and not allocate the
+        buffers.
         """
         ...
 
@@ -241,12 +258,15 @@ class Receiver(Protocol):
         ...
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Receives that no CUDA graph can repeat this run, and the reason `why` for a report."""
+        """Takes the information that no CUDA graph can repeat this run. `why` is the reason, for a
+        report.
+        """
         ...
 
 
 class Execution:
-    """One pass over a host program, which makes the steps of each op for a receiver.
+    """One pass over a host program. It turns each op into steps (such as a kernel launch) and
+    passes them to a receiver, which runs or records them.
 
     The class implements `hostir.ir.ops.base.Runtime`, the interface that ops call. An execution
     knows the slot of each value, the current stream, and the open group of sends and receives. A
@@ -317,9 +337,9 @@ class Execution:
         return i
 
     def new_slot(self, value: object) -> int:
-        """Gives `value` a new slot in the list of a run's values, and returns the slot's number.
+        """Gives `value` a new slot, a position in the list of a run's values, and returns it.
 
-        If `value` had a slot before, the old slot is emptied. The old slot keeps its tensor if
+        If `value` had a slot before, the tensor in the old slot is dropped. It stays there if
         delayed work or another tensor still uses the slot.
         """
         slots, before = self.slots, self._slot.get(value)
@@ -330,10 +350,11 @@ class Execution:
         return i
 
     def empty(self, slot: int) -> None:
-        """Drops the tensor in `slot`, so that its memory can be freed.
+        """Drops the tensor in `slot`, so that its memory can be freed. A slot is a position in the
+        list of the run's values.
 
-        A slot is a position in the list of the run's values. The slot keeps its tensor if delayed
-        work or another tensor still uses the slot.
+        The tensor stays there if delayed work (in a test mode) or another tensor still uses the
+        slot.
         """
         if not self.holds_work_back and slot not in self._aliased_slots:
             self.slots[slot] = None
@@ -343,9 +364,11 @@ class Execution:
         return value in self._slot
 
     def argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
-        """Returns a function that reads an op's operand from the list of a run's values.
+        """Returns a function that reads an op's operand from the list of a run's values, so that it
+        serves the first run and all that repeat it.
 
-        A tensor is read from its slot. A scalar is computed from the input scalars of that run.
+        A tensor is read from its slot, a position in the list. A scalar is computed from the input
+        scalars of that run.
         """
         if isinstance(value, TensorView):
             i = self.slot(value)
@@ -353,14 +376,17 @@ class Execution:
         return reader(value, self.places, self.free_symbols, self.frame)
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns the tensor that this pass over the program has stored in `slot`.
+        """Returns the tensor that this pass over the program has stored in `slot`, a position in
+        its list of values.
 
         Implements `InputSizes.like`: steps are made from the tensor's shape, strides and dtype.
         """
         return self.slots[slot]
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the shape of this rank's shard of `tv`, for the sizes of the present inputs."""
+        """Returns the shape of this rank's shard of `tv` (the part that it stores), for the sizes
+        of the present inputs. `slot` is not needed.
+        """
         return self.frame.local_shape(tv)
 
     def is_named(self, tv: TensorView) -> bool:
@@ -373,9 +399,9 @@ class Execution:
     def number(self, x: Scalar) -> Number:
         """Returns the value of the scalar `x` for the present inputs and loop indices.
 
-        The class of the current op must declare control scalars, which decide what an op does.
-        Otherwise one plan serves several values of `x`, and a step that was made from one value
-        would be wrong for the others. The method then raises `DefinitionError`.
+        The current op may then decide by the value what it does, so the recorded steps are only
+        repeated for this value. Therefore the class of the op must have `HAS_CONTROL_SCALARS`,
+        which says that its scalars decide what the op does. Otherwise raises `DefinitionError`.
         """
         op = self.frame.op
         if isinstance(op, HostOp) and not op.HAS_CONTROL_SCALARS:
@@ -396,8 +422,9 @@ class Execution:
     def run(self, ops: Sequence[Op]) -> None:
         """Carries out `ops` in order, without the ops that concern only other ranks.
 
-        `ops` is the whole program, the body of a loop, or a branch. If torch fails, raises
-        `ExecutionError` with the op and the user's source line.
+        `ops` is the whole program, the body of a loop, or a branch. Carrying out an op means that
+        its steps are run or recorded. If torch fails, raises `ExecutionError` with the op and the
+        user's source line.
         """
         frame, carry_out = self.frame, self.carry_out
         # In a program without meshes, every op concerns this rank.
@@ -407,8 +434,8 @@ class Execution:
                 carry_out(op)
 
     def carry_out(self, op: Op) -> None:
-        """Passes one op to the receiver. An error of torch becomes an `ExecutionError` that names
-        the op and the user's source line.
+        """Passes one op to the receiver, the object that runs or records its work. An error of
+        torch becomes an `ExecutionError` that names the op and the user's source line.
         """
         self.frame.op = op
         try:
@@ -423,7 +450,8 @@ class Execution:
             raise op_failed(op, error) from error
 
     def emit(self, op: Op) -> None:
-        """Makes the steps of `op` and passes the steps to the receiver.
+        """Makes the steps of `op`, the parts of its work, and passes them to the receiver, which
+        runs or records them.
 
         A host op makes its steps itself, in its `emit` method. For a tensor op of a fusion, the
         step lets torch compute the results.
@@ -437,8 +465,8 @@ class Execution:
     def run_loop(self, index: Symbol, steps: range, body: Sequence[Op]) -> None:
         """Carries out the ops in a loop's `body` once for each `index` in the range `steps`.
 
-        A dry run only looks for the needed kernels. Loop iterations that need the same kernels as
-        earlier loop iterations are skipped in a dry run.
+        A dry run only looks for the needed kernels. It therefore skips loop iterations that need
+        the same kernels as earlier ones.
         """
         if self.is_dry and not any(isinstance(op, ShardByStream) for op in walk(body)):
             # A few iterations show all kernels. Without `ShardByStream`, iterations differ only in
@@ -451,19 +479,20 @@ class Execution:
 
     # ------------------------------------------------------------ buffers and names
     def allocate(self, tv: TensorView, stream_index: Scalar | None, *, is_cleared: bool) -> None:
-        """Makes the receiver allocate a buffer for this rank's shard of `tv`.
+        """Allocates a buffer for this rank's shard of `tv`, the part that it stores, or records the
+        allocation for later runs.
 
-        If `stream_index` is given, the buffer only has room for the part of the shard that one
-        iteration of a stream loop computes. `stream_index` is then the index of that loop
-        iteration. If `is_cleared`, the elements are set to zero.
+        If `stream_index` is given, a loop computes the shard block by block, and the buffer only
+        has room for the block of iteration `stream_index`. If `is_cleared`, the elements are set to
+        zero.
         """
         shape = self.frame.local_shape(tv, stream_index)
         self._receiver.allocate(tv, self.new_slot(tv), shape, is_cleared=is_cleared)
 
     def deallocate(self, tv: TensorView) -> None:
-        """Makes the receiver free the buffer of `tv`.
+        """Frees the buffer of `tv`, or records that later runs free it.
 
-        If `tv` is a view of all ranks' shards, the view ends instead.
+        If `tv` is a view of all ranks' shards as one tensor, the view ends instead.
         """
         self._receiver.deallocate(tv)
 
@@ -497,9 +526,8 @@ class Execution:
         self._name_as(out, inp, self.frame.tensors[inp].view(self.frame.local_shape(out)))
 
     def _name_as(self, out: TensorView, inp: TensorView, seen: torch.Tensor) -> None:
-        """Defines `out` as a view of `inp`, with the shape, strides and first element of `seen`.
-
-        `seen` is a torch view of the tensor of `inp`.
+        """Defines `out` as a view of `inp`. The torch tensor `seen`, which is a view of the tensor
+        of `inp`, shows the shape, the strides and the first element of the view.
         """
         i = self.slot(inp)
         shift = int(seen.storage_offset()) - int(self.slots[i].storage_offset())
@@ -507,7 +535,8 @@ class Execution:
         self._receiver.name(out, View(i, self.new_slot(out), shape, strides, shift, itemsize))
 
     def show_shards(self, op: SymmetricContiguousView) -> None:
-        """Maps the shards of all ranks into this process as one tensor, the result of `op`.
+        """Maps the shards of all ranks (the parts that they store) into this process as one tensor,
+        the result of `op`.
 
         Every rank must call this method, and waits until the others have called it.
         """
@@ -557,7 +586,7 @@ class Execution:
         self._receiver.enqueue(lambda: make(self), generic=lambda: ((i, o), make))
 
     def launch(self, op: LaunchKernel) -> None:
-        """Enqueues a launch of the kernel that was compiled for the fusion `op.group`."""
+        """Enqueues a launch of the kernel with the number `op.group` on the current stream."""
         frame = self.frame
         for out in op.outs:
             if out not in frame.tensors:
@@ -581,11 +610,12 @@ class Execution:
     def _launch_step(
         self, op: LaunchKernel, given: list[Argument], results: list[torch.Tensor]
     ) -> Step:
-        """Returns the step that launches the kernel of `op` in later runs.
+        """Returns the step that launches the kernel of `op` in later runs, which repeat the first
+        run.
 
         `given` and `results` are the operands and results of the first run. Later runs have tensors
-        of equal shapes, strides and alignments. If the launch still depends on the run, the step
-        looks up the launch each time.
+        of equal shapes, strides and alignments, so the launch is looked up once. If it nevertheless
+        depends on the run, the returned step looks it up each time.
         """
         frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
         device = self.machine.device if self.is_dry else None
@@ -611,11 +641,12 @@ class Execution:
         return Action(launch)
 
     def _generic_launch(self, op: LaunchKernel) -> GenericStep | None:
-        """Returns a function that makes the kernel launch of `op` for other input sizes.
+        """Returns (slots, function): the function makes the kernel launch of `op` for inputs of
+        other sizes, from the layouts of the tensors in `slots`.
 
-        The function is returned in a pair, after the slots of the kernel's tensors. Returns None if
-        the kernel's tensors lack axes, or if the kernel is no fused kernel. The launch must then be
-        made from real tensors.
+        A slot is a position in the list of a run's values. Returns None if the launch must be made
+        from real tensors, because some lack axes of the kernel, or the kernel is not one that this
+        project has generated for whole tensors.
         """
         runner, device = self.machine.runner(op.group), self.machine.device
         if not isinstance(runner, FusedKernelExecutor) or any(dropped_axes(op, self.frame.program)):
@@ -641,9 +672,11 @@ class Execution:
         return operands, make
 
     def run_unit(self, op: PostOnStream) -> None:
-        """Enqueues the run of `op.unit`, a separate host program, on the current stream.
+        """Enqueues a run of `op.unit`, a fusion that is compiled to a separate host program, on the
+        current stream.
 
-        Before the run, the step allocates those results of `op` that have no buffer yet.
+        Results of `op` without a buffer get one now, for this run. In later runs, which repeat the
+        recorded steps, the step allocates them before the separate program runs.
         """
         frame, machine = self.frame, self.machine
         makes: list[Closure] = []
@@ -676,7 +709,8 @@ class Execution:
         self._receiver.enqueue(make)
 
     def _compute(self, op: TensorOp) -> None:
-        """Makes the step in which torch computes the tensor op `op`.
+        """Makes the step (a part of a run that later runs repeat) in which torch computes the
+        tensor op `op`.
 
         There are three cases. If the outputs have buffers, torch computes into the buffers. If the
         result shares memory with the operand, the output becomes a view. Otherwise, the output is a
@@ -709,7 +743,7 @@ class Execution:
             receiver.results(op, found)
 
     def _view(self, op: TensorOp) -> tuple[View, MakeGeneric] | None:
-        """Returns the result of a view op, such as a reshape, as a `View` of the operand's slot.
+        """Returns the result of a view op, such as a reshape, as a `View` of its operand.
 
         Also returns a function that makes the `View` for inputs of other sizes. Returns None if
         only torch can decide whether the result shares memory with the operand.
@@ -883,9 +917,11 @@ class Execution:
         self._exchange(op, group, work)
 
     def _exchange(self, op: P2PCommunication | EndCoalescing, group: list[Half], work: int) -> None:
-        """Starts the sends and receives of `group`, which may be empty or have one member.
+        """Starts the sends and receives of `group` together. The group may be empty or have one
+        member.
 
-        `work` is the slot for the communication handle on which the `Wait` op waits.
+        The handle of the communication, on which the `Wait` op waits, is stored in the slot `work`,
+        a position in the list of a run's values.
         """
         team, stream, receiver = self.machine.team, self.stream, self._receiver
 
@@ -958,10 +994,12 @@ class Execution:
         self._receiver.enqueue(lambda: join_and_wait)
 
     def _ready(self, work: int) -> Ready | None:
-        """Returns a function that tests whether the transfer in slot `work` is done.
+        """Returns a function that tests whether a transfer is done. `work` is the slot (position in
+        the list of a run's values) of the transfer's handle.
 
         Returns None unless the communication is a send or a receive outside a group.
-        `DelayedStreams` uses the test to run other streams while the transfer waits for its peer.
+        `DelayedStreams` (a test mode) uses the function to run other streams while the transfer
+        waits for its peer.
         """
         if work not in self._alone:
             return None
@@ -974,7 +1012,8 @@ class Execution:
         return is_done
 
     def _new_work(self, number: int) -> int:
-        """Returns the slot for the handle of communication `number`, which is about to start.
+        """Returns the slot, a position in the list of a run's values, for the handle of
+        communication `number`, which is about to start.
 
         If streams delay work (a test mode), each start gets a new slot. The reason is that an
         earlier communication with this number may not have been waited for yet.
@@ -986,8 +1025,9 @@ class Execution:
         """Enqueues the step that starts a communication, and records a stream event after the step.
 
         The `Wait` for the communication may be on another stream, which then waits for the event. A
-        program that never switches streams needs no event. `work` is the slot of the
-        communication's handle.
+        program that never switches streams needs no event. `work` is the slot (position in the list
+        of a run's values) of the communication's handle. `make` makes the step, also for other
+        input sizes by `generic`.
         """
         if not self.switches_streams:
             self._receiver.enqueue(make, generic=generic)
@@ -1000,14 +1040,14 @@ class Execution:
         self._receiver.enqueue(make, after=note)
 
     def _held(self, tv: TensorView) -> int:
-        """Returns the slot of this rank's shard of `tv`; -1 if the rank has no shard of `tv`.
-
-        A slot is a position in the list of a run's values.
+        """Returns the slot of this rank's shard of `tv`, its position in the list of a run's
+        values. Returns -1 if the rank stores no part of `tv`.
         """
         return self.slot(tv) if self.frame.is_mine(tv) else -1
 
     def _landing(self, tv: TensorView, work: int) -> int:
-        """Returns the slot of the buffer that receives the data of a communication for `tv`.
+        """Returns the slot of the buffer that receives the data of a communication for `tv`. A slot
+        is a position in the list of a run's values.
 
         Usually this is the buffer of `tv`. If streams delay work (a test mode), a temporary buffer
         receives the data, and the `Wait` copies the data to `tv`. A program that reads `tv` before
@@ -1050,7 +1090,9 @@ class Execution:
             self._receiver.run_now(lambda slots: enter(slots[captured]))
 
     def capture(self, stream: Stream) -> None:
-        """Stores the current stream under the name of `stream`, for a later return to it."""
+        """Stores the current stream under the name that `stream` contains, so that later ops of the
+        run can return to it or wait for it.
+        """
         current, i = self.machine.streams.current, self.slot(("stream", stream.name))
         self._captured[stream.name] = self.stream
 
@@ -1069,7 +1111,8 @@ class Execution:
             self._receiver.run_now(lambda slots: join(slots[captured]))
 
     def _captured_slot(self, stream: Stream) -> int | None:
-        """Returns the slot in which this program has stored the stream captured as `stream`.
+        """Returns the slot in which a `GetCurrentStream` op of this program stores the stream with
+        the name of `stream`. A slot is a position in the list of a run's values.
 
         Returns None for any other stream. Each run reads the stream from the slot, because runs may
         begin on different streams.
@@ -1084,14 +1127,17 @@ _GROUPED = -1
 
 
 class Immediate:
-    """A receiver that runs each step of a program at once, and records nothing.
+    """Runs each step of a program's ops at once, and records nothing. It is the simpler
+    implementation of `Receiver`; the other one, `Recorder`, also records steps for later runs.
 
     In a dry run, the class only makes buffers and views, without contents. If streams delay work (a
     test mode), each step is submitted to the current stream, which runs the step later.
     """
 
     def __init__(self, execution: Execution) -> None:
-        """Prepares a receiver for the steps of `execution`, whose slots and frame it shares."""
+        """Prepares an object that runs the steps of `execution`, the pass over the program. It
+        shares the list of values and the state of the run with `execution`.
+        """
         self._execution, self._frame = execution, execution.frame
         self._machine, self._slots = execution.machine, execution.slots
         self._is_dry, self._holds_work_back = execution.is_dry, execution.holds_work_back
@@ -1109,9 +1155,11 @@ class Immediate:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Makes the step and runs it on the current stream. Does nothing in a dry run.
+        """Makes the step and runs it on the current stream, then calls `after`. Does nothing in a
+        dry run.
 
         If streams delay work (a test mode), the step is submitted to the stream and runs later.
+        `generic` is not needed, because nothing is recorded.
         """
         if not self._is_dry:
             self.take(make(), after, ready)
@@ -1119,8 +1167,9 @@ class Immediate:
     def take(self, made: Step | Closure, after: Closure | None, ready: Ready | None) -> None:
         """Runs the step `made` on the current stream, and then calls `after`.
 
-        If streams delay work (a test mode), the step is submitted instead. The stream then runs the
-        step only when `ready()` is true, that is, when the step would not wait for another rank.
+        If streams delay work (a test mode), the step is submitted instead, and `after` is called at
+        once. The stream then runs the step only when `ready()` is true, that is, when the step
+        would not wait for another rank.
         """
         if isinstance(made, TwoPhaseStep):
             run = made.first
@@ -1140,7 +1189,9 @@ class Immediate:
             after(self._slots)
 
     def run_now(self, run: Closure) -> None:
-        """Calls `run` on the list of this run's values. Does nothing in a dry run."""
+        """Calls `run` on the list of this run's values, such as tensors and streams. Does nothing
+        in a dry run.
+        """
         if not self._is_dry:
             run(self._slots)
 
@@ -1201,14 +1252,18 @@ class Immediate:
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Does nothing, because this receiver records no plan for later runs."""
+        """Takes the information that torch may return the results of `op` as new tensors. Does
+        nothing, because this object records no steps for later runs.
+        """
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
         """Returns this rank's backend with the given name, such as "NCCL"."""
         return self._machine.backend(name)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Does nothing, because this receiver records no plan that a CUDA graph could repeat."""
+        """Takes the information that no CUDA graph can repeat the run. Does nothing, because this
+        object records no steps that a CUDA graph could repeat.
+        """
 
 
 def poison(buffer: torch.Tensor) -> None:
@@ -1238,7 +1293,8 @@ def copying(like: torch.Tensor, slots: tuple[int, int], axis: int, at: tuple[int
 
 
 def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
-    """Returns the shape of a rank's shard of `tv`, as symbolic scalars.
+    """Returns the shape of a rank's shard of `tv` (the part that one rank stores), as symbolic
+    scalars.
 
     `Frame.local_shape` returns the shape in numbers.
     """
@@ -1259,9 +1315,10 @@ def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
 
 
 def _shows(after: torch.Tensor, source: TensorView, frame: Frame) -> bool:
-    """Whether `after`, a result of torch, is a view of the memory of the operand `source`.
+    """Whether `after`, a result of torch, is a view of the memory of the operand `source`. `frame`
+    has the tensors of the run.
 
-    A plan can then make the result as a `View`, without a call of torch's function.
+    Later runs can then make the result from the strides alone, without a call of torch's function.
     """
     has_memory = after.numel() > 0 and (after.is_meta or after.data_ptr() != 0)
     return has_memory and share_storage(frame.tensors[source], after)
@@ -1288,10 +1345,11 @@ def _as_result(tv: TensorView, view: torch.Tensor) -> torch.Tensor:
 
 
 def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
-    """Returns the input scalars whose value may differ between the runs that repeat one plan.
+    """Returns the input scalars whose value may differ between the runs that repeat the same
+    recorded steps.
 
-    These are the scalars that are no integers, and the integers on which no size depends. The set
-    `free` has the positions of the latter among the program's inputs.
+    These are the scalars that are no integers, and the integers on which no size depends. `free`
+    has the positions of the latter among the program's inputs.
     """
     inputs = frame.program.inputs
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))
@@ -1299,9 +1357,9 @@ def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
 
 
 def changes(value: Scalar, free: Sequence[Symbol]) -> bool:
-    """Whether the scalar `value` may change between runs of one plan.
+    """Whether the scalar `value` may change between the runs that repeat the same recorded steps.
 
-    The value changes if it depends on one of the input scalars `free`, which may change.
+    It may change if it depends on one of the input scalars `free`, which may change.
     """
     return any(s in free for s in sc.symbols(value))
 
@@ -1311,9 +1369,9 @@ def reader(
 ) -> Callable[[Slots], Argument]:
     """Returns a function that computes the scalar `value` from the list of a run's values.
 
-    - `places`: the slots of the program's input scalars.
-    - `free`: the input scalars that may change between runs of one plan.
-    - `frame`: the first run. If `value` cannot change, the value in `frame` is used in all runs.
+    - `places`: the positions of the program's input scalars in that list.
+    - `free`: the input scalars that may change between runs that repeat the same recorded steps.
+    - `frame`: the first run. If `value` cannot change, its value in `frame` is used in all runs.
     """
     if isinstance(value, Symbol) and value in places:
         i = places[value]
@@ -1334,8 +1392,8 @@ def numbers_reader(
 ) -> Callable[[Slots], list[Number]] | None:
     """Returns a function that computes several scalars from the list of a run's values.
 
-    Returns None if no scalar changes between runs of one plan. See `reader` for `places`, `free`
-    and `frame`.
+    Returns None if no scalar can change between the runs that repeat the same recorded steps. See
+    `reader` for `places`, `free` and `frame`.
     """
     if not any(changes(v, free) for v in scalars):
         return None
@@ -1348,12 +1406,14 @@ def numbers_reader(
 
 
 class Posting(NamedTuple):
-    """A collective of a recorded program, with the slots of its buffers.
+    """A collective of a program, such as an allreduce, that later runs repeat. A slot is a position
+    in the list of a run's values.
 
     - `call`: the op, this rank, the participating ranks, the backend and the root.
     - `inp`, `out`: the slots of operand and result, or -1 if this rank has no such buffer.
     - `work`: the slot for the communication handle on which the `Wait` op waits.
-    - `stream`: the raw handle of a stream, or None for the stream on which runs begin.
+    - `stream`: the raw handle of the stream on which the collective starts, or None for the stream
+      on which runs begin.
     """
 
     call: CommunicationCall
@@ -1368,7 +1428,8 @@ class Posting(NamedTuple):
         slots[self.work] = post(self.call, inp, out)
 
     def two_phase_step(self) -> TwoPhaseStep:
-        """Returns the step that starts the collective.
+        """Returns the recorded action that starts the collective, in a form whose first run differs
+        from later runs.
 
         The first run starts the collective normally. Afterwards the backend prepares a faster
         start, which later runs use.
@@ -1377,11 +1438,11 @@ class Posting(NamedTuple):
         return TwoPhaseStep(self.post, lambda slots: self.step(*self.held(slots)), text)
 
     def step(self, inp: PostedBuffer, out: PostedBuffer) -> Step:
-        """Returns the step that starts the collective in later runs.
+        """Returns the recorded action that starts the collective in later runs.
 
         `inp` and `out` are the buffers of the first run; later runs have buffers with equal
-        layouts. If the backend can prepare no faster start, the step is the same as in the first
-        run.
+        layouts. If the backend can prepare no faster start, the collective is started as in the
+        first run.
         """
         bound = bind_post(self.call, inp, out)
         if bound is None:

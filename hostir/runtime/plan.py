@@ -2,8 +2,10 @@
 
     Plan -- bind(buffer, arena) --> BoundPlan: functions with fixed addresses of intermediates
 
-A plan serves inputs with equal shapes, strides, dtypes and alignments. The second half of the file
-manages the memory of intermediates: arenas, and the pools of arenas that programs share.
+A step is a part of an op's work, such as a kernel launch. A plan serves inputs with equal shapes,
+strides, dtypes and alignments. The second half of the file manages the memory of intermediates:
+arenas (one buffer for all intermediates of the programs on a stream), and the pools of arenas that
+programs share.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from multidevice.transports.base.protocol import STEP_BY_STEP, Backend, Vote
 
 
 class Dropped(Protocol):
-    """An object that holds memory for a plan, and frees the memory when `drop` is called.
+    """An object that holds memory for a plan (the recorded steps of a program), and frees the
+    memory when `drop` is called.
 
     The compiled runners, C functions that repeat whole runs, are such objects.
     """
@@ -55,13 +58,14 @@ class Dropped(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class BoundPlan:
-    """The steps of a plan as functions, bound to one stream and to one arena.
+    """The recorded steps of a program as functions, ready to run on one stream and in one arena
+    (the memory of intermediates), so that the addresses of intermediates are fixed.
 
-    An arena is the memory of intermediates, so their addresses are fixed. A bound plan serves one
-    run at a time.
+    A bound plan serves one run at a time. A slot is a position in the list of a run's values.
 
     - `made`: by slot, the allocations of buffers that are still used after a run, such as outputs.
       Those that a step allocates are not included.
+    - `closures`: the functions; `ops`: the op of each function.
     - `rest`: the initial values of the slots after the inputs. A slot in the arena has its tensor,
       and every other slot has None.
     - `kept`: objects that must live as long as the functions.
@@ -82,7 +86,9 @@ class BoundPlan:
     runners: list[Dropped] = field(default_factory=list["Dropped"])
 
     def release(self) -> None:
-        """Drops the compiled runners of this plan, whose memory now belongs to other plans."""
+        """Drops the compiled runners of this plan, C functions that repeat its runs. They use
+        memory that now belongs to other plans.
+        """
         for runner in self.runners:
             runner.drop()
         self.runners.clear()
@@ -95,7 +101,7 @@ class BoundPlan:
     def op(self, closure: Closure) -> Op | None:
         """Returns the op that the function `closure` carries out; None if there is no op.
 
-        `closure` is one of the plan's bound steps.
+        `closure` is the function of one of the recorded steps.
         """
         return self.ops[self.closures.index(closure)]
 
@@ -113,7 +119,8 @@ class BoundPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The recorded steps, slots and buffers of a program, for inputs of equal shapes and layouts.
+    """The recorded steps and buffers of a program, which later runs on inputs of equal shapes and
+    layouts repeat. A step is a part of an op's work, such as a kernel launch.
 
     A slot is a position in the list of a run's values.
 
@@ -122,7 +129,8 @@ class Plan:
     - `made`: by slot, the allocations of buffers that are still used after a run. A run makes these
       allocations before the steps.
     - `by_steps`: the slots of `made` for which a step may instead store a new tensor.
-    - `blocks`: the buffers that are stored in an arena of `nbytes` bytes.
+    - `blocks`: the buffers that are stored in an arena, the memory of intermediates, of `nbytes`
+      bytes.
     - `records`: whether torch would record gradients, because a torch call may read an input that
       requires a gradient.
     """
@@ -175,10 +183,11 @@ class Plan:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def bind(self, buffer: torch.Tensor, arena: Arena) -> BoundPlan:
-        """Binds each recorded step to the stream of `arena`, and to addresses in `buffer`.
+        """Turns each recorded step into a function with fixed memory addresses, and returns the
+        functions.
 
-        `buffer` is the memory of the arena, where the intermediates of a run are stored. Returns
-        the bound steps as functions.
+        `buffer` is the memory of `arena`, in which the intermediates of a run are stored. The
+        functions run on the stream of `arena`.
         """
         stream = arena.stream
         fixed = views_of(self.blocks, buffer)
@@ -222,7 +231,7 @@ class Plan:
     def reserve(self) -> None:
         """Allocates the memory for the intermediates of a run, before the first run.
 
-        A lack of memory is then found early: this method raises torch's error.
+        A lack of memory is then found before anything runs: this method raises torch's error.
         """
         arena = self.arenas.take(self.current_stream(), self)
         try:
@@ -322,27 +331,30 @@ MIN_SHRINK_NBYTES = 64 << 20
 
 
 def views_of(blocks: Sequence[Block], arena: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Returns the tensors of the buffers in one arena, by slot.
+    """Returns the tensors of the buffers in one arena, the memory of intermediates, by slot.
 
     A slot is a position in the list of a run's values. `blocks` describes the buffers. `arena` is
-    the memory of the arena, a uint8 tensor.
+    the memory, a uint8 tensor.
     """
     typed = {dtype: arena.view(dtype) for dtype in {b.dtype for b in blocks}}
     return {b.slot: b.view(typed[b.dtype]) for b in blocks}
 
 
 def with_room(nbytes: int) -> int:
-    """Returns how many bytes to allocate for the intermediates of a plan that needs `nbytes`.
+    """Returns how many bytes to allocate for the intermediates of a recorded program that needs
+    `nbytes`.
 
-    The result is up to a fourth larger than `nbytes`, but by less than MAX_ROOM_NBYTES. Inputs that
-    are somewhat larger can then use the same memory, and no plan must be bound to new addresses.
+    The result is at most a fourth larger than `nbytes`, and by less than MAX_ROOM_NBYTES. Inputs
+    that are somewhat larger can then use the same memory. Otherwise all recorded steps would have
+    to be prepared for new addresses.
     """
     step = min(1 << max(nbytes.bit_length() - 3, 0), MAX_ROOM_NBYTES)
     return -(-nbytes // step) * step
 
 
 def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
-    """Chooses the offset of each buffer in an arena, so that buffers can share bytes.
+    """Chooses the offset of each buffer in an arena, the memory of a run's intermediates, so that
+    buffers that are not used at the same time can share bytes.
 
     `blocks` has (lifetime, bytes) of each buffer, in order of allocation. Each buffer gets the
     lowest range of bytes that is large enough and that earlier buffers no longer use. A buffer on
@@ -356,20 +368,22 @@ def first_fit(blocks: Sequence[tuple[Lifetime, int]]) -> tuple[list[int], int]:
 
 
 class IsOver(Protocol):
-    """A row of a table: which earlier buffers have ended when one buffer is allocated.
+    """The answer, for one buffer, to the question which earlier buffers are no longer used when
+    this buffer is allocated. The new buffer can then have their bytes.
 
-    Buffers are numbered in order of allocation. A list of bools can serve as such a row.
+    Buffers are numbered in order of allocation. A list of bools has this interface, too.
     """
 
     def __getitem__(self, owner: int, /) -> bool:
-        """Whether the lifetime of buffer number `owner` has ended."""
+        """Whether the buffer number `owner` is no longer used when the new buffer is allocated."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """Says which earlier buffers have ended when one buffer is allocated, at the clock `begin`.
+    """Says which earlier buffers are no longer used when one buffer is allocated.
 
+    `begin` is the vector clock of the allocation: how much work of each stream has ended by then.
     `ends` has the end of each buffer's lifetime. Answers are computed only when they are needed,
     because few of thousands of buffers compete for the same bytes.
     """
@@ -383,7 +397,8 @@ class _Over:
 
 
 def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
-    """Returns a table that says which buffers have ended when another buffer is allocated.
+    """Returns a table that says, for each buffer, which earlier buffers are no longer used when it
+    is allocated.
 
     `table[k][i]` is whether lifetime `i` has ended when lifetime `k` begins, for `i < k`.
     """
@@ -395,10 +410,11 @@ def successions(lifetimes: Sequence[Lifetime]) -> list[list[bool]]:
 
 
 def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Chooses the offset of each buffer in an arena, as `first_fit` does.
+    """Chooses the offset of each buffer in an arena, the memory of a run's intermediates, as
+    `first_fit` does.
 
     `sizes` are in bytes, in order of allocation. The `k`-th entry of `after` says which earlier
-    buffers have ended when buffer `k` is allocated. Returns (offsets, total bytes).
+    buffers are no longer used when buffer `k` is allocated. Returns (offsets, total bytes).
     """
     offsets: list[int] = []
     # The latest block in each range of bytes: (begin, end, index of the block), without gaps. A
@@ -423,13 +439,13 @@ def fit(after: Iterable[IsOver], sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Arena:
-    """The memory for the intermediates of all programs that run on one stream of one device.
-
-    The runs on this stream use the memory one after another.
+    """The memory for the intermediates of programs that run on one stream of one device. All
+    programs on the stream share it, because their runs follow one another.
     """
 
     def __init__(self, device: torch.device, stream: int, *, is_captured: bool = False) -> None:
-        """Prepares an arena without memory, for the stream with the raw handle `stream`.
+        """Prepares an arena (memory of intermediates) that has no memory yet, for the stream with
+        the raw handle `stream`.
 
         If `is_captured`, the arena is for one run only, which the caller captures in a CUDA graph.
         """
@@ -443,7 +459,7 @@ class Arena:
         self._graphs: GraphMaker | None = None
 
     def graphs(self) -> GraphMaker:
-        """Returns the object that captures runs in this arena as CUDA graphs.
+        """Returns the object that captures runs in this memory of intermediates as CUDA graphs.
 
         The object is made at the first call. Raises `KernelError` if the device cannot make graphs.
         """
@@ -457,10 +473,11 @@ class Arena:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def bind(self, plan: Plan) -> BoundPlan:
-        """Binds the recorded steps of `plan` to memory addresses in this arena.
+        """Turns the recorded steps of `plan` into functions with fixed memory addresses in this
+        arena, the memory of intermediates.
 
         If the plan needs more memory than the arena has, new memory is allocated. The old addresses
-        are then invalid, so the bindings of all other plans are dropped.
+        are then invalid, so the functions of all other plans are dropped.
         """
         with lasting():
             is_mapped = plan.symmetric is not None
@@ -477,20 +494,24 @@ class Arena:
         return found
 
     def release(self, plan: Plan) -> None:
-        """Drops the steps of `plan` that are bound to this arena, with their CUDA graphs."""
+        """Drops the functions with addresses in this arena that were made from the recorded steps
+        of `plan`, with their CUDA graphs.
+        """
         if (bound := self.bound.pop(plan, None)) is not None:
             bound.release()
 
     def abandon(self) -> None:
-        """Drops the bound steps of all plans after an error.
+        """Drops the functions of all plans (recorded steps) that use this memory, after an error.
 
-        Work on the device may still be running, and may write to this memory.
+        Work on the device may still be running, and may write to this memory, so no run may use it
+        again.
         """
         for plan in list(self.bound):
             self.release(plan)
 
     def clear(self) -> None:
-        """Frees the memory of this arena, and drops the bound steps of all plans.
+        """Frees the memory of this arena, and drops the functions of all plans (recorded steps)
+        that use it.
 
         Call this method only while no run uses the arena.
         """
@@ -498,7 +519,9 @@ class Arena:
         self._buffer = None
 
     def is_too_large(self) -> bool:
-        """Whether the arena's memory is far larger than its plans need, or no plan uses it."""
+        """Whether the arena's memory (for intermediates) is far larger than the programs that use
+        it need, or no program uses it.
+        """
         needed = with_room(max((plan.nbytes for plan in list(self.bound)), default=0))
         return not self.bound or self.nbytes - needed >= max(needed, MIN_SHRINK_NBYTES)
 
@@ -517,9 +540,11 @@ class Pool:
         self.spare: dict[int, list[Arena]] = {}
 
     def make(self, device: torch.device, stream: int) -> Arena:
-        """Makes a new arena without memory for the run that has asked for one.
+        """Makes a new arena (memory of intermediates), which allocates memory when it is first
+        used.
 
-        When the run ends, the arena becomes a spare arena of `stream`, a raw handle.
+        When the run that uses the arena ends, the arena becomes available for other runs on
+        `stream`, a raw handle.
         """
         self.spare.setdefault(stream, [])
         arena = Arena(device, stream)
@@ -527,9 +552,10 @@ class Pool:
         return arena
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Exchanges `arena` for a spare arena of the same stream to which `plan` is bound already.
+        """Exchanges `arena` for an unused arena of the same stream that already has functions for
+        the recorded steps of `plan`. The functions need not be made again then.
 
-        Returns `arena` itself if `plan` is bound to no spare arena of the stream.
+        Returns `arena` itself if there is no such arena. An arena is memory for intermediates.
         """
         spare = self.spare[arena.stream]
         for other in list(spare):
@@ -545,20 +571,23 @@ class Pool:
         return [arena for arenas in list(self.spare.values()) for arena in list(arenas)]
 
     def drop(self, arena: Arena) -> None:
-        """Frees the memory of `arena`. Does nothing if a run uses the arena."""
+        """Frees the memory of `arena`, a buffer for intermediates. Does nothing if a run uses the
+        arena.
+        """
         with suppress(ValueError):
             self.spare.get(arena.stream, []).remove(arena)
             arena.clear()
 
     def of(self, owner: object) -> list[Arena]:
-        """Returns the arenas that have bound plans of one evaluator.
+        """Returns the arenas (memory of intermediates) that recorded programs of one evaluator use.
 
         `owner` is the object that identifies the evaluator (`Arenas.owner`).
         """
         return [a for a in list(self.arenas) if any(p.arenas.owner is owner for p in list(a.bound))]
 
     def leave(self, owner: object) -> None:
-        """Drops the bound plans of an evaluator that no longer exists.
+        """Drops the functions with addresses in this pool that belong to an evaluator that no
+        longer exists.
 
         `owner` is the object that identifies the evaluator (`Arenas.owner`). Memory that no other
         program needs is freed, and so is memory that is now far too large.
@@ -592,7 +621,8 @@ def shared_pools(rank: object | None) -> dict[torch.device, Pool]:
 
 
 class Arenas:
-    """The arenas (memory of intermediates) that the plans of one evaluator use, on one device.
+    """The arenas (memory of intermediates) that the recorded programs of one evaluator use, on one
+    device.
 
     The arenas are in a pool, which other evaluators may share. Two kinds of arenas are not returned
     to the pool after a run:
@@ -608,7 +638,8 @@ class Arenas:
         why_not: str = "",
         pools: dict[torch.device, Pool] | None = None,
     ) -> None:
-        """Uses the pool of `device` in `pools`, or a new pool of this evaluator if `pools` is None.
+        """Takes arenas (memory of intermediates) from the pool of `device` in `pools`, or from a
+        new pool of this evaluator if `pools` is None.
 
         `why_not` is the reason why no CUDA graph may repeat the evaluator's runs; "" if graphs may.
         """
@@ -624,8 +655,8 @@ class Arenas:
     def take(self, stream: int, plan: Plan | None = None) -> Arena:
         """Takes an arena (memory of intermediates) for a run that begins on `stream`, a raw handle.
 
-        `give` returns the arena after the run. An arena to which `plan` is bound already is
-        preferred. If no arena is spare, a new one is made.
+        `give` returns the arena after the run. If `plan` is given, an arena that already has
+        functions for its recorded steps is preferred. If no arena is unused, a new one is made.
         """
         if self._is_capturing is not None and self._is_capturing(stream):
             return Arena(self.device, stream, is_captured=True)
@@ -636,7 +667,8 @@ class Arenas:
         return arena if plan is None else self.exchange(arena, plan)
 
     def exchange(self, arena: Arena, plan: Plan) -> Arena:
-        """Exchanges a run's `arena` for a spare arena to which `plan` is bound already.
+        """Exchanges a run's `arena` (memory of intermediates) for an unused one that already has
+        functions for the recorded steps of `plan`.
 
         Returns `arena` itself if there is no such arena.
         """
@@ -645,22 +677,29 @@ class Arenas:
         return self.pool.exchange(arena, plan)
 
     def give(self, arena: Arena) -> None:
-        """Returns `arena` to the pool after a run, so that later runs can take the arena."""
+        """Returns `arena` (memory of intermediates) to the pool after a run, so that later runs can
+        take it. At most `MAX_SPARE` arenas per stream are kept.
+        """
         if not arena.is_captured:
             spare = self._spare[arena.stream]
             if len(spare) < MAX_SPARE:
                 spare.append(arena)
 
     def spare(self, stream: int) -> list[Arena]:
-        """Returns the arenas of `stream` that no run uses now; `take` takes the last arena."""
+        """Returns the arenas (memory of intermediates) of `stream` that no run uses now. The method
+        `take` takes the last one.
+        """
         return self.pool.spare.setdefault(stream, [])
 
     def bound(self, plan: Plan) -> list[BoundPlan]:
-        """Returns the bound steps of `plan`, one object per arena that no run uses now."""
+        """Returns the functions that were made from the recorded steps of `plan`, as one object per
+        arena (memory of intermediates) that no run uses now.
+        """
         return [arena.bound[plan] for arena in self.pool.all_spare() if plan in arena.bound]
 
     def forget(self, plan: Plan) -> None:
-        """Drops the bound steps of `plan` in all arenas that no run uses now.
+        """Drops the functions that were made from the recorded steps of `plan`, in all arenas
+        (memory of intermediates) that no run uses now.
 
         The caller expects that the plan will hardly run again.
         """
@@ -668,7 +707,9 @@ class Arenas:
             arena.release(plan)
 
     def arenas(self) -> list[Arena]:
-        """Returns the arenas that have bound plans of this evaluator."""
+        """Returns the arenas (memory of intermediates) that recorded programs of this evaluator
+        use.
+        """
         return self.pool.of(self.owner)
 
 
@@ -678,8 +719,8 @@ class Memory:
 
     - `needed`: the intermediates of one run, for the inputs so far that need the most memory.
     - `shared`: the buffers that store intermediates and that other programs use, too. There is one
-      buffer per stream and device, or one per concurrent run.
-    - `own`: the buffers that only this definition uses, because peers map its memory.
+      buffer per stream and device, or several if runs on one stream are concurrent.
+    - `own`: the buffers that only this definition uses, because other ranks map its memory.
     - `graphs`: memory kept for kernels in CUDA graphs that the caller captures.
     - `total`: all shared buffers of the process, or of the simulated rank.
     """

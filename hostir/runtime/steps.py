@@ -3,9 +3,10 @@
     step -- bind(binding) --> function, which takes the slots of a run
 
 A *slot* is a position in the list of a run's values: tensors, scalars and communication handles. A
-step knows the slots of its operands and results. Before runs, each step is bound once to a stream
-and to an arena, the memory of intermediates. A slot is *fixed* if it has the same tensor in all
-runs with one binding. A view of a fixed slot is made during binding, so it takes no time in a run.
+step knows the slots of its operands and results. Before runs, each step is bound once, that is,
+turned into a function for one stream and one arena, the memory of intermediates. A slot is *fixed*
+if it has the same tensor in all runs with one binding. A view of a fixed slot is made during
+binding, so it takes no time in a run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Closure = Callable[[Slots], object]
 
 
 class Block(NamedTuple):
-    """The description of a buffer that a plan allocates.
+    """The description of a buffer that the recorded steps of a program use.
 
     `slot` is the position of the buffer's tensor in the list of a run's values. `strides` are in
     elements. `offset` is the buffer's first byte in the arena, the memory of intermediates.
@@ -94,10 +95,12 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class Binding:
-    """The stream, the device and the fixed tensors to which the steps of a plan are bound.
+    """The stream, the device and the fixed tensors for which the recorded steps of a program are
+    turned into functions.
 
     - `stream`: the raw handle of the stream on which runs begin.
-    - `fixed`: by slot, the tensors that are the same in all runs, such as buffers in the arena.
+    - `fixed`: the tensors that are the same in all runs, such as buffers in the memory of
+      intermediates. The key is the position in the list of a run's values.
     """
 
     device: torch.device
@@ -109,14 +112,17 @@ class Binding:
     launches: dict[Closure, BoundKernel] = field(default_factory=dict[Closure, Any])
 
     def raw(self, stream: int | None) -> int:
-        """Returns the raw stream handle for `stream`; None is the stream on which runs begin."""
+        """Returns the raw handle of the stream on which a step runs. The argument None means the
+        stream on which runs begin.
+        """
         return self.stream if stream is None else stream
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Returns the function that makes slot `out` a view of slot `source` in a run.
+        """Returns the function that makes slot `out` a view of slot `source` in a run. Slots are
+        positions in the list of a run's values.
 
-        Here this is `view` itself. The view begins `nbytes` bytes after the start of the source. A
-        subclass uses the numbers to compute the address of the view in a CUDA graph.
+        In this class, the result is `view`. The view begins `nbytes` bytes after the start of the
+        source. A subclass uses the numbers to compute the address of the view in a CUDA graph.
         """
         del source, out, nbytes
         return view
@@ -124,8 +130,8 @@ class Binding:
     def launch(self, kernel: BoundKernel) -> Closure:
         """Returns the function that launches `kernel` in a run.
 
-        The function is also added to `launches`, so that others can tell kernel launches from other
-        steps.
+        The function is also added to `launches`, so that CUDA graphs and the compiled runner (C
+        code) can tell kernel launches from other steps.
         """
         closure = kernel.closure()
         self.launches[closure] = kernel
@@ -139,10 +145,10 @@ class Binding:
         return lambda slots: slots[slot]
 
     def address(self, slot: int) -> Callable[[Slots], int]:
-        """Returns a function that takes the list of a run's values and returns a memory address.
+        """Returns a function that takes the list of a run's values and returns a memory address:
+        that of the first element of the tensor in `slot`, a position in the list.
 
-        The address is that of the first element of the tensor in `slot`. If `slot` is -1, there is
-        no tensor and the address is 0.
+        If `slot` is -1, there is no tensor and the address is 0.
         """
         if slot < 0 or slot in self.fixed:
             found = 0 if slot < 0 else self.fixed[slot].data_ptr()
@@ -155,7 +161,8 @@ class BoundKernel(NamedTuple):
 
     A run only writes those arguments that may change between runs:
 
-    - `moving`: the addresses of tensors, as pairs (parameter, slot of the tensor).
+    - `moving`: the addresses of tensors, as pairs (parameter, position of the tensor in the list of
+      a run's values).
     - `read`: a function that returns the run's scalars; None if no scalar changes. `writers` write
       the scalars, and values computed from them, into the arguments.
 
@@ -212,7 +219,7 @@ class BoundKernel(NamedTuple):
 
 
 class Step(Protocol):
-    """One recorded action of a plan, such as a kernel launch or a copy.
+    """One recorded action of a program, such as a kernel launch or a copy, that later runs repeat.
 
     `str(step)` is the kind of the action and the number of its tensors, for example `Launch of 3`.
     """
@@ -229,10 +236,11 @@ class Step(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """A recorded step that calls the function `run` on the list of a run's values.
+    """A recorded step that calls the function `run` on the list of a run's values. It serves for
+    all work that has no step class of its own.
 
-    `operands` is the number of tensors that `run` works on. The number is shown in the plan's text.
-    If `operands` is None, no number is shown.
+    `operands` is the number of tensors that `run` works on. The number is shown in the text of the
+    recorded steps. If `operands` is None, no number is shown.
     """
 
     run: Closure
@@ -242,7 +250,9 @@ class Action:
         return "Action" if self.operands is None else f"Action of {self.operands}"
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function `run`, which works for every arena and every stream."""
+        """Returns the function that carries out this step in a run: `run` itself, because it works
+        for every stream and every memory of intermediates.
+        """
         return self.run
 
 
@@ -257,10 +267,11 @@ class TwoPhaseStep:
     def __init__(
         self, first: Closure, later_step: Callable[[Slots], Step], text: str = "Started"
     ) -> None:
-        """Takes the action of the first run, `first`, and the function `later_step`.
+        """Stores the function `first`, which does the work in the first run, and the function
+        `later_step`, which makes the step of later runs.
 
-        After the first run, `later_step` makes the step of later runs, from the list of the first
-        run's values. `text` is the name of the step in the plan's text.
+        `later_step` is called after the first run, with the list of that run's values. `text` is
+        the name of the step in the text of the recorded steps.
         """
         self.first, self._later_step, self._text = first, later_step, text
         self.later: Step | None = None
@@ -271,13 +282,16 @@ class TwoPhaseStep:
     def make_later(self, slots: Slots) -> Step:
         """Makes the step that later runs use, stores it in `self.later` and returns it.
 
-        `slots` is the list of values of the first run, which has finished the action `first`.
+        Call this after the first run, in which the function `self.first` has done the work. `slots`
+        is the list of that run's values.
         """
         self.later = self._later_step(slots)
         return self.later
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns a function that does the first run's action and makes the step of later runs."""
+        """Returns the function that carries out this step in a run: it does the work as the first
+        run does it, and then makes the cheaper step of later runs.
+        """
 
         def run(slots: Slots) -> None:
             self.first(slots)
@@ -287,10 +301,11 @@ class TwoPhaseStep:
 
 
 class Allocation(NamedTuple):
-    """The allocation of a buffer outside of the arena, for example for an output.
+    """The allocation of a buffer that is not in the arena (the memory of intermediates), for
+    example of an output.
 
-    The arena is the memory of intermediates. `run` takes the list of a run's values, and stores the
-    new buffer in its slot of the list. `block` describes the buffer.
+    `run` takes the list of a run's values, and stores the new buffer at its position in the list.
+    `block` describes the buffer.
     """
 
     run: Closure
@@ -352,7 +367,9 @@ class Make:
 
 @dataclass(frozen=True, eq=False)
 class Both:
-    """A recorded step that does two recorded steps of one op, one after the other."""
+    """A recorded step that carries out two other steps, which belong to one op, one after the
+    other.
+    """
 
     first: Step
     second: Step
@@ -448,9 +465,10 @@ class View(NamedTuple):
 
 
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x`, detached from autograd if `x` requires a gradient.
+    """Returns `x` as a tensor that does not require a gradient: `x` itself, or a detached view of
+    `x`.
 
-    No result of a program requires a gradient.
+    No result of a host program requires a gradient.
     """
     return x.detach() if x.requires_grad else x
 
@@ -708,7 +726,8 @@ def show_shards(
 
 
 def meet_at(op: SymmetricContiguousView, machine: ExecutionContext) -> None:
-    """Waits until all ranks of the team have finished with the view that `op` made of their shards.
+    """Waits until all ranks of the team have finished with the view that `op` made of their shards,
+    the parts of one tensor.
 
     A rank must not free its shard earlier, because other ranks still read the shard.
     """
@@ -723,9 +742,11 @@ def shows_shards(
     out: int,
     shape: tuple[int, ...],
 ) -> Action:
-    """Returns the recorded step that maps the shards of all ranks as one tensor, in slot `out`.
+    """Returns the recorded step in which the ranks map their shards (parts of one tensor) as one
+    tensor, the result of `op`.
 
-    This rank's shard is in slot `inp`. `shape` is the shape of the whole tensor.
+    `inp` and `out` are the positions of this rank's shard and of the result in the list of a run's
+    values. `shape` is the shape of the whole tensor.
     """
 
     def show(slots: Slots) -> None:
@@ -735,7 +756,9 @@ def shows_shards(
 
 
 def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
-    """Returns the recorded step that waits until all ranks have finished with the view of `op`."""
+    """Returns the recorded step in which all ranks wait until each has finished with the view that
+    `op` made of their shards. Only then may a rank free its shard.
+    """
     return Action(lambda slots: meet_at(op, machine))
 
 

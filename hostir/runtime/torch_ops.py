@@ -52,8 +52,8 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
     """Computes `op` with torch, on the tensors of the run `frame`, and returns the results.
 
-    A result may share memory with an operand, if torch returns a view. A result that nothing reads
-    may have any size.
+    A result may share memory with an operand, if torch returns a view. A result that no op reads is
+    not computed; its tensor may have any size.
     """
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     return _evaluating(op, frame, frame.machine.device)(inputs, frame.values)
@@ -65,8 +65,8 @@ def _evaluating(
     """Returns a function of (operands, values of symbols) that computes `op` with torch.
 
     In the list of operands, a scalar operand is None. New tensors are allocated on `device`. For a
-    reshape or an expand, the target shape is taken from `frame` once and does not change between
-    calls.
+    reshape or an expand, the target shape is taken once from `frame`, the first run, and does not
+    change between calls.
     """
     shaped = SHAPED.get(type(op))
     if shaped is not None:
@@ -106,10 +106,12 @@ def writing_at_once(
     outs: Sequence[int],
     compute_step: Callable[[Slots], list[torch.Tensor]],
 ) -> Closure:
-    """Returns a function that computes `op` once, into the buffers in the slots `outs`.
+    """Returns a function that computes `op` in the first run, into the buffers in the slots `outs`.
+    Slots are positions in the list of a run's values.
 
-    The torch calls here check their operands on the host, so an error appears at once. Later runs
-    use `writing`, which may check on the device and report an error only in a following run.
+    The torch calls of this function check their operands on the host, so an error appears at once.
+    Later runs use `writing`, which may check on the device and report an error only in a following
+    run.
 
     `ins` has the slot of each operand, None for a scalar. `compute_step` computes the results as
     new tensors, if torch has no call that writes into buffers.
@@ -200,9 +202,10 @@ def contraction(
     sample: torch.Tensor,
 ) -> Step | Closure:
     """Returns the step in which torch computes the matrix product `op` into its output buffer.
+    Later runs repeat the step on other tensors.
 
-    `slots` is (slots of the operands, slot of the result). The step fits tensors with the layouts
-    of `operands` and of the result `sample`.
+    `slots` is (slots of the operands, slot of the result), the positions in the list of a run's
+    values. The step fits tensors with the layouts of `operands` and of the result `sample`.
     """
     ins, out = slots
     result = as_contracted(op, sample)
@@ -231,11 +234,12 @@ def writing(
     outs: Sequence[tuple[int, torch.Tensor]],
     machine: ExecutionContext | None = None,
 ) -> Closure:
-    """Returns a function that computes `op` with torch into its output buffers, in any run.
+    """Returns a function that computes `op` with torch into its output buffers, in any run that
+    repeats the first one. The function takes the list of a run's values.
 
-    - `operands`: the slot of each operand; None for a scalar operand.
-    - `scalars`: the input scalars whose value may change between runs, with their slots.
-    - `outs`: for each result, the slot and a tensor with the layout of the result.
+    - `operands`: the position of each operand in that list; None for a scalar operand.
+    - `scalars`: the input scalars whose value may change between runs, with their positions.
+    - `outs`: for each result, the position and a tensor with the layout of the result.
     - `machine`: the context of the run; the default is the context of `frame`.
 
     The function selects the torch call when it is first called. No copy is made if that torch call
@@ -299,9 +303,11 @@ def writing(
 def _write_all(
     slots: Slots, call: LibraryCall, ins: list[int], into: list[int], made: list[torch.Tensor]
 ) -> None:
-    """Makes torch write an op's results into the tensors `made`.
+    """Makes torch write an op's results into the tensors `made`, and stores them as the values of
+    the run.
 
-    The tensors are then stored in the slots `into` of the list of a run's values.
+    `ins` and `into` are the positions of the operands and of the results in the list of a run's
+    values.
     """
     call([slots[i] for i in ins], made)
     for i, result in zip(into, made, strict=True):
@@ -317,7 +323,9 @@ class BufferLayout(NamedTuple):
 
     @staticmethod
     def of(tv: TensorView, like: torch.Tensor) -> BufferLayout:
-        """Returns the shape and strides of `like` with the dtype of `tv`, as a buffer layout."""
+        """Returns the layout of a buffer: the shape and strides of the tensor `like`, with the
+        dtype of the program's tensor `tv`.
+        """
         return BufferLayout(tuple(like.shape), like.stride(), to_torch(tv.dtype()))
 
     def make(self, device: torch.device) -> torch.Tensor:
@@ -325,7 +333,8 @@ class BufferLayout(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def is_of(self, value: torch.Tensor, ins: Sequence[torch.Tensor]) -> bool:
-        """Whether the tensor `value` can replace an allocated buffer with this layout.
+        """Whether a run can use the tensor `value`, a result of torch, instead of allocating a
+        buffer with this layout.
 
         `value` must have the same shape, strides and dtype, and must not share memory with the
         operands `ins`.
@@ -340,7 +349,8 @@ class BufferLayout(NamedTuple):
 class _Written(NamedTuple):
     """One result of an op that torch computes in each run.
 
-    - `slot`, `buffer`: the slot of the result, and the layout of the result's buffer.
+    - `slot`: the position of the result in the list of a run's values; `buffer`: the layout of the
+      result's buffer.
     - `put`: a function (target, value) that copies a value into the buffer.
     - `is_read`: whether another op reads the result, or the program returns the result.
     """
@@ -354,11 +364,13 @@ class _Written(NamedTuple):
 def _putting(
     results: Sequence[_Written], ins: Sequence[int]
 ) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns a function that stores the tensors which torch has computed as the results of an op.
+    """Returns a function that takes the tensors that torch has computed for an op, and stores them
+    as the op's results.
 
-    A tensor is copied into the buffer of its result. If the slot has no buffer yet and the layouts
-    are equal, the tensor itself is stored. A tensor that shares memory with an operand is always
-    copied. The slots of the operands are `ins`. Results that nothing reads are not copied.
+    A tensor is copied into the buffer of its result. If the result has no buffer yet and the tensor
+    has the layout of that buffer, the tensor itself is stored. A tensor that shares memory with an
+    operand is always copied. `ins` are the positions of the operands in the list of a run's values.
+    Results that nothing reads are not copied.
     """
 
     def put(slots: Slots, values: Sequence[torch.Tensor]) -> None:
@@ -375,9 +387,11 @@ def _putting(
 
 
 def _keeping(results: Sequence[_Written]) -> Callable[[Slots, Sequence[torch.Tensor]], None]:
-    """Returns a function that stores an op's results as `_putting` does, but with less host time.
+    """Returns a function that stores an op's results as `_putting` does, but with less time on the
+    host.
 
-    The function is only for ops whose results are new tensors, which share no memory with operands.
+    The function is only for ops for which torch always makes new tensors, so that memory shared
+    with operands need not be checked.
     """
     read = [(k, r.slot, r.buffer, r.put) for k, r in enumerate(results) if r.is_read]
 
@@ -400,11 +414,12 @@ def _first_kept(
     into: tuple[int, BufferLayout],
     store: Callable[[Slots, Sequence[torch.Tensor]], None],
 ) -> Closure:
-    """Returns a function that calls torch and stores the first result in its slot, without a copy.
+    """Returns a function that calls torch and stores the first result of the op without a copy.
 
-    The function does the same as the one of `_keeping` in less host time, for a call with at least
-    two operands. `into` is (slot, layout) of the first result. If the result has another layout,
-    `store` copies all results instead.
+    It does the same as the function of `_keeping`, with less time on the host, for a call with at
+    least two operands. `ins` are the positions of the operands in the list of a run's values, and
+    `into` is (position, layout) of the first result. If the result has another layout, `store`
+    copies all results instead.
     """
     direct, (out, (shape, strides, dtype)) = call.direct, into
     is_dense = strides == torch.empty(shape, device="meta").stride()
@@ -643,12 +658,13 @@ class LibraryKernels:
 
     # -------------------------------------------------------------- groups
     def ends_of(self, op: GroupedMmaOp, extent: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that checks the group ends of a grouped matrix product, `op`.
+        """Returns a function that checks the ends of the groups of a grouped matrix product, `op`,
+        and clamps wrong ones.
 
-        The function takes the end index of each group along the grouped axis. The ends must rise
-        from 0 to at most `extent`. The function returns the ends, clamped to that range. The device
-        does this, so that no kernel reads outside of the axis and the host does not wait. A wrong
-        end therefore raises `InputError` only in a later call.
+        The function takes the end index of each group along the grouped axis. The ends must not
+        fall, and must be between 0 and `extent`. The check and the clamping are work of the device,
+        so that no kernel reads outside of the axis and the host does not wait. A wrong end
+        therefore raises `InputError` only in a later call.
         """
         kernel = self._find("ends", _ends_source)
         is_cuda = self._device.type == "cuda"
