@@ -35,19 +35,25 @@ class Done:
     """
 
     def wait(self) -> None:
-        """Returns immediately, because the communication is complete."""
+        """Makes the current stream wait for the communication, as the handles of backends do.
+        Returns immediately, because the communication is complete.
+        """
 
     def synchronize(self) -> None:
-        """Returns immediately, because the communication is complete."""
+        """Makes the host wait for the communication, as the handles of backends do. Returns
+        immediately, because the communication is complete.
+        """
 
 
 def flat(
     op: StartsCommunication, tv: TensorView, tensor: torch.Tensor, order: AxisOrder
 ) -> torch.Tensor:
-    """Returns `tensor`, this rank's shard of `tv`, as a contiguous view for a backend to transfer.
+    """Returns `tensor`, this rank's shard (part) of `tv`, as a contiguous view that a backend can
+    transfer for the communication `op`.
 
-    The axes of the view are in memory order (`order.axes`), and expanded axes have one element.
-    Raises `CommunicationError` if the shard has gaps in the memory order that the program declares.
+    The axes of the view are in memory order (`order.axes`), and axes with stride 0 have one
+    element. Raises `CommunicationError` if the shard has gaps in the memory order that the program
+    declares.
     """
     for axis in order.expanded:
         tensor = tensor.narrow(axis, 0, 1) if tensor.size(axis) else tensor
@@ -78,9 +84,10 @@ class CommunicationCall:
 
 
 def post(call: CommunicationCall, inp: PostedBuffer, out: PostedBuffer) -> Work:
-    """Starts the collective of `call` on this rank's shards, and returns the communication handle.
+    """Starts the collective of `call` on this rank's shards (its parts of the tensors), and returns
+    the communication handle.
 
-    A later `Wait` waits for the handle. `inp` or `out` is None if this rank has no such shard.
+    A later `Wait` op waits for the handle. `inp` or `out` is None if this rank has no such shard.
     Raises `CommunicationError` for a shard that has gaps in its declared memory order.
     """
     op = call.op
@@ -109,8 +116,9 @@ def bind_post(
 ) -> protocol.Post | None:
     """Prepares a collective for later runs, after `post` has started it once.
 
-    Returns a function that starts the collective on shards at other addresses. `inp` and `out` show
-    the shapes and strides of the shards. Returns None if the backend must check each call.
+    Returns a function that starts the collective on shards (a rank's parts of tensors) at other
+    addresses, with less work than `post`. `inp` and `out` show the shapes and strides of the
+    shards. Returns None if the backend must check each call.
     """
     op, row = call.op, call.op.collective
     mine, theirs = op.orders
@@ -132,6 +140,7 @@ def bind_exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> protocol.PostBatch | None:
     """Prepares a group of sends and receives for later runs, after `exchange` has started it once.
+    The parameters are those of `exchange`.
 
     Returns a function that starts the transfers on tensors at other addresses. Returns None if the
     backend must check each call.
@@ -152,9 +161,10 @@ def permute(
     inp: torch.Tensor,
     out: torch.Tensor,
 ) -> Work:
-    """Sends `inp` to rank `peers[0]` and receives `out` from rank `peers[1]`, for the op `op`.
+    """Sends `inp` to rank `peers[0]` and receives `out` from rank `peers[1]`, as the op `op` says.
 
-    If both peers are this rank, copies `inp` to `out`. Returns the handle for which a `Wait` waits.
+    If both peers are this rank, copies `inp` to `out`. Returns the handle of the communication, for
+    which the program's `Wait` op waits. `team` has all ranks that take part.
     """
     sent, received = both = halves(op, peers, inp, out)
     if peers == (rank, rank):
@@ -189,7 +199,8 @@ def transfer(
 def exchange(
     op: StartsCommunication, transfers: Sequence[protocol.Transfer], team: Team, backend: Backend
 ) -> Work:
-    """Starts several sends and receives together, and returns the handle for which a `Wait` waits.
+    """Starts several sends and receives together, and returns the handle of the communication, for
+    which the program's `Wait` op waits.
 
     `op` is the op of the program that needs these transfers. `team` has the ranks of the program.
     """

@@ -1,4 +1,5 @@
-"""CUDA graphs of recorded plans: after a few equal runs, one driver call launches a whole run.
+"""CUDA graphs of recorded plans: after a few equal runs, one driver call launches a whole run. A
+plan is the list of recorded steps, such as kernel launches, that repeat a run.
 
 A graph contains the tensor addresses with which it was captured. There are two kinds of addresses:
 
@@ -7,7 +8,8 @@ A graph contains the tensor addresses with which it was captured. There are two 
   A plan has one graph per key, captured when a key recurs. Other runs go step by step.
 
 Outputs are new tensors in each run, as without graphs, so no result of an earlier run is
-overwritten. Intermediates are stored in the plan's arena, whose runs follow one another.
+overwritten. Intermediates are stored in the plan's arena, a buffer that its runs use one after
+another.
 
 If other ranks copy out of this rank's memory, either all ranks launch graphs in a run or none does.
 The ranks vote: each sends a number for its own key, and the numbers of all ranks form the key.
@@ -55,20 +57,26 @@ _NUMBERS = count(FIRST_GRAPH)
 
 
 def gains_nothing(steps: int, kernels: int) -> str:
-    """Returns the reason why a CUDA graph would not make a plan faster; "" if a graph would.
+    """Returns the reason why a CUDA graph would not make the runs of a program faster; "" if a
+    graph would.
 
-    `steps` is the number of recorded steps, and `kernels` is how many of the steps launch a kernel.
+    `steps` is the number of recorded steps of a run, and `kernels` is how many of them launch a
+    kernel. A graph saves nothing if there are too few.
     """
     is_slower = steps < (1 if steps == kernels else MIN_STEPS)
     return f"a CUDA graph would not make {steps} step(s) faster" if is_slower else ""
 
 
 class _Refused(Exception):
-    """Raised with the reason why a plan is never captured as a CUDA graph."""
+    """Raised if the recorded steps of a program will never be captured as a CUDA graph. The message
+    is the reason.
+    """
 
 
 class _Postponed(Exception):
-    """Raised with the reason why a plan cannot be captured as a CUDA graph at present."""
+    """Raised with the reason why a program's recorded steps cannot be captured as a CUDA graph at
+    present, but perhaps later.
+    """
 
 
 def _beside(threads: Sequence[str]) -> str:
@@ -93,10 +101,12 @@ class _WatchedSlots(list[Any]):
 
 @dataclass(frozen=True)
 class CaptureBinding(Binding):
-    """Binds the steps of a plan for a capture as a CUDA graph, and records kernels and views.
+    """Prepares the recorded steps of a program for their capture as a CUDA graph, and records
+    kernels and views.
 
-    `origins` has, for the slot of each view, (slot of the viewed tensor, offset in bytes). The
-    address of a view can thus be computed when the viewed tensor has moved.
+    `origins` has, for each view, (the viewed tensor, offset in bytes). Tensors are identified by
+    their slots, positions in the list of a run's values. The address of a view can thus be computed
+    when the viewed tensor has moved.
     """
 
     maker: GraphMaker = field(kw_only=True)
@@ -107,11 +117,14 @@ class CaptureBinding(Binding):
     views: dict[int, Closure] = field(default_factory=dict[int, Closure])
 
     def raw(self, stream: int | None) -> int:
-        """Returns the handle of the stream that replaces the stream `stream` during a capture."""
+        """Returns the raw handle of the stream on which a step is captured, in place of the
+        program's stream `stream`. The argument None means the stream on which runs begin.
+        """
         return self.stream if stream is None else self.maker.stand_in(stream)
 
     def view(self, source: int, out: int, view: Closure, nbytes: int) -> Closure:
-        """Records that slot `out` is a view of slot `source`, shifted by `nbytes` bytes.
+        """Records that slot `out` is a view of slot `source`, shifted by `nbytes` bytes. Slots are
+        positions in the list of a run's values.
 
         Returns a function that makes the view in a run. The function does not count as a read of
         the source, because a view alone puts no address into the graph.
@@ -146,10 +159,11 @@ class CaptureBinding(Binding):
         return launch
 
     def root(self, slot: int) -> tuple[int, int]:
-        """Returns (slot, offset in bytes) of the tensor of which `slot` is a view.
+        """Returns (slot, offset in bytes) of the tensor of which the tensor in `slot` is a view.
+        Slots are positions in the list of a run's values.
 
-        A view of a view is followed to the first tensor. For a slot that is no view, returns the
-        slot itself and 0.
+        A view of a view is followed to the first tensor. For a tensor that is no view, returns its
+        own slot and 0.
         """
         nbytes = 0
         while slot in self.origins:
@@ -175,7 +189,9 @@ def _exact(x: Any) -> object:
 
 
 def _numbers(kernel: BoundKernel, slots: Slots) -> list[object] | None:
-    """Returns keys of the scalars that a kernel receives in a run; see `_exact` for the keys.
+    """Returns the scalars that a kernel receives in a run, in a form in which equality means equal
+    bits (see `_exact`). If they are equal to those of the last run, the kernel's arguments need no
+    update.
 
     Returns None if the kernel receives the same scalars in all runs.
     """
@@ -189,7 +205,8 @@ class _CapturedKernel:
 
     - `node`: the driver's handle of the launch in the graph.
     - `words`: the packed arguments of the kernel, as 8-byte words.
-    - `numbers`: keys (`_exact`) of the scalars in these arguments; None if no scalar changes.
+    - `numbers`: the scalars in these arguments, in the form of `_exact`, to notice changes; None if
+      no scalar ever changes.
     """
 
     node: object
@@ -198,7 +215,9 @@ class _CapturedKernel:
 
 
 class Replayed(NamedTuple):
-    """The fields of `Replays` that the compiled runner (C code) reads to launch the graphs."""
+    """The data from which the compiled runner (C code) launches the CUDA graphs of a program
+    without a call of Python. It reads the fields by name.
+    """
 
     replays: Replays
     graphs: dict[Hashable, _Captured]
@@ -215,8 +234,9 @@ class Replayed(NamedTuple):
 class _Captured:
     """A captured CUDA graph, with the addresses that its kernels have at present.
 
-    - `nodes`: the kernel launches, by the number of the kernel in the plan.
-    - `places`: the addresses of the tensors that may move, in the order of `Replays._moving`.
+    - `nodes`: the kernel launches, by the number of the kernel among the recorded steps.
+    - `places`: the addresses of the tensors that may move between runs, in the order of
+      `Replays._moving`.
     - `held`: objects that must live as long as the graph.
     """
 
@@ -230,31 +250,39 @@ class _Captured:
 
 
 class RepeatedPlan(Protocol):
-    """The attributes of a recorded plan (`hostir.runtime.plan.Plan`) that its CUDA graphs need."""
+    """The attributes of a plan (`hostir.runtime.plan.Plan`, the recorded steps of a program) that
+    its CUDA graphs need.
+    """
 
     @property
     def backends(self) -> tuple[Backend, ...]:
-        """The communication backends that the plan's steps use, such as NCCL."""
+        """The communication backends that the recorded steps of the program use, such as NCCL."""
         ...
 
     @property
     def vote(self) -> Vote | None:
-        """The vote by which all ranks choose a run's CUDA graph; None if each chooses alone."""
+        """The vote by which all ranks together choose a run's CUDA graph; None if each rank chooses
+        alone, because no rank copies out of another's memory.
+        """
         ...
 
     @property
     def steps(self) -> tuple[tuple[Step, Op | None], ...]:
-        """The recorded steps, each with its op; the op is None for a step of no single op."""
+        """The recorded steps of the program, each with the op that it carries out; None for a step
+        that belongs to no single op.
+        """
         ...
 
     @property
     def streams(self) -> Streams | None:
-        """The streams of the program; None if it stays on the stream on which runs begin."""
+        """The streams of the program; None if the program stays on the stream on which a run
+        begins.
+        """
         ...
 
     @property
     def device(self) -> torch.device:
-        """The device on which the plan's tensors are stored."""
+        """The device on which the tensors of the program are stored."""
         ...
 
     @property
@@ -264,9 +292,8 @@ class RepeatedPlan(Protocol):
 
     @property
     def made(self) -> Mapping[int, object]:
-        """The allocations of buffers that are still used after a run, such as outputs, by slot.
-
-        A slot is a position in the list of a run's values.
+        """The allocations of buffers that are still used after a run, such as outputs. The key is
+        the position of the buffer's tensor in the list of a run's values.
         """
         ...
 
@@ -277,10 +304,10 @@ class RepeatedPlan(Protocol):
 
 
 class Replays:
-    """The CUDA graphs that repeat one recorded plan on one stream.
+    """The CUDA graphs that repeat the recorded steps of a program on one stream.
 
-    Each graph serves runs whose fixed addresses are equal. If a plan cannot be captured, the object
-    has the reason instead.
+    Each graph serves runs in which the tensors whose addresses cannot be replaced in the graph have
+    equal addresses. If the steps cannot be captured, the object has the reason instead.
     """
 
     def __init__(
@@ -292,9 +319,11 @@ class Replays:
         stream: int,
         graphs: Callable[[], GraphMaker],
     ) -> None:
-        """Prepares an object without graphs, for runs of `plan` that begin on `stream`.
+        """Prepares an object without graphs, for runs of `plan` (recorded steps) that begin on
+        `stream`.
 
-        - `memory`: by slot, the tensors that are the same in all runs.
+        - `memory`: the tensors that are the same in all runs, by position in the list of a run's
+          values.
         - `steps`: the number of the plan's steps that do something in a run.
         - `graphs`: a function that returns the object which captures runs as graphs.
         """
@@ -335,7 +364,9 @@ class Replays:
         self.why_not = self.why_not_now = ""
 
     def describe(self) -> str:
-        """Returns one line of text about the captured CUDA graphs, or why there are none."""
+        """Returns one line of text that says how many CUDA graphs of the program are captured, or
+        why there are none.
+        """
         if self._key_slots is None or not self._graphs.size():
             why = self.why_not or self.why_not_now or "it has not run often enough"
             return f"not captured: {why}"
@@ -347,10 +378,11 @@ class Replays:
         )
 
     def run(self, slots: Slots, stream: int) -> bool:
-        """Launches the CUDA graph that fits the tensors of this run; returns False if none fits.
+        """Launches the CUDA graph that fits the tensors of this run. Returns False if none fits, so
+        that the caller must carry out the recorded steps one by one.
 
-        `slots` has the inputs and the newly allocated outputs. If runs with tensors at these
-        addresses are frequent, a new graph is captured and launched.
+        `slots` is the list of the run's values, with the inputs and the newly allocated outputs. If
+        runs with tensors at these addresses are frequent, a new graph is captured and launched.
         """
         vote = self._plan.vote
         if self.why_not and (vote is not None or self._key_slots is None):
@@ -393,7 +425,7 @@ class Replays:
 
     @property
     def never(self) -> bool:
-        """Whether the plan has no CUDA graph and will get none."""
+        """Whether the recorded steps have no CUDA graph and will get none."""
         return bool(self.why_not) and self._key_slots is None
 
     def replayed(self) -> Replayed | str:
@@ -419,7 +451,9 @@ class Replays:
         )
 
     def forget(self) -> None:
-        """Drops all CUDA graphs of the plan, for example because their communicators are closed."""
+        """Drops all CUDA graphs of the recorded steps, for example because the communicators that
+        they contain are closed.
+        """
         for graphs in (self._graphs, self._seen):
             graphs.forget()
         # Old numbers must not recur: other ranks may keep graphs captured together with this rank.
@@ -440,11 +474,12 @@ class Replays:
         return tuple(key)
 
     def _own_vote(self, key: Hashable) -> int:
-        """Returns the number that this rank sends to the other ranks before a run.
+        """Returns the number with which this rank votes before a run. By the votes, the ranks
+        choose a CUDA graph together, or none.
 
-        The ranks choose a CUDA graph together, and the number represents `key`, the addresses that
-        this rank's graph cannot replace. While other threads run programs, this rank cannot capture
-        a graph, and the number is STEP_BY_STEP.
+        The number represents `key`, the tensor addresses that this rank's graph cannot replace.
+        While other threads run programs, this rank cannot capture a graph; without a graph for
+        `key`, the number is then STEP_BY_STEP.
         """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
@@ -453,10 +488,11 @@ class Replays:
         return STEP_BY_STEP
 
     def _number(self, key: Hashable) -> int:
-        """Returns the number that represents `key` in the votes of this rank.
+        """Returns the number that represents `key` when the ranks vote for a CUDA graph. The key
+        has the tensor addresses that this rank's graph cannot replace.
 
-        A new key gets a new number. The ranks compare the numbers instead of the keys, because a
-        key has memory addresses of its own process.
+        A new key gets a new number. The ranks compare the numbers instead of the keys, because the
+        addresses are those of one process.
         """
         number = self._vote_numbers.get(key)
         if self._is_full or (number is None and len(self._vote_numbers) >= MAX_KEYS // 2):
@@ -564,11 +600,12 @@ class Replays:
         return binding
 
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
-        """Returns a step for a capture that first signals earlier transfers as complete.
+        """Returns `action`, a recorded step, for the capture of a CUDA graph. The returned function
+        first signals earlier transfers as complete.
 
         A transfer signals its peer by writing a flag. Several transfers in a row may be captured
-        before their flags are written. If `op` is a transfer or a change of streams, `action` is
-        therefore returned unchanged.
+        before their flags are written. If `op`, to which the step belongs, is a transfer or a
+        change of streams, `action` is therefore returned unchanged.
         """
         flushes = [backend.flush for backend in self._plan.backends]
         if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):
@@ -582,13 +619,15 @@ class Replays:
         return after_flags
 
     def _classify_slots(self, binding: CaptureBinding, watched: _WatchedSlots) -> None:
-        """Finds out, after the first capture, which tensor addresses a CUDA graph can replace.
+        """Finds out, after the first capture of a CUDA graph, which tensor addresses can be
+        replaced in the graph.
 
         - Torch calls and communications: the addresses that they read are fixed, and form the
           graph's key.
         - Kernels: the addresses that only kernels read can be replaced before a launch.
 
-        Raises `_Refused` if an output is not a view of an input or of a buffer.
+        `watched` is the list of the captured run's values, which has noted the reads. Raises
+        `_Refused` if an output is not a view of an input or of a buffer.
         """
         plan = self._plan
         movable = {*range(plan.inputs), *plan.made}
@@ -623,7 +662,8 @@ class Replays:
         self._words = [_seen_as_words(kernel.call.words) for kernel in binding.kernels]
 
     def _updated(self, captured: _Captured, slots: Slots) -> _Captured:
-        """Returns a CUDA graph whose kernels have the addresses and scalars of this run.
+        """Returns a CUDA graph whose kernels have the tensor addresses and scalars of this run.
+        `slots` is the list of the run's values.
 
         The result is the graph `captured` or a copy of that graph. If necessary, the addresses and
         scalars in its kernels are replaced.
@@ -636,10 +676,12 @@ class Replays:
         return captured
 
     def _twin(self, captured: _Captured, places: list[int]) -> _Captured:
-        """Returns the CUDA graph for tensors at the addresses `places`: `captured` or a copy.
+        """Returns the CUDA graph to use for tensors at the addresses `places`: the graph `captured`
+        or a copy of it.
 
         A copy that already has these addresses needs no update. A new copy is made if tensors have
-        moved often and there are few copies.
+        moved often and there are few copies. Otherwise `captured` is returned, and the caller
+        replaces the addresses in it.
         """
         for twin in captured.twins:
             if twin.places == places:
@@ -660,10 +702,11 @@ class Replays:
         return twin
 
     def _update(self, captured: _Captured, places: list[int], slots: Slots) -> None:
-        """Writes the tensor addresses and the scalars of this run into the kernels of a CUDA graph.
+        """Writes the tensor addresses and the scalars of this run into the kernels of the CUDA
+        graph `captured`.
 
-        `captured` has the graph, and `slots` the tensors and scalars of the run. `places` are the
-        addresses of the tensors that may move.
+        `slots` is the list of the run's values. `places` are the addresses of the tensors that may
+        move between runs.
         """
         assert self._binding is not None
         nodes, kernels = captured.nodes, self._binding.kernels

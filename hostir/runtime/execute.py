@@ -645,8 +645,8 @@ class Execution:
         other sizes, from the layouts of the tensors in `slots`.
 
         A slot is a position in the list of a run's values. Returns None if the launch must be made
-        from real tensors, because some lack axes of the kernel, or the kernel is not one that this
-        project has generated for whole tensors.
+        from real tensors. This is so if some tensors lack axes of the kernel, or if the kernel runs
+        once per iteration of a loop, on parts of tensors.
         """
         runner, device = self.machine.runner(op.group), self.machine.device
         if not isinstance(runner, FusedKernelExecutor) or any(dropped_axes(op, self.frame.program)):

@@ -67,9 +67,10 @@ class _TensorSpec:
     is_in_order: bool
 
     def refuses(self, text: str, *, head: str = "") -> InputError:
-        """Returns an `InputError` about this input: `<head>Expected input .., <text>`.
+        """Returns the error to raise if a caller's tensor does not fit this input: `<head>Expected
+        input .., <text>`.
 
-        The user's source line follows, if the input has one.
+        The user's source line of the input follows, if the input has one.
         """
         line = user_code(self.tv.user_line())
         return InputError(f"{head}Expected input {self.index}, {self.tv}, {text}{line}")
@@ -195,9 +196,9 @@ def _check_layout(spec: _TensorSpec, value: torch.Tensor) -> None:
 def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] | None:
     """Returns (axis, expected stride) for the innermost axis of `value` that has a wrong stride.
 
-    `order` has the axes in memory order, each with the declared flag for contiguity. A stride is
-    wrong if the flag is set, but memory has gaps along the axis. Returns None if all strides are
-    right.
+    `order` has the axes in memory order, each with the declared flag: whether the axis is
+    contiguous, that is, has no gaps in memory. A stride is wrong if the flag is set, but memory has
+    gaps along the axis. Returns None if all strides are right.
     """
     expected = 1
     for position, flag in reversed(order):
@@ -213,10 +214,10 @@ def misplaced_axis(order: MemoryOrder, value: torch.Tensor) -> tuple[int, int] |
 def check_scalar(
     index: int, spec: Scalar, value: Argument, lines: Mapping[Scalar, str] = MappingProxyType({})
 ) -> None:
-    """Raises `InputError` unless `value` is a number that fits the dtype of the input `spec`.
+    """Raises `InputError` unless `value` is a number that fits the dtype of `spec`, the program's
+    scalar input number `index`.
 
-    `index` is the position of the input, and `lines` has the user's lines of scalar inputs, both
-    for the message.
+    `lines` has the user's source lines of scalar inputs, for the message.
     """
     if isinstance(value, torch.Tensor):
         advice = "" if value.dim() else ". A scalar input takes a number: pass t.item()"
@@ -240,9 +241,11 @@ def check_scalar(
 
 
 def is_computed(tv: TensorView) -> bool:
-    """Whether an extent of `tv` must be computed before its value is known.
+    """Whether the size of an axis of `tv` must be computed before a tensor can be checked against
+    it.
 
-    Such an extent is a formula of symbols, or is divided among the devices of a mesh.
+    This is so if the size is a formula of symbols, or if the axis is divided among the devices of a
+    mesh.
     """
     is_given = all(isinstance(x, Symbol | Const) for x in tv.shape())
     return not is_given or any(n > 1 for n in parts(tv))
@@ -274,9 +277,10 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...]:
-    """Returns the positions of those inputs whose memory the program writes to.
+    """Returns the positions of those inputs whose memory the program overwrites.
 
-    These are inputs that the program updates with an output, and inputs into which an op writes.
+    These are inputs that an output of the program updates in place, and inputs into which an op
+    writes.
     """
     effects = (e for op in walk(program.ops) for e in effects_of(op, storage.buffered))
     written = {storage.root(e.tensor) for e in effects if isinstance(e, Writes)}
@@ -286,7 +290,8 @@ def written_inputs(program: HostIrContainer, storage: Storage) -> tuple[int, ...
 
 @contextmanager
 def noted(tensors: Sequence[Argument], written: Sequence[int]) -> Generator[None]:
-    """Returns a context for a run, after which autograd knows which tensors the run has changed.
+    """Returns a context for a run, after which autograd knows which tensors the run has
+    overwritten.
 
     `written` has the positions of these tensors in `tensors`. A backward pass that needs an old
     value then raises an error. The tensors are marked even if the run fails.
@@ -314,10 +319,12 @@ class Updates:
         self._apart: object = None
 
     def are_apart(self, inputs: Sequence[Argument], signature: object) -> bool:
-        """Whether no input that the program updates shares memory with another input.
+        """Whether no input that the program updates in place shares memory with another input.
+        Otherwise the other input must be copied before the run.
 
         `signature` is a key of the inputs' layouts, by which the last answer is cached. Raises
-        `InputError` if two updated inputs have an element in common.
+        `InputError` if two updated inputs have an element in common, because one update would be
+        lost.
         """
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in inputs]
         if self._apart == (signature, addresses):
@@ -328,7 +335,8 @@ class Updates:
         return is_apart
 
     def run(self, inputs: list[Argument], body: Body) -> list[torch.Tensor]:
-        """Calls `body` on `inputs`, with copies of inputs that share memory with an updated input.
+        """Calls `body`, which runs the program, on `inputs`. An input that shares memory with an
+        input that the program updates in place is replaced by a copy.
 
         Returns the outputs of `body`. If an output is such a copy, the original input is returned
         instead.
@@ -388,7 +396,9 @@ def _end(x: torch.Tensor) -> int:
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of `x` with the same strides. Memory between the elements is copied, too."""
+    """Returns a copy of `x` with the same strides, in memory of its own. If `x` has gaps in memory,
+    the elements in the gaps are copied, too.
+    """
     flat = x.as_strided((_span(x.shape, x.stride()),), (1,))
     return flat.clone().as_strided(x.shape, x.stride(), 0)
 
@@ -454,7 +464,8 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 @record
 class _Exact:
-    """A scalar operand that must be representable in the dtype of an op's result, with that op.
+    """A scalar operand of an op that must be representable in the dtype of the op's result, because
+    the op would otherwise compute with another number.
 
     `dtype` is the dtype of the result.
     """
@@ -465,10 +476,10 @@ class _Exact:
 
 
 class ExactNumbers:
-    """Checks the scalar operands that must be representable in the dtype of an op's result.
+    """Checks the scalar operands of a program's ops that must be representable in the dtype of the
+    op's result. An example is the limit of `clamp` on an Int32 tensor.
 
-    An example is the limit of `clamp` on an Int32 tensor. `ops` are all ops of a program, and
-    `inputs` are the program's inputs.
+    `ops` are all ops of the program, and `inputs` are the program's inputs.
     """
 
     def __init__(self, ops: Iterable[Op], inputs: Sequence[object]) -> None:
@@ -500,7 +511,8 @@ class ExactNumbers:
                 raise self._refusal(exact, problem, values)
 
     def check_of(self, values: Mapping[Symbol, Number]) -> Callable[[Sequence[Any]], None]:
-        """Returns a function that checks the scalar inputs of later calls, as `check` does.
+        """Returns a function that checks the scalar inputs of later calls: the scalar operands that
+        depend on them must be representable in the dtypes of the ops' results.
 
         The function takes the list of a call's inputs, which have the same sizes as the first
         inputs. `values` has the values of symbols for the first inputs.

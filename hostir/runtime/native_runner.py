@@ -1,8 +1,9 @@
-"""Describes a recorded plan to the compiled runner (`fuser/runtime/runner.c`), a C function.
+"""Describes the recorded steps of a program to the compiled runner (`fuser/runtime/runner.c`), a C
+function that repeats whole calls.
 
-The compiled runner repeats whole calls in C, which is fast. `steady` returns a runner that repeats
-a call that has just run, or the reason why no runner can. The runner declines a call that differs,
-which Python then runs. The C code reads the attributes of `_Description` and `Replayed` by name.
+`steady` returns a runner that repeats a call that has just run, or the reason why no runner can.
+The runner declines a call that differs, which Python then runs. The C code reads the attributes of
+`_Description` and `Replayed` by name.
 """
 
 from __future__ import annotations
@@ -58,16 +59,19 @@ class Steady(Protocol):
         ...
 
     def __call__(self, inputs: Any, /, *device_and_options: Any) -> list[torch.Tensor] | None:
-        """Runs the program on `inputs`, and returns the outputs.
+        """Runs the program on `inputs`, and returns the outputs. `device_and_options` are the
+        device and the options of the user's call.
 
-        Returns None if the inputs, the device or the options differ from those of earlier calls.
+        Returns None, without running, if the inputs, the device or the options differ from those of
+        earlier calls.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The context that must be unchanged if the compiled runner is to repeat a call.
+    """The circumstances of a call that must be unchanged if the compiled runner (C code) is to
+    repeat it.
 
     `context` has the simulated rank. `no_options` is the value that the options of a call have if
     the user passes no options.
@@ -79,7 +83,7 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class _Description:
-    """The description of a recorded plan for the compiled runner, which is written in C.
+    """The description of a program's recorded steps for the compiled runner, which is written in C.
 
     The C code reads the fields by name and keeps this object alive. No field may refer to a tensor
     of the caller, because the runner would then keep that tensor's memory.
@@ -116,7 +120,9 @@ def _enter() -> None:
 
 
 def _why_not(plan: Plan) -> str:
-    """Returns the reason why the compiled runner can never repeat `plan`; "" if it can."""
+    """Returns the reason why the compiled runner, a C function, can never repeat `plan`, the
+    recorded steps of a program; "" if it can.
+    """
     if plan.records:
         return "torch records gradients of its inputs"
     if plan.vote is not None:
@@ -129,7 +135,8 @@ def _why_not(plan: Plan) -> str:
 def steady(
     runner: ModuleType, plan: Plan, inputs: Sequence[Argument], around: Surroundings
 ) -> Steady | str:
-    """Returns a compiled runner, which repeats runs of `plan` on inputs like these in C.
+    """Returns a compiled runner, which repeats runs of `plan` (the recorded steps of a program) on
+    inputs like these in C.
 
     The plan must have run on these inputs, on the current stream. If the compiled runner cannot
     repeat the plan now, returns the reason as text. `runner` is the C extension module, and
@@ -206,8 +213,8 @@ def _explain(
 ) -> NoReturn:
     """Raises `error`, which has occurred in a run, with the op of the failed step in the message.
 
-    First drops all plans that are bound to `arena`, because running work may still write to its
-    memory. `closure` is the function of the failed step.
+    First drops all programs' prepared steps that use `arena`, the memory of intermediates, because
+    running work may still write to it. `closure` is the function of the failed step.
     """
     arena.abandon()
     bound.explain(error, closure)
@@ -219,10 +226,11 @@ def _others(
     stream: int,
     explain: Callable[[BaseException, Closure | None], NoReturn],
 ) -> Callable[[Slots], None]:
-    """Returns a function that runs the plan in Python, for the case that no CUDA graph fits.
+    """Returns a function that carries out the recorded steps in Python, for a run for which no CUDA
+    graph fits.
 
-    The compiled runner calls the function with the buffers that the runner has already allocated.
-    With new buffers at other addresses, the next run would not find a graph, either.
+    The compiled runner (C code) calls the function with the buffers that it has already allocated.
+    If Python allocated new buffers at other addresses, the next run would not find a graph, either.
     """
 
     def run(slots: Slots) -> None:
@@ -241,10 +249,11 @@ def _others(
 
 
 def _step(bound: BoundPlan, closure: Closure) -> Closure | _Launch:
-    """Returns the memory addresses from which the compiled runner launches a kernel itself.
+    """Returns a description of the recorded step `closure` for the compiled runner, which is
+    written in C.
 
-    If the step `closure` does more than launch a kernel, returns `closure`, which the runner then
-    calls.
+    If the step only launches a kernel, this is the data with which the C code launches the kernel
+    itself. Otherwise it is `closure`, a Python function that the C code calls.
     """
     kernel = bound.launches.get(closure)
     if kernel is None or kernel.read is not None or not kernel.call.raw:

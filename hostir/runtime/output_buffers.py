@@ -132,10 +132,10 @@ def _check_pairs(buffers: Mapping[TensorView, torch.Tensor]) -> None:
 
 
 def _check_transfers(frame: Frame, buffers: Mapping[TensorView, torch.Tensor]) -> None:
-    """Raises `InputError` if no backend can send or receive a caller's buffer.
+    """Raises `InputError` if no backend can send or receive a caller's buffer, because its strides
+    leave gaps.
 
-    The strides decide that. Without this check, the backend would raise the error when other ranks
-    already wait.
+    Without this check, the backend would raise the error when other ranks already wait.
     """
     for op in frame.program.started():
         for tv in (*op.inputs, *op.outputs):
@@ -158,7 +158,8 @@ class _Use:
     - `at`: the position of the op in the program. All ops in a loop have the position of the loop.
     - `loops`: the indices of the loops around the op.
     - `tensor`: the tensor that is the whole buffer.
-    - `parts`: the selections, applied one after another, that lead to the part that the op uses.
+    - `parts`: the selections (of an element or a chunk along an axis), applied one after another,
+      that lead from the buffer to the part that the op uses.
     """
 
     op: Op
@@ -187,12 +188,16 @@ class _BufferUses(Walk[None]):
         self._is_ordered = not any(isinstance(o, in_turn) for o in walk(frame.program.ops))
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Records where an outermost loop begins in the program; other regions need no record."""
+        """Handles a loop or branch before its ops. Records where an outermost loop begins in the
+        program, because all ops in the loop count as one position; other regions need no record.
+        """
         if isinstance(op, ForLoop) and not self.indices:
             self._loop_begin = len(self._all)
 
     def on_op(self, op: Op) -> None:
-        """Records the buffers that `op` reads and writes, for the later calls of `check`."""
+        """Handles an op of the program: records the buffers that `op` reads and writes, which
+        `check` compares later.
+        """
         storage = self._frame.storage
         if self._frame.is_idle(op):
             return
@@ -216,10 +221,11 @@ class _BufferUses(Walk[None]):
         return tv, tuple(parts)
 
     def check(self, tv: TensorView, x: TensorView, *, is_same: bool) -> None:
-        """Raises `InputError` if a buffer shares memory with an input so that a value is lost.
+        """Raises `InputError` if a buffer that the caller passes for a result shares memory with an
+        input, and the program would read the input after it was overwritten.
 
-        The caller's buffer is for the result `tv`, and the input is `x`. `is_same` is whether the
-        buffer has the same address, shape and strides as `x`.
+        The buffer is for the result `tv`, and the input is `x`. `is_same` is whether the buffer has
+        the same address, shape and strides as `x`.
         """
         program = self._frame.program
         what = f"the buffer of {tv} shares elements with input {program.inputs.index(x)}, {x}"
@@ -245,9 +251,11 @@ class _BufferUses(Walk[None]):
 
 
 def _is_in_place(use: _Use, write: _Use, *, is_same: bool) -> bool:
-    """Whether one op may read and write the same elements, in every iteration of its loops.
+    """Whether one op may read and write the same memory, because it reads exactly the elements that
+    it overwrites, in every iteration of its loops.
 
     `use` is the op's read of a buffer, and `write` is its write of a buffer with the same memory.
+    `is_same` is whether both buffers have the same address, shape and strides.
     """
     op = use.op
     is_permuted = isinstance(op, nodes.LoadStoreOp) and bool(op.out.domain.root_numbers)

@@ -1,10 +1,11 @@
-"""The cache of a program's recorded plans, by the signature and the alignments of the inputs.
+"""The cache of a program's recorded plans, by the signature and the alignments of the inputs. A
+plan is the list of steps that repeat a run.
 
     signature of the inputs -> `SignatureEntry` -> alignments of the inputs -> `Plan`
 
 A signature has the layouts of tensors and the values of some numbers. For each device the cache
-also has a size-generic plan, which makes plans for new sizes, and the arenas in which plans store
-intermediates.
+also has a size-generic plan, which makes plans for new sizes, and the arenas, the buffers in which
+plans store intermediates.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ MAX_PLACES = 64
 
 
 def forget(plan: Plan) -> None:
-    """Drops the CUDA graphs and bound steps of a plan that will hardly run again.
+    """Frees the memory that `plan`, the recorded steps of a program, uses between runs: its CUDA
+    graphs and the functions that carry out its steps.
 
-    Their memory is then free.
+    The caller expects that the plan will hardly run again. If it does, the functions are made
+    again.
     """
     plan.arenas.forget(plan)
 
 
 class SignatureEntry:
-    """The cache entry for inputs with one signature: checks of each call, and recorded plans.
+    """The cache entry for inputs with one signature (layouts and numbers): checks of each call, and
+    the plans, which are the recorded steps of runs on such inputs.
 
-    A plan depends on the alignment of each input (address modulo the bytes of a vector access). The
-    signature does not have the alignments. `contents` computes the alignments of a call. Each
+    A plan also depends on the alignment of each input (address modulo the bytes of a vector
+    access), which the signature does not have. `contents` computes the alignments of a call. Each
     combination of alignments has its own plan.
     """
 
@@ -57,33 +61,37 @@ class SignatureEntry:
         self._new: dict[tuple[int, ...], Plan] = {}
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
-        """Stores `plan`, which a dry run has recorded, for the first run on inputs like these.
+        """Stores `plan`, steps that were recorded before any run (in a dry run), for the first run
+        on inputs with the alignments of these.
 
-        `take` returns the plan to that run.
+        That run gets the plan by the method `take`.
         """
         self._new[self.contents.places(inputs)] = plan
 
     def take(self, places: tuple[int, ...]) -> Plan | None:
-        """Removes and returns the plan for the first run on inputs with these alignments.
+        """Removes and returns the plan (recorded steps) that `expect` has stored for the first run
+        on inputs with the alignments `places`.
 
         Returns None if `expect` has stored no such plan.
         """
         return self._new.pop(places, None)
 
     def forget(self) -> None:
-        """Drops the CUDA graphs and bound steps of all plans for inputs with this signature.
+        """Frees the CUDA graphs, and the functions that carry out recorded steps, of all runs on
+        inputs with this entry's signature.
 
-        The least recently used entry of a full cache is dropped in this way.
+        If the cache is full, this is called for the least recently used entry, which is dropped.
         """
         for plan in self.plans.values():
             forget(plan)
 
 
 class PlanCache:
-    """All that one program keeps between its runs on one rank, by the signature of inputs.
+    """All that one program keeps between its runs on one rank, by the signature of inputs (layouts
+    and numbers).
 
-    The cache has recorded plans, size-generic plans (which make plans for new sizes), and arenas,
-    which are the memory of intermediates.
+    The cache has plans (the recorded steps of runs), size-generic plans (which make plans for new
+    sizes), and arenas, which are the memory of intermediates.
     """
 
     def __init__(
@@ -96,8 +104,11 @@ class PlanCache:
     ) -> None:
         """Makes an empty cache for a program with these `inputs`.
 
-        `free` has the positions of the scalar inputs whose values are not part of a signature. See
-        `Arenas` for `pools` and for `why_no_graphs`, which is `why_not` there.
+        - `free`: the positions of the scalar inputs whose values may change without another entry.
+        - `pools`: the memory of intermediates that programs share, by device; None for memory of
+          this program only.
+        - `why_no_graphs`: the reason why no CUDA graph may repeat the program's runs; "" if graphs
+          may.
         """
         self._inputs, self.free = inputs, free
         self._pools, self._why_no_graphs = pools, why_no_graphs
@@ -137,18 +148,23 @@ class PlanCache:
         return SignatureEntry(Contents(self._inputs, inputs, VECTOR_BYTES, also))
 
     def keep(self, signature: Hashable, known: SignatureEntry) -> None:
-        """Adds the entry `known` to the cache, for later calls whose inputs have this signature."""
+        """Adds the entry `known` to the cache, for later calls whose inputs have this signature,
+        the key of their layouts and numbers.
+        """
         self._known[signature] = known
 
     def plans(self) -> list[Plan]:
-        """Returns all recorded plans in the cache."""
+        """Returns all plans in the cache. A plan is the list of steps that repeat a run on inputs
+        of certain shapes and layouts.
+        """
         return [plan for known in self._known.values() for plan in known.plans.values()]
 
     # ------------------------------------------------------------ devices
     def plan_for_new_sizes(self, frame: Frame) -> Plan | None:
-        """Makes a plan for the inputs of `frame` without a dry run, from a plan for other sizes.
+        """Makes a plan, the list of steps of a run, for the inputs of `frame` from a plan for other
+        sizes. The program need not be followed again.
 
-        Returns None if there is no size-generic plan for the device yet, or if these sizes need a
+        Returns None if the device has no object that makes such plans yet, or if these sizes need a
         dry run. All kernels of the returned plan are already compiled.
         """
         generic_plan = self._generic_plans.get(frame.machine.device)
@@ -163,9 +179,8 @@ class PlanCache:
             self._generic_plans[device] = generic_plan
 
     def arenas_on(self, device: torch.device) -> Arenas:
-        """Returns the arenas in which plans on `device` store intermediates.
-
-        The object is made at the first call.
+        """Returns the object that manages the memory of intermediates on `device`, for this
+        program. It is made at the first call.
         """
         found = self._arenas.get(device)
         if found is None:

@@ -1,9 +1,12 @@
-"""Records the steps of a host program in a plan, once for inputs of equal shapes and layouts.
+"""Records the steps of a host program in a plan, once for inputs of equal shapes and layouts. A
+step is a part of an op's work, such as a kernel launch; a plan is the list of steps that later runs
+repeat.
 
 The first run on such inputs, or a dry run, carries out the ops once (`hostir.runtime.execute`). The
 *recorder* runs each step and records it for later runs. Sizes, strides, teams and launches are then
 fixed; only the tensors in the slots (the list of a run's values) change. Intermediates are stored
-in an arena (`hostir.runtime.plan`). Every run allocates new tensors for its outputs.
+in an arena, a buffer for all of them (`hostir.runtime.plan`). Every run allocates new tensors for
+its outputs.
 """
 
 from __future__ import annotations
@@ -56,10 +59,13 @@ from multidevice.transports.base.protocol import Backend
 
 
 class Listener(Protocol):
-    """An object to which a `Recorder` reports the recorded steps of each op, such as a trace."""
+    """An object to which a `Recorder` reports the recorded steps of each op, for example to build a
+    trace from them. A step is a part of an op's work that later runs repeat.
+    """
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Receives the steps that the recorder has recorded for `op`; the list may be empty.
+        """Takes the steps (parts of the op's work that later runs repeat) that the recorder has
+        recorded for `op`; the list may be empty.
 
         The last step does the work of the op, and earlier steps prepare that work.
         """
@@ -67,20 +73,22 @@ class Listener(Protocol):
 
 
 class Recorder:
-    """A receiver of a program's steps, which runs each step and also records it in a plan.
+    """Runs each step of a program's ops, and also records it in a plan. A step is a part of an op's
+    work, such as a kernel launch; later runs repeat the plan without a new pass over the ops.
 
-    Later runs repeat the plan without a new pass over the ops. In a dry run, the steps are recorded
-    but do not run.
+    The class implements `Receiver`, whose methods `Execution` calls. In a dry run, the steps are
+    recorded but do not run.
     """
 
     def __init__(
         self, frame: Frame, free: frozenset[int], machine: ExecutionContext | None = None
     ) -> None:
-        """Prepares a recording of the program of `frame`.
+        """Prepares a recording of the program of `frame`, the state of the run.
 
         - `free`: the positions of scalar inputs on which no size depends.
-        - `machine`: the context in which the steps will run; the default is `frame.machine`. A dry
-          run passes `machine`, because the frame of a dry run is for torch's `meta` device.
+        - `machine`: the context in which the recorded steps will run; the default is
+          `frame.machine`. A dry run passes `machine`, because the frame of a dry run is for torch's
+          `meta` device.
         """
         frame.is_recorded = True
         self.execution = Execution(frame, free, machine, self)
@@ -162,10 +170,11 @@ class Recorder:
         after: Closure | None = None,
         ready: Ready | None = None,
     ) -> None:
-        """Makes a step, runs it except in a dry run, and records the step for later runs.
+        """Makes a step, a part of an op's work, runs it except in a dry run, and records it for
+        later runs.
 
-        A two-phase step is recorded in the form that later runs use. See `Receiver.enqueue` for the
-        parameters.
+        Some steps differ between the first run and later runs; they are recorded in the form for
+        later runs. See `Receiver.enqueue` for the parameters.
         """
         made, execution = make(), self.execution
         if not execution.is_dry:
@@ -192,8 +201,9 @@ class Recorder:
         """Allocates the buffer of `tv` for this run, and records how later runs allocate it.
 
         The buffer's layout and the time of its allocation are recorded, because `finish` may place
-        the buffer in the arena (the memory of intermediates). Only some buffers outside of the
-        arena need a step for their allocation.
+        the buffer in the arena (the memory of intermediates), which needs no allocation. A buffer
+        outside of the arena is allocated at the beginning of each run, or by a step of its own if
+        its memory depends on the stream, the loop iteration or other ranks.
         """
         self._now.allocate(tv, slot, shape, is_cleared=is_cleared)
         made, clear = self.frame.tensors[tv], _clearing(slot) if is_cleared else None
@@ -216,9 +226,9 @@ class Recorder:
             self._keep(clear, for_all_sizes(clear))
 
     def deallocate(self, tv: TensorView) -> None:
-        """Drops the buffer of `tv`, and records that the buffer's lifetime ends here.
+        """Drops the buffer of `tv`, and records that the buffer is not used from now on.
 
-        The memory in the arena can then be used for another buffer.
+        Its bytes in the arena, the memory of intermediates, can then be used for another buffer.
         """
         i, view = self.slot(tv), self.frame.storage.views.get(tv)
         self._now.deallocate(tv)
@@ -252,17 +262,19 @@ class Recorder:
         self._keep(assign)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Records that no CUDA graph can repeat the plan, and the reason `why` for a report.
+        """Records that no CUDA graph can repeat the recorded steps, and the reason `why` for a
+        report.
 
         If there are several reasons, the first is kept.
         """
         self._why_not = self._why_not or why
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
-        """Returns the backend `name` for the communication `op`, and records that the plan uses it.
+        """Returns the backend `name` for the communication `op`, and records that later runs use
+        it.
 
         `what` is the kind of communication, such as "Allreduce". If the backend cannot carry out
-        such communications in a CUDA graph, the plan is kept out of graphs.
+        such communications in a CUDA graph, records that no graph can repeat the run.
         """
         found = self._now.backend(name, op, what)
         if found not in self._backends:
@@ -298,7 +310,8 @@ class Recorder:
         self.generic.append(None)
 
     def finish(self, outputs: list[TensorView], arenas: Arenas) -> Plan:
-        """Returns the plan of the recorded steps. A run of the plan returns the tensors `outputs`.
+        """Returns the plan, the recorded steps, after all ops have been recorded. A run of the plan
+        returns the tensors `outputs`.
 
         Call this method once, after all ops. `arenas` manages the memory of the plan's
         intermediates.
@@ -340,11 +353,13 @@ class Recorder:
         )
 
     def _place(self, left: Container[int]) -> tuple[tuple[Block, ...], int]:
-        """Assigns an offset in the arena to each intermediate that the program deallocates.
+        """Chooses an offset in the arena, the memory of a run's intermediates, for each buffer that
+        the program deallocates.
 
-        Returns (buffers with offsets, bytes of the arena). The slots in `left` get no place. All
-        runs of one stream share the arena. A buffer is therefore placed only if all its uses are
-        ordered with the stream on which runs begin.
+        Returns (buffers with offsets, bytes of the arena). Buffers whose position in the list of a
+        run's values is in `left` get no offset. All runs of one stream share the arena. A buffer
+        therefore gets an offset only if all its uses are ordered with the stream on which runs
+        begin.
         """
         is_within = self._order.is_within
         kept = [i for i in self._blocks if i in self._lifetimes and i not in left]
@@ -374,7 +389,8 @@ class Recorder:
         return (*made, *never)
 
     def _make(self, tv: TensorView, block: Block) -> Allocation:
-        """Returns the allocation of the buffer of `tv` outside of the arena.
+        """Returns the allocation of the buffer of `tv` by each run, outside of the arena, which is
+        the memory that runs share for intermediates.
 
         `block` describes the buffer.
         """
@@ -413,8 +429,8 @@ def _clearing(slot: int) -> Closure:
 
 
 def _leaves_gradients_alone(step: tuple[Step, Op | None]) -> bool:
-    """Whether a recorded step only launches a kernel or manages memory.
+    """Whether a recorded step, given with its op, only launches a kernel or manages memory.
 
-    Torch's autograd does not see such a step, so torch records no gradient for the step.
+    Torch's autograd does not see such a step, so torch records no gradient for it.
     """
     return isinstance(step[0], LaunchStep) or isinstance(step[1], Allocate | Deallocate)

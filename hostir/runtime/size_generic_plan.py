@@ -1,10 +1,11 @@
-"""The size-generic plan: makes recorded plans for new input sizes without a dry run.
+"""The size-generic plan: makes recorded plans for new input sizes without a dry run. A plan is the
+list of steps (such as kernel launches) that repeat a run on inputs of certain sizes.
 
-A dry run, or the first run, carries out a program for inputs of certain sizes. A recorded step may
-have a function that makes the same step for other sizes (`hostir.runtime.execute.GenericStep`). If
-all steps have such a function, the list of steps, the slots and the lifetimes of buffers are the
-same for all sizes. For new sizes, only layouts are computed, and the steps are made from the
-layouts.
+A dry run on tensors without contents, or the first run, carries out a program for inputs of certain
+sizes and records the steps. A recorded step may have a function that makes the same step for other
+sizes (`hostir.runtime.execute.GenericStep`). If all steps have such a function, the list of steps,
+the slots and the lifetimes of buffers are the same for all sizes. For new sizes, only layouts are
+computed, and the steps are made from the layouts.
 
 Unusual sizes still need a dry run:
 
@@ -54,11 +55,11 @@ _OF_A_SIZE = frozenset({"made", "steps", "blocks", "nbytes", "records", "after_f
 
 @dataclass
 class NewSizes:
-    """The layouts of a program's tensors for new input sizes.
+    """The layouts of a program's tensors for new input sizes, from which the recorded steps for
+    these sizes are made.
 
-    Recorded steps for these sizes are made from the layouts. `laid` has the layouts of tensors by
-    slot (position in the list of a run's values), and `shapes` the shapes of views by slot.
-    Implements `hostir.runtime.execute.InputSizes`.
+    `laid` has the layouts of tensors by slot (position in the list of a run's values), and `shapes`
+    the shapes of views by slot. Implements `hostir.runtime.execute.InputSizes`.
     """
 
     frame: Frame
@@ -66,11 +67,15 @@ class NewSizes:
     shapes: dict[int, tuple[int, ...]]
 
     def like(self, slot: int) -> torch.Tensor:
-        """Returns the layout of the tensor in `slot`, which has a tensor's shape and strides."""
+        """Returns the layout of the tensor in `slot`, a position in the list of a run's values. A
+        layout has the shape and strides of a tensor, and stands for it where steps are made.
+        """
         return cast("torch.Tensor", self.laid[slot])
 
     def shape(self, tv: TensorView, slot: int) -> tuple[int, ...]:
-        """Returns the shape of this rank's shard of `tv`, a view that a run stores in `slot`."""
+        """Returns the shape of this rank's part of `tv`, a view that a run stores at the position
+        `slot` in its list of values.
+        """
         return self.shapes[slot]
 
 
@@ -80,7 +85,8 @@ _Make = Callable[[NewSizes], Step | Closure | None]
 
 @dataclass(frozen=True)
 class SizeGenericPlan:
-    """Makes the recorded plans of one program on one device, for inputs of any sizes.
+    """Makes the recorded plans (lists of steps that repeat a run) of one program on one device, for
+    inputs of any sizes.
 
     - `inputs`: the tensor inputs with their slots (positions in the list of a run's values).
     - `layouts`: computes the layouts of all buffers for given sizes.
@@ -106,9 +112,11 @@ class SizeGenericPlan:
     reads: bool
 
     def plan_for(self, frame: Frame) -> Plan | None:
-        """Returns a plan for the inputs of `frame`, made without a dry run.
+        """Returns a plan, the list of steps of a run, for the inputs of `frame`. It is made from
+        the plan for other sizes, without following the program again.
 
-        Returns None if the sizes of these inputs need a dry run, for example if an extent is 0.
+        Returns None if this is impossible for these inputs, for example if an extent is 0. The
+        program must then be followed in a dry run.
         """
         laid: dict[int, StridedLayout] = {}
         requires_grad = False
@@ -154,9 +162,11 @@ class SizeGenericPlan:
 
 
 def _with_later_steps(plan: Plan) -> Plan:
-    """Returns `plan` for later runs, after the first run.
+    """Returns the list of steps of `plan` for later runs, after the first run.
 
-    Each step whose first run differs from later runs is replaced by the step of later runs.
+    A communication, for example, is started normally in the first run, and by a faster call that
+    the backend has then prepared in later runs. Each such step is replaced by its form for later
+    runs.
     """
     steps: list[tuple[Step, Op | None]] = []
     for step, op in plan.steps:
@@ -169,7 +179,8 @@ def _with_later_steps(plan: Plan) -> Plan:
 class Layouts:
     """Computes the layouts of a program's buffers, and the shapes of views, for given input sizes.
 
-    `buffers` are the buffers that the program allocates. `views` has the views by slot.
+    `buffers` are the buffers that the program allocates. `views` has the views by slot, their
+    position in the list of a run's values.
     """
 
     def __init__(self, buffers: Sequence[PlannedBuffer], views: Mapping[int, TensorView]) -> None:
@@ -199,10 +210,11 @@ class Layouts:
     def lay(
         self, values: Mapping[Symbol, Number], laid: dict[int, StridedLayout]
     ) -> dict[int, tuple[int, ...]] | None:
-        """Computes the layouts of all buffers for the sizes in `values`, and adds them to `laid`.
+        """Computes the layouts of all buffers for the symbols' `values`, which include the sizes,
+        and adds them to `laid`.
 
-        The keys of `laid` are slots. Returns the shapes of views, by slot. Returns None if an
-        extent is 0 or has no value.
+        The keys of `laid` are slots, positions in the list of a run's values. Returns the shapes of
+        views, by slot. Returns None if an extent is 0 or has no value.
         """
         found: Any = self._all.at_once(values)
         if found is None or min(found[: self._extents], default=1) < 1:
@@ -224,9 +236,11 @@ def _block(buffer: PlannedBuffer, laid: dict[int, StridedLayout], offset: int = 
 
 # ------------------------------------------------------------------ from a plan
 def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
-    """Returns an object that makes plans like `plan` for other input sizes.
+    """Returns an object that makes plans like `plan` for other input sizes. A plan is the list of
+    steps that repeat a run.
 
-    `recorder` has recorded the plan. Returns None if other sizes may need other steps.
+    `recorder` has recorded the plan. Returns None if runs on other sizes may need other steps, for
+    example because the program has a loop.
     """
     frame = recorder.frame
     inputs = [
@@ -281,9 +295,10 @@ def size_generic_plan(recorder: Recorder, plan: Plan) -> SizeGenericPlan | None:
 
 
 def _is_independent_of_sizes(op: Op) -> bool:
-    """Whether `op` does not depend on sizes: `op` is no loop and no branch on a size.
+    """Whether `op` runs in the same way for all input sizes. False for a loop, and for a branch
+    whose condition depends on more than the rank and the number of streams.
 
-    A size-generic plan then repeats the same steps for all sizes.
+    The recorded steps of a run can serve for other sizes only if this holds for all ops.
     """
     if isinstance(op, IfThenElse):
         return {RANK, NUMBER_OF_STREAMS}.issuperset(sc.symbols(op.predicate))

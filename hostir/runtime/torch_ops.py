@@ -52,8 +52,8 @@ SHAPED: dict[type[TensorOp], Callable[[torch.Tensor, _Shape], torch.Tensor]] = {
 def compute(op: TensorOp, frame: Frame) -> list[torch.Tensor]:
     """Computes `op` with torch, on the tensors of the run `frame`, and returns the results.
 
-    A result may share memory with an operand, if torch returns a view. A result that no op reads is
-    not computed; its tensor may have any size.
+    A result may share memory with an operand, if torch returns a view. A result that no op reads
+    need not be computed, and its tensor may have any size.
     """
     inputs = [frame.tensors[v] if isinstance(v, TensorView) else None for v in op.inputs]
     return _evaluating(op, frame, frame.machine.device)(inputs, frame.values)
