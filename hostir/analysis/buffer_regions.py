@@ -37,25 +37,25 @@ def whole_box(shape: Iterable[int]) -> Box:
 
 
 def whole_axes(shape: Iterable[int]) -> tuple[Owned, ...]:
-    """Describes the axes of a tensor that refers to a whole buffer: each tensor axis runs over one
-    buffer axis.
+    """Describes how a tensor that refers to a whole buffer is stored: each tensor axis runs over
+    one buffer axis.
 
-    The result has, for each tensor axis, a tuple of triples (buffer axis, elements per index,
-    number of indices). The tuple has one triple in this result. Only a reshape that merges buffer
-    axes into one tensor axis needs several triples.
+    The result has, for each tensor axis, a tuple of triples (buffer axis, buffer elements per index
+    of the tensor axis, number of indices). The tuple has one triple here. Only a reshape that
+    merges buffer axes into one tensor axis needs several.
     """
     return tuple(((k, 1, n),) for k, n in enumerate(shape))
 
 
 def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | None:
     """Computes the elements of a buffer that remain if one tensor axis is restricted to the indices
-    `start` to `start + length`.
+    from `start` to `start + length`, exclusive.
 
-    `box` has the elements before the restriction. `owned` has a triple (buffer axis, elements per
-    index, number of indices) for each buffer axis that the tensor axis runs over, outermost first.
-    Returns the smaller box, and the triples of the restricted axis. Returns None if the remaining
-    elements do not form a box. For example, the range may end in the middle of a row of merged
-    axes.
+    `box` has the range of remaining elements along each buffer axis before the restriction. `owned`
+    has a triple (buffer axis, buffer elements per index, number of indices) for each buffer axis
+    that the tensor axis runs over, outermost first. Returns the smaller box, and the triples of the
+    restricted axis. Returns None if the remaining elements do not form a box. For example, the
+    range may end in the middle of a row of merged axes.
     """
     kept: list[tuple[int, int, int]] = []
     inside = math.prod(count for _, _, count in owned)
@@ -80,11 +80,12 @@ def cut(box: Box, owned: Owned, start: int, length: int) -> tuple[Box, Owned] | 
 def reshaped(
     shape: Sequence[int], owned: Sequence[Owned | None], out: Sequence[int]
 ) -> list[Owned | None]:
-    """Computes which buffer axes each axis of a reshape's result runs over.
+    """Computes which axes of a buffer each axis of a reshape's result runs over, if the operand is
+    stored in the buffer.
 
     `shape` and `owned` describe the axes of the reshape's operand, and `out` has the sizes of the
-    result. `owned` and the returned list describe an axis by triples of (buffer axis, elements per
-    index, number of indices). An axis is None if its buffer axes are unknown.
+    result. `owned` and the returned list describe an axis by triples of (buffer axis, buffer
+    elements per index, number of indices). An axis is None if its buffer axes are unknown.
     """
     found: list[Owned | None] = [None] * len(out)
     i = j = 0
@@ -114,12 +115,12 @@ def reshaped(
 
 
 def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Owned | None]:
-    """Divides the indices of merged buffer axes among new tensor axes with these `sizes`, outermost
-    first.
+    """Divides merged axes of a buffer among the axes of a reshape's result, which have these
+    `sizes`, outermost first.
 
-    `steps` has a triple (buffer axis, elements per index, number of indices) for each merged buffer
-    axis, outermost first. Returns the triples of each new axis. If a size does not divide the
-    buffer axes, that axis and all later axes are None.
+    `steps` has a triple (buffer axis, buffer elements per index, number of indices) for each merged
+    buffer axis, outermost first. Returns the triples of each new axis. If a size does not divide
+    the buffer axes, that axis and all later axes are None.
     """
     rest = list(reversed(steps))
     found: list[Owned | None] = []
@@ -141,13 +142,16 @@ def _dealt(steps: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[
 
 
 def overlap(a: Box, b: Box) -> bool:
-    """Returns whether the boxes `a` and `b` of one buffer have an element in common."""
+    """Returns whether the boxes `a` and `b` of one buffer have an element in common. A box is a
+    range of indices along each axis.
+    """
     return all(i < j + m and j < i + n for (i, n), (j, m) in zip(a, b, strict=True))
 
 
 def box_text(box: Box, whole: Iterable[int]) -> str:
-    """Returns a box as text for messages, such as `[2:4, :]`. Returns "" if the box is the whole
-    buffer, whose shape is `whole`."""
+    """Returns a box, a range of indices along each axis of a buffer, as text for messages, such as
+    `[2:4, :]`. Returns "" if the box is the whole buffer, whose shape is `whole`.
+    """
     sizes = tuple(whole)
     if all(b == (0, n) for b, n in zip(box, sizes, strict=True)):
         return ""
@@ -160,7 +164,9 @@ def box_text(box: Box, whole: Iterable[int]) -> str:
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
     """Returns the elements of `box` that no box in `covers` contains, as a list of boxes that do
-    not overlap. An empty list means that `covers` contains every element."""
+    not overlap. A box is a range of indices along each axis of a buffer. An empty list means that
+    `covers` contains every element.
+    """
     left = [box]
     for cover in covers:
         left = [piece for one in left for piece in _subtract(one, cover)]
@@ -171,7 +177,8 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 def _subtract(box: Box, cover: Box) -> list[Box]:
     """Returns the elements of `box` that are not in the box `cover`, as a list of boxes that do not
-    overlap."""
+    overlap. A box is a range of indices along each axis of a buffer.
+    """
     if not overlap(box, cover) or math.prod(n for _, n in box) == 0:
         return [box]
     pieces: list[Box] = []
@@ -196,11 +203,11 @@ class Use:
     writes.
 
     - `site`: the op and the iteration of its loops; `is_write`: whether the op writes; `box`: the
-      elements.
+      elements, as a range along each axis.
     - `began`: the stream on which the access began.
-    - `stream`, `tick`: the stream on which the access ended, and how many ops that stream had then
-      received. `stream` is None while a communication is in flight, because the access has not
-      ended.
+    - `stream`, `tick`: the stream on which the access ended, and how many ops the program had put
+      on that stream by then. `stream` is None while a communication has not ended, because then the
+      access has not ended, either.
     - `communication`: the communication that reads or writes the buffer, or None for any other op.
     """
 
@@ -213,16 +220,17 @@ class Use:
     communication: InFlight[Any] | None
 
     def is_before(self, clock: Clock) -> bool:
-        """Returns whether this read or write has ended before the next op of the stream whose
-        vector clock is `clock`. Returns False while a communication is in flight, because its reads
-        and writes have not ended."""
+        """Returns whether this read or write has certainly ended before the next op of a stream
+        begins. `clock` is the vector clock of the stream: how many ops of every stream have ended
+        by then. Returns False while the access belongs to a communication that has not ended.
+        """
         return self.stream is not None and clock.get(self.stream, 0) >= self.tick
 
 
 @dataclass(eq=False, slots=True)
 class Cell:
-    """The accesses of one box of a buffer with which the race check compares a later access. These
-    are the last write, and the reads after that write.
+    """The accesses of one part of a buffer with which the race check compares a later access: the
+    last write, and the reads after that write.
 
     Accesses before the last write are not kept, because they were ordered before the write or were
     reported as a race.
@@ -235,9 +243,10 @@ class Cell:
     parts: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
     def add(self, use: Use) -> None:
-        """Records an access of the box. A write replaces all earlier accesses. A read replaces an
-        earlier read on the same stream, because an op that runs after the later read also runs
-        after the earlier read."""
+        """Records an access of this part of the buffer. A write replaces all earlier accesses. A
+        read replaces an earlier read on the same stream, because an op that runs after the later
+        read also runs after the earlier read.
+        """
         if use.is_write:
             self.write, self.reads = use, []
         else:
@@ -254,7 +263,8 @@ class TrackedBuffer:
     - `home`: the stream that allocated the buffer.
     - `made`: the allocation, as a write; None if the caller passed the buffer.
     - `is_filled`: whether all elements are known to be written.
-    - `cells`: the accesses, by box. Boxes are grouped by how they were cut from the buffer.
+    - `cells`: the accesses, by the part of the buffer that they use. Parts are grouped by how they
+      were cut from the buffer, because parts of one group are equal or do not overlap.
     - `freed`: the op that freed the buffer; None while the buffer is allocated.
     """
 
@@ -282,7 +292,8 @@ class TrackedBuffer:
                 yield from cell.reads
 
     def unwritten(self, box: Box) -> list[Box]:
-        """Returns the elements of `box` that no op has written, as a list of boxes.
+        """Returns the elements of `box` (a range of indices along each axis) that no op has
+        written, as a list of boxes.
 
         Some writes are known only by their number of elements, because their positions do not form
         a box. Returns an empty list if such writes may have written all remaining elements.
@@ -293,8 +304,9 @@ class TrackedBuffer:
         return left if sum(math.prod(n for _, n in at) for at in left) > somewhere else []
 
     def text(self, box: Box) -> str:
-        """Returns a box of the buffer as text for messages, such as `T3[2:4, :]`, where `T3` is the
-        tensor that owns the buffer."""
+        """Returns a part of the buffer as text for messages, such as `T3[2:4, :]`, where `T3` is
+        the tensor that owns the buffer. `box` is the range of indices along each axis.
+        """
         return self.owner.label + box_text(box, self.shape)
 
 
@@ -326,8 +338,8 @@ class NamedRegion(Generic[N, A]):
         raise NotImplementedError
 
     def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
-        """Returns the part of this region that has the indices `start` to `start + length` along
-        `axis`.
+        """Returns the part of this region that has the indices from `start` to `start + length`,
+        exclusive, along `axis`.
 
         `among` identifies how the axis was divided, such as the number of chunks. Parts that were
         divided in the same way are equal or disjoint, so they need no comparison. Each subclass
@@ -369,8 +381,8 @@ class NamedRegion(Generic[N, A]):
         return self.chunk(part.axis, start, least(step, size - start), chunks)
 
     def viewed(self, kept: Mapping[int, int], sizes: Sequence[N]) -> Self:
-        """Returns the region of the result of a view op (such as a transpose), if this region is
-        that of the op's operand.
+        """Returns the part of the buffer to which the result of a view op (such as a transpose)
+        refers, if this region is the part to which the op's operand refers.
 
         `kept` maps each axis of the result that the view does not change to the same axis of the
         operand. `sizes` is the shape of the result. The buffer axes of a changed axis are unknown.
@@ -384,13 +396,14 @@ class NamedRegion(Generic[N, A]):
 class BufferRegion(NamedRegion[int, Owned]):
     """The part of a buffer that a tensor refers to, on one rank.
 
-    - `box`: the elements of the buffer; `shape`: the shape of the tensor.
-    - `axes`: for each axis of the tensor, triples of (buffer axis, elements per index, number of
-      indices); None if unknown.
-    - `grid`: how the box was cut from the buffer, cut by cut. Two boxes with equal grids are equal
-      or disjoint.
-    - `parts`: the cuts that could not be expressed as a box. If `parts` is not empty, the tensor
-      refers to only some elements of the box.
+    - `box`: the elements of the buffer, as a range of indices along each axis; `shape`: the shape
+      of the tensor.
+    - `axes`: for each axis of the tensor, triples of (buffer axis, buffer elements per index,
+      number of indices); None if unknown.
+    - `grid`: the selections by which the box was cut from the buffer, one after another. Two boxes
+      with equal grids are equal or disjoint.
+    - `parts`: the selections that could not be expressed as a box. If `parts` is not empty, the
+      tensor refers to only some elements of the box.
     """
 
     buffer: TrackedBuffer
@@ -418,12 +431,13 @@ class BufferRegion(NamedRegion[int, Owned]):
         return BufferRegion(self.buffer, self.box, shape, axes, self.grid, self.parts)
 
     def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:
-        """Returns the part of this region that has the indices `start` to `start + length` along
-        `axis`.
+        """Returns the part of this region that has the indices from `start` to `start + length`,
+        exclusive, along `axis`.
 
-        `among` identifies how the axis was divided, such as the number of chunks. If the part is a
-        box, `among` is added to the grid. Otherwise the box stays larger than the part, and the cut
-        is recorded in `parts`.
+        `among` identifies how the axis was divided, such as the number of chunks, and is recorded,
+        so that parts of one division are known to be disjoint. If the part is not a range along
+        each axis of the buffer, the result has more elements than the part, and records the
+        selection in `parts`.
         """
         shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
         owned = self.axes[axis]

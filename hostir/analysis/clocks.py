@@ -19,12 +19,13 @@ Clock = dict[Hashable, int]
 
 
 class Clocks(StreamState[Hashable]):
-    """The streams of one rank during a walk over its program. `of` maps each stream to its vector
-    clock.
+    """The streams of one rank while the race check follows its program. `of` maps each stream to
+    its vector clock.
 
-    A vector clock maps streams to numbers of ops. The entry of a stream in its own clock counts the
-    ops that the program has put on the stream. The caller's stream begins with a count of 1, which
-    stands for all work that the caller put on the stream before the program.
+    A vector clock maps streams to numbers of ops: how many ops of each stream have certainly ended.
+    The entry of a stream in its own clock is the number of ops that the program has put on the
+    stream. The caller's stream begins with 1, which stands for all work that the caller put on the
+    stream before the program.
     """
 
     def __init__(self, number: Callable[[Scalar], Hashable], *, default: Hashable = ENTRY) -> None:
@@ -39,7 +40,9 @@ class Clocks(StreamState[Hashable]):
 
     @property
     def now(self) -> Clock:
-        """The vector clock of the current stream, on which the program puts its next op."""
+        """The vector clock of the current stream, on which the program puts its next op. It maps
+        each stream to the number of its ops that have certainly ended before that op.
+        """
         return self.of[self.current]
 
     @property
@@ -48,14 +51,16 @@ class Clocks(StreamState[Hashable]):
         return self.of[self.current][self.current]
 
     def advance(self) -> None:
-        """Counts one more op on the current stream. A walk calls this method for each op, before
-        the op's effects are applied."""
+        """Counts one more op on the current stream. Call this once for each op of the program,
+        before the op's effects are applied.
+        """
         current = self.current
         self.of[current][current] += 1
 
     def unnamed(self, name: str) -> Hashable:
-        """Returns the key of a stream whose name no `GetCurrentStream` has bound yet. Such a name
-        denotes a separate stream, and the key is the name itself."""
+        """Returns the key for a stream whose name no `GetCurrentStream` op has introduced. Such a
+        name denotes a separate stream, and the key is the name itself.
+        """
         return name
 
     def enter(self, stream: Stream) -> None:
@@ -73,8 +78,9 @@ class Clocks(StreamState[Hashable]):
 
     def learn(self, theirs: Clock) -> None:
         """Orders the next op of the current stream after all ops that the vector clock `theirs`
-        counts. For example, `theirs` is the clock of a stream for which the current stream
-        waits."""
+        counts. A vector clock maps each stream to a number of ops. For example, `theirs` is the
+        clock of a stream for which the current stream waits.
+        """
         mine = self.now
         for stream, tick in theirs.items():
             if mine.get(stream, 0) < tick:
@@ -107,7 +113,8 @@ Moment = tuple[Hashable, int]
 class Lifetime(NamedTuple):
     """The part of a run in which a buffer is in use, from its `Allocate` to its `Deallocate`.
 
-    - `begin`: the vector clock of the stream that allocated the buffer, at the allocation.
+    - `begin`: the vector clock of the stream that allocated the buffer, at the allocation: how many
+      ops of each stream have certainly ended by then.
     - `end`: (stream, number of ops put on the stream) at the deallocation.
     """
 
@@ -116,8 +123,10 @@ class Lifetime(NamedTuple):
 
 
 class StreamOrder:
-    """The vector clocks of the streams of a recorded run. The recorder passes each op in the order
-    in which the host issues the ops."""
+    """The order of work on the streams of a run that is recorded, as a vector clock per stream: how
+    many ops of each stream have certainly ended. The recorder calls `follow` for each op in the
+    order in which the host issues the ops.
+    """
 
     def __init__(self, number: Callable[[Scalar], Hashable]) -> None:
         """Begins with the caller's stream as the current and only stream. `number` evaluates the
@@ -128,8 +137,9 @@ class StreamOrder:
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def follow(self, op: Op) -> None:
-        """Counts `op` on the current stream. If the op changes, names or waits for a stream or a
-        communication, also updates the clocks."""
+        """Records that the host has issued `op` on the current stream. If the op changes, names or
+        waits for a stream or a communication, also updates which work is ordered before which.
+        """
         self.clocks.advance()
         if isinstance(op, StreamOp | StartsCommunication | StartCoalescing | Wait):
             effects = self._effects.get(id(op))
@@ -139,8 +149,10 @@ class StreamOrder:
                 self._state.apply(effect)
 
     def now(self) -> Clock:
-        """Returns a copy of the current stream's vector clock. The caller can store the copy as the
-        beginning of a `Lifetime`."""
+        """Returns the vector clock of the current stream: how many ops of each stream have
+        certainly ended before its next op. It is a copy, which the caller can store as the
+        beginning of a `Lifetime`.
+        """
         return dict(self.clocks.now)
 
     def moment(self, stream: Hashable) -> Moment:
@@ -149,8 +161,8 @@ class StreamOrder:
         return stream, self.clocks.of[stream][stream]
 
     def is_within(self, lifetime: Lifetime) -> bool:
-        """Returns whether a buffer with this lifetime is in use only while the program runs, as
-        seen from the caller's stream.
+        """Returns whether a buffer with this lifetime is in use only while the program runs, so
+        that other runs on the caller's stream can use its memory before and after.
 
         Must be called after the last op of the run. Returns True if the caller's stream orders the
         allocation after the caller's earlier work, and the last use before the caller's later work.

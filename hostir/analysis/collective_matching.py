@@ -91,8 +91,8 @@ def find_mismatches(
 
 
 class MatchingWalk(Walk[PerRank]):
-    """Walks a program for all ranks at once, and matches the ranks' communications. `found`
-    collects the findings.
+    """Follows a program for all ranks at once, loop iteration by loop iteration, and matches the
+    ranks' communications. `found` collects the findings (faults).
 
     A communication that all partners start in the same op and iteration is matched at once. From
     the first other communication on, all communications are recorded in `events`, and `finish`
@@ -134,8 +134,9 @@ class MatchingWalk(Walk[PerRank]):
     # ------------------------------------------------------------ ops
     @property
     def mask(self) -> Array:
-        """A mask of the ranks that run the current op: True for a rank that has taken this branch
-        and is in this iteration."""
+        """The ranks that run the current op, as an array of bools: True for a rank that has taken
+        this branch and is in this iteration.
+        """
         return self.domain.mask
 
     def on_op(self, op: Op) -> None:
@@ -149,8 +150,10 @@ class MatchingWalk(Walk[PerRank]):
             self._apply(effect, op, Site(op, self.indices))
 
     def _matters(self, effect: Effect) -> bool:
-        """Returns whether this check needs an effect of an op. Needed effects create or free a
-        view, allocate one block of a tensor, or concern a communication."""
+        """Returns whether the check of communications needs to know an effect of an op. This is so
+        if the effect creates or frees a view, allocates only one block of a tensor, or concerns a
+        communication.
+        """
         if isinstance(effect, Makes):
             # The buffer has the shape of one step's block.
             return effect.step is not None and effect.tensor not in self.storage.named
@@ -193,9 +196,12 @@ class MatchingWalk(Walk[PerRank]):
             self._collective(movement, number, site)
 
     def needed(self, x: Scalar, what: str, op: Op) -> PerRank:
-        """Returns the value of `x`, which is a loop bound or the condition of the branch `op`.
-        Reports the ranks on which `x` divides by 0. `what` says in such reports which scalar `x`
-        is, such as "bound"."""
+        """Returns the value of `x`, which is a loop bound or the condition of the branch `op`, on
+        all ranks.
+
+        Reports the ranks on which `x` divides by 0. `what` is the role of `x` in the report, such
+        as "bound".
+        """
         return self._value(x, what, self.mask, self.site(op))
 
     # ------------------------------------------------------------ names
@@ -224,8 +230,9 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(OUT_OF_RANGE, what, ((Site(op, self.indices), ""),)))
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
-        """Returns the elements of a tensor's shard to which `tv` refers in the current iteration,
-        on each rank."""
+        """Returns the elements to which `tv` refers in the current iteration, on each rank. `tv`
+        may be a view; the elements are those of the shard, the part of a tensor that a rank stores.
+        """
         shard = self.shard_regions.get(tv)
         if shard is None:
             shown = self.storage.shown_by(tv)
@@ -241,9 +248,12 @@ class MatchingWalk(Walk[PerRank]):
         return self.teams[of]
 
     def _comes(self, movement: Movement, site: Site) -> tuple[Teams, Array]:
-        """Returns the teams of a communication, and a mask of the active ranks that are in a team.
-        Also reports a team that does not fit the tensors, and notices if only some members of a
-        team enter the communication."""
+        """Prepares the match of a communication. Returns its teams, and an array of bools: the
+        ranks that run the op and are in a team.
+
+        Also reports a team that does not fit the tensors. If only some members of a team enter the
+        communication, remembers that the ranks must be followed one by one.
+        """
         if movement not in self.entered:
             team = movement.team
             assert team is not None, f"a {movement.kind} has no team"
@@ -261,7 +271,9 @@ class MatchingWalk(Walk[PerRank]):
         return teams, here
 
     def _check_meshes(self, movement: Movement, team: TeamOf, site: Site) -> None:
-        """Reports a communication whose team is formed on another mesh than that of its tensors."""
+        """Reports a communication whose team has other ranks, or another arrangement of ranks, than
+        the mesh of the communicated tensors.
+        """
         meshes = {tv.mesh for tv in movement.tensors if tv.mesh is not None}
         held = {r for mesh in meshes for r in mesh.devices}
         is_shaped = len(meshes) > 1 or all(m.shape == team.mesh.shape for m in meshes)
@@ -274,7 +286,11 @@ class MatchingWalk(Walk[PerRank]):
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
         """Matches a collective if all members of each team enter it in the same op and iteration.
-        Otherwise records the collective, so that `follow` matches it later."""
+        `here` has True for the ranks that enter.
+
+        Otherwise records the collective, so that it is matched after the walk, by following the
+        ranks one by one.
+        """
         self._begin()
         if self.is_uneven:
             self.events.append(event)
@@ -314,8 +330,10 @@ class MatchingWalk(Walk[PerRank]):
         self._enters(event, here)
 
     def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
-        """Matches an op that makes one tensor out of several ranks' shards without copying. All
-        ranks of the team must reach the op, so the op is treated as an allgather of the shards."""
+        """Checks a `SymmetricContiguousView`, which makes one tensor out of several ranks' shards
+        without copying. All ranks of the team must reach the op, so it is matched like an allgather
+        of the shards.
+        """
         gather = self.gathers.get(op)
         if gather is None:
             assert op.team is not None, f"{op.out} is a view of only one rank's shard"
@@ -349,8 +367,9 @@ class MatchingWalk(Walk[PerRank]):
         return True
 
     def _value(self, x: Scalar, what: str, here: Array, site: Site) -> PerRank:
-        """Returns the value of the scalar `x`, and reports the ranks in `here` on which `x` divides
-        by 0. `what` says in such reports which scalar `x` is, such as "root"."""
+        """Returns the value of the scalar `x` on all ranks, and reports the ranks in `here` on
+        which `x` divides by 0. `what` is the role of `x` in the report, such as "root".
+        """
         value = self.values.of(x)
         self._check_defined(what, x, here, site)
         return value
@@ -359,7 +378,7 @@ class MatchingWalk(Walk[PerRank]):
         """Reports the ranks in `here` on which the scalar `x` divides by 0. Must be called directly
         after `x` was evaluated, because only the latest evaluation is remembered.
 
-        `what` says in the report which scalar `x` is, such as "peer".
+        `what` is the role of `x` in the report, such as "peer".
         """
         undefined = self.values.undefined
         if undefined is not None and (wrong := undefined & here).any():
@@ -400,10 +419,11 @@ class MatchingWalk(Walk[PerRank]):
         return not wrong.any()
 
     def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
-        """Reports a gather or scatter along mesh dimensions that do not divide the sharded tensor.
+        """Reports a gather or scatter among the ranks along a mesh dimension, such as `mesh_x`,
+        over which the tensor is not split.
 
-        Also reports a gather whose result is still sharded along the gathered mesh dimensions.
-        `row` describes the type of collective: which side has one piece per member.
+        Also reports a gather whose result is declared as still split over that mesh dimension.
+        `row` describes the type of collective: on which side each member has only a piece.
         """
         growth = row.growth
         if not growth:
@@ -472,10 +492,11 @@ class MatchingWalk(Walk[PerRank]):
             self._start(group)
 
     def _partners(self, scalar: Scalar, mask: Array, site: Site) -> Array:
-        """Returns the index of each rank's peer in a transfer, in the list of ranks.
+        """Returns, for each rank, the rank with which it exchanges data in a send or receive, as an
+        index in the list of ranks.
 
-        `scalar` is the number of the peer's rank, and `mask` selects the ranks that take part in
-        the transfer. A peer that is no rank of the program is reported and has the index -1.
+        `scalar` is the number of that rank, and `mask` selects the ranks that take part in the
+        transfer. A peer that is no rank of the program is reported and has the index -1.
         """
         peer = self._value(scalar, "peer", mask, site)
         if not isinstance(peer, np.ndarray):
@@ -490,8 +511,9 @@ class MatchingWalk(Walk[PerRank]):
         return to
 
     def holds(self, tv: TensorView) -> Array:
-        """Returns a mask of the ranks that have a shard of a tensor. These are the ranks in the
-        tensor's mesh, or all ranks if the tensor has no mesh."""
+        """Returns an array of bools: whether each rank has a shard (part) of a tensor. These are
+        the ranks in the tensor's mesh, or all ranks if the tensor has no mesh.
+        """
         mesh = tv.mesh
         if mesh not in self.held:
             here = np.ones(len(self.ranks), dtype=bool)
@@ -501,8 +523,9 @@ class MatchingWalk(Walk[PerRank]):
         return self.held[mesh]
 
     def on_half(self, half: Half) -> None:
-        """Handles a send or receive before it is matched. By default, does nothing; `Unroller`
-        records the op's cost data."""
+        """Handles a send or receive before it is matched with its partner. By default, does
+        nothing; the subclass `Unroller` records the op, whose cost is predicted.
+        """
 
     def _close(self, effect: ClosesGroup, site: Site) -> None:
         group = self.state.apply(effect)
@@ -516,27 +539,30 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(group)
 
     def _begin(self) -> None:
-        """Gives up the search for the receive that belongs to the last single send, because another
-        communication begins first. The send is recorded, so that `follow` matches it later."""
+        """Prepares for the next communication. A single send, whose receive was expected in the
+        next op, has no partner there. It is recorded, so that it is matched after the walk, by
+        following the ranks one by one.
+        """
         sent, self.sent = self.sent, None
         if sent is not None:
             self.is_uneven = True
             self.events.append(sent)
 
     def _meet(self, halves: Sequence[Half]) -> bool:
-        """Pairs the sends in `halves` with the receives in `halves`, and checks each pair. If any
-        transfer has no partner in `halves`, pairs nothing and returns False."""
+        """Pairs each send in `halves` with its receive in `halves`, on all ranks, and checks each
+        pair. If any of them has no partner in `halves`, pairs nothing and returns False.
+        """
         pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
         for pair in pairs or ():
             self.paired(*pair)
         return pairs is not None
 
     def _pairs(self, halves: Sequence[Half]) -> list[tuple[Half, Half, Array, Array]] | None:
-        """Pairs each send in `halves` with its receive. Returns (send, receive, indices of senders,
-        indices of receivers) for each pair of ops.
+        """Pairs each send in `halves` with its receive in `halves`. Returns (send, receive, indices
+        of the sending ranks, indices of the receiving ranks) for each pair of ops.
 
-        Returns None if a transfer has no partner in `halves`. Several transfers between two ranks
-        are paired in program order.
+        Returns None if a send or a receive has no partner in `halves`. Several transfers between
+        two ranks are paired in program order.
         """
         if {h.kind for h in halves[:2]} == {"send", "recv"} and len(halves) == 2:
             a, b = halves if halves[0].kind == "send" else halves[::-1]
@@ -555,8 +581,9 @@ class MatchingWalk(Walk[PerRank]):
         return found
 
     def _ends(self, halves: Sequence[Half], kind: str) -> tuple[Array, Array]:
-        """Lists the sends in `halves`, or the receives if `kind` is "recv". There is one entry per
-        rank that takes part, and entries are sorted by sender and receiver.
+        """Lists the transfers of all sends in `halves`, or of all receives if `kind` is "recv".
+        There is one entry per rank that takes part, and entries are sorted by sender and receiver,
+        so that the lists of sends and receives can be compared.
 
         Returns two arrays. The first encodes the sender and the receiver of each entry in one
         number. The second has the index in `halves`.
@@ -582,8 +609,10 @@ class MatchingWalk(Walk[PerRank]):
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Checks the collective or permutation `met`, which all members of some teams have entered.
-        Reports elements that arrive at a wrong position. `here` is a mask of these members."""
+        """Checks a collective or permutation, `met`, after all members of some teams have entered
+        it: reports elements of a tensor that arrive at a wrong position. `here` has True for these
+        members.
+        """
         sites = tuple((site, "") for site in met.sites)
         if met.peers is not None:
             self._permuted(met, here)
@@ -594,8 +623,10 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
 
     def _permuted(self, met: PostedCollective, here: Array) -> None:
-        """Reports a rank in a permutation that sends to a rank which receives from another rank, or
-        which receives another number of elements."""
+        """Checks a permutation, `met`, in which each rank sends to one rank and receives from one.
+        Reports a rank that sends to a rank which receives from another rank, or which receives
+        another number of elements.
+        """
         teams, sites = met.teams, tuple((site, "") for site in met.sites)
         to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())
         if ((to < 0) & here).any() or ((source < 0) & here).any():
@@ -663,11 +694,12 @@ class MatchingWalk(Walk[PerRank]):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Reports elements of a tensor that the receiver stores as other elements of the same
-        tensor.
+        """Checks transfers between ranks: reports elements of a tensor that the receiver stores at
+        another position of the tensor than the sender.
 
         `a` has the elements that each of `senders` sends. `b` has the elements as which each of
-        `receivers` stores the received data. `sites` are the ops.
+        `receivers` stores the received data. `sites` are the ops. Nothing is checked if `a` or `b`
+        is unknown.
         """
         found = lost_on_the_way(self.shapes, a, b, senders, receivers)
         if found is not None:
@@ -705,14 +737,14 @@ Wrong = tuple[str, Array | None, str]
 
 
 def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Checks whether a matched collective delivers each element of a tensor to its declared
-    position.
+    """Checks whether a collective, `met`, delivers each element of a tensor to the position that
+    the declared sharding of the result says.
 
-    - `met`: the collective; `here`: a mask of the ranks that entered the collective.
-    - `ranks`: the global ranks, in the order of the mask.
+    - `here`: an array of bools, True for the ranks that entered the collective.
+    - `ranks`: the global ranks, in the order of `here`.
 
-    Returns None if all is right. Otherwise returns (message, mask of the wrong ranks, note). The
-    mask is None if the message already names ranks.
+    Returns None if all is right. Otherwise returns (message, array of the wrong ranks, note). The
+    array is None if the message already names ranks.
     """
     inp, out = met.inp, met.out
     if inp is None or out is None or inp.whole != out.whole or not here.any():
@@ -749,11 +781,12 @@ def misplaced(met: PostedCollective, here: Array, ranks: Sequence[int]) -> Wrong
 def _lies(
     met: PostedCollective, inp: Region, out: Region, left: Region, right: Region, i: int
 ) -> str:
-    """Returns a note that explains by the memory order why a piece of a tensor is misplaced in a
-    collective. Returns "" if members move whole tensors, not pieces.
+    """Returns a note for the report of a misplaced piece of a tensor, which explains by the memory
+    order why the collective moves this piece. Returns "" if each rank sends and receives the whole
+    tensor that it stores, not a piece.
 
-    `left` is sent and `right` is expected to be equal. `i` is the index of a rank on which the two
-    differ.
+    `inp` and `out` are the tensors. `left` is the sent part, and `right` the part as which it is
+    stored; they should be equal. `i` is the index of a rank on which the two differ.
     """
     if left is not inp:
         position = met.teams.position[i]
@@ -765,8 +798,11 @@ def _lies(
 
 
 def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int]) -> Wrong | None:
-    """Reports two members of a team that gather or reduce different parts of a tensor. `part` has
-    the elements on each rank, and `here` is a mask of the ranks to check."""
+    """Reports two members of a team that gather or reduce parts of a tensor at different positions.
+    `part` has the elements on each rank, and `here` has True for the ranks to check.
+
+    Returns None if all is right, and otherwise (message, None, "").
+    """
     teams = met.teams
     for x in part.starts:
         two = first_difference(x, teams, here)
@@ -781,7 +817,8 @@ def _apart(met: PostedCollective, part: Region, here: Array, ranks: Sequence[int
 
 def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> Wrong | None:
     """Checks an all-to-all: piece k of member i's input must arrive as piece i of member k's
-    output. Returns None if all is right, and otherwise (message, mask of the wrong ranks, note)."""
+    output. Returns None if all is right, and otherwise (message, array of the wrong ranks, note).
+    """
     teams, count = met.teams, met.teams.members.shape[1]
     for shift in range(0, count, -(-count // _MAX_PARTNERS)):
         to = (teams.position + shift) % count
@@ -799,7 +836,8 @@ def _exchanged(met: PostedCollective, inp: Region, out: Region, here: Array) -> 
 
 def first_difference(x: PerRank, teams: Teams, here: Array) -> tuple[int, int] | None:
     """Returns the indices of two members of one team that have different values of `x`. Returns
-    None if the members of each team agree."""
+    None if the members of each team agree. `here` has True for the ranks to check.
+    """
     if not isinstance(x, np.ndarray):
         return None
     by_team = x[teams.members]
@@ -817,12 +855,13 @@ def lost_on_the_way(
     """Checks whether transfers store each element of a tensor at the position that it had at the
     sender.
 
-    Each of `senders` sends the elements `a`. The rank at the same position in `receivers` stores
-    the data as the elements `b`. Returns None if all is right, and otherwise (message, index of the
+    Each of `senders` sends the elements `a`. The rank at the same index of `receivers` stores the
+    data as the elements `b`. Returns None if all is right, and otherwise (message, index of the
     first wrong transfer). Two cases are not checked, because they can be intended:
 
-    - No mesh dimension divides the tensor. The user may then divide the buffer in any way.
-    - Ranks exchange whole shards.
+    - The tensor is not split over any mesh dimension. The user may then divide the buffer in any
+      way.
+    - Ranks exchange whole shards, the parts that they store.
     """
     if a is None or b is None or a.whole != b.whole or (a.is_alike and b.is_alike):
         return None

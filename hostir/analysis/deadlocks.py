@@ -37,16 +37,18 @@ _VERB: dict[str, str] = {"send": "send", "recv": "receive"}
 
 
 class Judge(Protocol):
-    """The receiver of matched communications and of findings, while `follow` follows the ranks one
-    by one. `MatchingWalk` is the implementation."""
+    """The interface of the object that receives matched communications and findings (faults) while
+    `follow` follows the ranks one by one. `MatchingWalk` is the implementation.
+    """
 
     def note(self, finding: Finding) -> None:
         """Adds a finding, such as a deadlock, to the result of the check."""
         ...
 
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Checks the collective `met`, which all members of some teams have entered. `here` is a
-        mask of these members."""
+        """Checks the collective `met`, after all members of some teams have entered it. `here` is
+        an array of bools, True for these members.
+        """
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
         """Checks the send `a` and the matching receive `b`. One send op can run on several ranks:
@@ -90,7 +92,7 @@ class PostedCollective:
     - `sites`: the op and iteration; several if the members of a team use different ops.
     - `kind`: the type, such as "Allreduce"; `number`: the number by which a `Wait` refers to the
       communication.
-    - `mask`: the ranks that enter; `teams`: the teams of these ranks.
+    - `mask`: an array of bools, True for the ranks that enter; `teams`: the teams of these ranks.
     - `terms`: values on which all members must agree, each with its name in messages, such as
       "dtype".
     - `inp`, `out`: the elements that are sent and received, None if unknown; `sizes`: their
@@ -117,7 +119,8 @@ class Half:
     """One end of a transfer between two ranks: a send or a receive.
 
     - `site`: the op and loop iteration; `movement`: the tensor and the library of the transfer.
-    - `mask`: the ranks that start the transfer; `to`: the index of each rank's peer.
+    - `mask`: an array of bools, True for the ranks that start the transfer; `to`: the index of each
+      rank's peer.
     - `elements`: the number of elements; `part`: which elements of the whole tensor, None if
       unknown.
     - `note`: data of the class that overrides `MatchingWalk.on_half`.
@@ -156,8 +159,9 @@ class TransferGroup:
 
 @dataclass(eq=False)
 class Await:
-    """A `Wait` for the communication with the given `number`, in one loop iteration, by the ranks
-    in `mask`."""
+    """A `Wait` op for the communication with the given `number`, in one loop iteration. `mask` has
+    True for the ranks that run it.
+    """
 
     site: Site
     number: int
@@ -170,7 +174,8 @@ Event = PostedCollective | TransferGroup | Await
 # ------------------------------------------------------------------ rank by rank
 @dataclass(eq=False)
 class _Meeting:
-    """One collective of one team, for the walk that follows each rank separately (`follow`).
+    """The state of one collective of one team, while each rank is followed separately (`follow`)
+    and some members have not entered the collective yet.
 
     `members` are the ranks of the team. `come` maps each member that has already entered the
     collective to the op with which the member did so. `is_alike` becomes False if two members
@@ -188,9 +193,10 @@ class _Meeting:
 
 @dataclass(eq=False)
 class _Open:
-    """A group of transfers that one rank has started, for the walk that follows each rank
-    separately (`follow`). `lonely` has the sends and receives that no peer has matched yet, each
-    with the index of the peer's rank."""
+    """A group of sends and receives that one rank has started, while each rank is followed
+    separately (`follow`). `lonely` has the sends and receives of the group that no peer has matched
+    yet, each with the index of the peer's rank.
+    """
 
     rank: int
     group: TransferGroup
@@ -203,11 +209,11 @@ class _Open:
 
 
 class _Follower:
-    """Follows each rank through its communications until the rank blocks or its program ends. Then
-    reports the ranks that are still blocked.
+    """Follows each rank through its communications until the rank waits for another one or its
+    program ends. Then reports the ranks that still wait.
 
     `events` are the communications and waits of all ranks in program order. `judge` receives
-    matches and findings.
+    matched communications and findings (faults).
     """
 
     def __init__(self, events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
@@ -233,7 +239,8 @@ class _Follower:
 
     def run(self) -> None:
         """Follows all ranks through their communications, passes matched communications to the
-        judge, and reports ranks that stay blocked."""
+        object `judge`, which checks them, and reports ranks that wait for ever.
+        """
         while self.runnable:
             i = self.runnable.popleft()
             while self.at[i] < len(self.todo[i]):
@@ -377,8 +384,8 @@ class _Follower:
                 self.judge.note(Finding(PARTNER, text, ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
-        """Yields a finding for each transfer of blocked rank `i` whose peer does not start the
-        matching transfer.
+        """Yields a finding (fault) for each transfer of rank `i`, which waits for ever, whose peer
+        does not start the matching transfer.
 
         Each finding is paired with a flag. The flag is True if the peer starts enough matching
         transfers elsewhere in its program. Then the ranks only disagree on the order.
@@ -411,7 +418,7 @@ class _Follower:
         return sum(int(h.to[i]) == k for h in halves)
 
     def _site(self, i: int) -> Site:
-        """Returns the op and loop iteration in which rank `i` is blocked."""
+        """Returns the op and loop iteration in which rank `i` waits for ever."""
         event = self.todo[i][self.at[i] - 1]
         return event.sites[0] if isinstance(event, PostedCollective) else event.site
 
@@ -436,8 +443,9 @@ class _Follower:
         return f"rank {self.ranks[i]}" if i >= 0 else "a rank outside of the job"
 
     def _sites(self, i: int) -> list[tuple[Site, str]]:
-        """Returns the ops in which rank `i` is blocked, each with a note such as "rank 0 waits for
-        rank 1"."""
+        """Returns the ops in which rank `i` waits for ever, each with a note such as "rank 0 waits
+        for rank 1".
+        """
         wait, me = self.blocked[i], f"rank {self.ranks[i]}"
         if isinstance(wait, _Open):
             return [
@@ -452,7 +460,8 @@ def _together(came: dict[PostedCollective, Array]) -> PostedCollective:
     """Combines the ops in which the members of a team entered one collective into one
     `PostedCollective`.
 
-    `came` maps each op to a mask of the members that entered the collective there.
+    `came` maps each op, with its data, to an array of bools: the members that entered the
+    collective there.
     """
     parts = [(ranks, event) for event, ranks in came.items()]
 
@@ -479,7 +488,7 @@ def follow(events: Sequence[Event], ranks: Sequence[int], judge: Judge) -> None:
     """Follows each rank separately through its communications. Reports ranks that disagree, that
     block each other, or whose transfers have no partner.
 
-    `events` are the communications and waits of all ranks, in program order. The `judge` receives
-    the findings and checks the matched communications.
+    `events` are the communications and waits of all ranks, in program order. The object `judge`
+    checks the matched communications and collects the findings (faults).
     """
     _Follower(events, ranks, judge).run()

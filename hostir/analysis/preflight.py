@@ -136,8 +136,10 @@ def findings(
 
 
 def _once(found: Iterable[Finding]) -> list[Finding]:
-    """Removes an out-of-range index that the check of one rank found, if the check of all ranks has
-    reported the same op."""
+    """Returns the findings without duplicates of one kind: an index that is out of range is found
+    by the check of a single rank, and again by the check of all ranks. Only the second report of
+    such an op is kept.
+    """
     found = list(found)
     known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}
     return [f for f in found if f.kind != OUT_OF_RANGE or f.sites[0][0] not in known]
@@ -183,8 +185,9 @@ def first_of_each_class(
 
 
 class _RankClasses(Walk[PerRank]):
-    """Walks a program for all ranks at once, and divides the ranks into classes on which all
-    scalars have equal values. `classes` has the class number of each rank.
+    """Follows a program for all ranks at once, and divides the ranks into classes on which all
+    scalars of the program have equal values. Ranks of one class run the same ops on the same sizes.
+    `classes` has the class number of each rank.
 
     The walk ends early when each rank has a class of its own.
     """
@@ -210,22 +213,26 @@ class _RankClasses(Walk[PerRank]):
         }
 
     def split(self, column: PerRank) -> None:
-        """Divides the classes further by a value. Ranks that run the current op and have different
-        values in `column` get different classes."""
+        """Divides the classes of ranks further by a value: ranks that run the current op and have
+        different values in `column` get different classes.
+        """
         here = np.where(self.domain.mask, np.asarray(column), 0)
         both = np.unique(np.stack([self.classes, here]), axis=1, return_inverse=True)
         self.classes = both[1].reshape(-1)
         self.is_over = both[0].shape[1] == len(self.classes)
 
     def on_region(self, op: Op) -> None:
-        """Divides the classes by the bounds of a loop or the condition of a branch, because ranks
-        with different values run different ops."""
+        """Handles a loop or branch, before its ops. Divides the classes of equal ranks by the
+        bounds of the loop or the condition of the branch, because ranks with different values run
+        different ops.
+        """
         for x in self.differing[id(op)]:
             self.split(self.domain.value(x))
 
     def on_op(self, op: Op) -> None:
-        """Divides the classes by the scalars of an op that depend on the rank, and by which rank is
-        the root of a collective."""
+        """Handles an op in one loop iteration. Divides the classes of equal ranks by the scalars of
+        the op that depend on the rank, and by which rank is the root of a collective.
+        """
         self.on_region(op)
         if isinstance(op, Communication) and op.root is not None:
             self.split(self.teams[op.team].position == self.domain.value(op.root))

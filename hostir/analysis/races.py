@@ -2,11 +2,12 @@
 program runs.
 
 The program is unrolled for one rank and one set of sizes: its loops are followed iteration by
-iteration. The effects of each op say which tensors the op reads and writes. An op is ordered after
-an earlier op if the vector clock of its stream counts the earlier op (`hostir.analysis.clocks`).
-`Synchronize` and `Wait` join clocks. Making a stream current does not order any work. A
-communication is a separate timeline: it begins after all earlier work of the stream that starts the
-communication, and ends at its `Wait`.
+iteration. The effects of each op say which tensors the op reads and writes. Each stream has a
+vector clock, which counts how many ops of every stream have certainly ended
+(`hostir.analysis.clocks`). An op is ordered after an earlier op if the vector clock of its stream
+counts the earlier op. `Synchronize` and `Wait` join clocks. Making a stream current does not order
+any work. A communication is a separate timeline: it begins after all earlier work of the stream
+that starts the communication, and ends at its `Wait`.
 
 The order in which the host issues ops does not count, except for memory. A buffer is new at its
 allocation, and belongs to the stream that allocates the buffer. The memory is free after the
@@ -93,8 +94,9 @@ OUT_OF_RANGE = "index out of range"
 
 
 class Reports:
-    """Collects the findings of the race check in `found`, and formulates their messages. Of several
-    findings of one kind about the same ops, only the first is kept."""
+    """Collects the findings (faults) of the race check in `found`, and formulates their messages.
+    Of several findings of one kind about the same ops, only the first is kept.
+    """
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
@@ -191,8 +193,8 @@ class Reports:
         0 before line 5: Synchronize(Stream 0) is missing".
 
         - `use`: the read or write to wait for; `waiter`: the stream that must wait.
-        - `before`: the position of the wait in words, such as "before {1}", where {1} is the second
-          op of the finding.
+        - `before`: the position of the wait in words, such as "before {1}". The text {1} is later
+          replaced by the line of the second op of the finding.
         """
         who = self.clocks.name(waiter)
         if use.stream is None and use.communication is not None:
@@ -253,7 +255,7 @@ class _Facts:
 
 
 class RaceWalk(Walk[Number], Reports):
-    """Walks the program of one rank in the order in which the host issues the ops, iteration by
+    """Follows the program of one rank in the order in which the host issues the ops, iteration by
     iteration. Compares each access of a buffer with earlier accesses, and collects the races in
     `found`.
 
@@ -288,15 +290,18 @@ class RaceWalk(Walk[Number], Reports):
 
     # ------------------------------------------------------------ ops
     def on_skipped(self, ops: Sequence[Op]) -> None:
-        """Records which communications are not started, because their ops do not run on this rank.
-        A later `Wait` for such a communication does nothing, and is no fault."""
+        """Handles ops that do not run on this rank: records which communications are therefore not
+        started. A later `Wait` for such a communication does nothing, and is no fault.
+        """
         if ops:
             numbers = {o.number for o in walk(ops) if isinstance(o, StartsCommunication)}
             self.absent |= numbers - self.state.in_flight.keys()
 
     def on_op(self, op: Op) -> None:
-        """Applies the effects of an op in the current iteration. Also checks the shapes of the op's
-        tensors, once for each op."""
+        """Handles an op in the current iteration: compares its reads and writes with earlier ones,
+        and follows its effects on streams and buffers. Also checks the shapes of the op's tensors,
+        once for each op.
+        """
         facts = self.facts.get(id(op))
         if facts is None:
             facts = self.facts[id(op)] = self._facts(op)
@@ -338,8 +343,9 @@ class RaceWalk(Walk[Number], Reports):
         return tv.mesh is None or tv.mesh.has(self.rank)
 
     def _shape(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the shape of a tensor's shard on this rank, which its declared placement
-        determines."""
+        """Returns the shape of a tensor's shard, the part that this rank stores. The declared
+        sharding of the tensor determines it.
+        """
         shape = self.shapes.get(tv)
         if shape is None:
             shape = local_sizes(tv, [self._integer(x) for x in tv.shape()])
@@ -400,9 +406,9 @@ class RaceWalk(Walk[Number], Reports):
         """Returns the part of a buffer to which the result of a view op refers. `source` is the
         part to which the op's operand refers.
 
-        The result is exact along axes that the view does not change, and along axes of a reshape
-        that divide or merge buffer axes evenly. Along other axes, the result is all of the
-        operand's part.
+        Along axes that the view does not change, and along axes of a reshape that divide or merge
+        buffer axes evenly, the result has exactly the elements of the view. Along other axes, the
+        result has all elements of the operand's part.
         """
         if isinstance(op, ReshapeOp):
             sizes = self._shape(op.out_tensor)
@@ -650,8 +656,9 @@ class RaceWalk(Walk[Number], Reports):
         self.on_join(effect, site)
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Makes the current stream wait for another stream. `_ChainWalk` overrides this method to
-        find needless waits."""
+        """Handles a `Synchronize` op: the current stream waits for another stream. The subclass
+        `_ChainWalk` overrides this method to find needless waits.
+        """
         self.state.apply(effect)
 
     # ------------------------------------------------------------ the end
@@ -744,9 +751,12 @@ APPLY: dict[type, Callable[[RaceWalk, Any, Site], None]] = {
 
 
 def is_slot(one: Box, other: Box, place: int, members: int) -> bool:
-    """Returns whether the smaller of two boxes is slot number `place` of the larger box. The larger
-    box consists of `members` equal slots, one for each member of a team. A member may keep its
-    operand in its own slot of a collective's result."""
+    """Returns whether the smaller of two boxes is slot number `place` of the larger box, so that a
+    member of a team may keep its operand in its own slot of a collective's result.
+
+    A box is a range of indices along each axis of a buffer. The larger box consists of `members`
+    equal slots along one axis, one for each member of the team.
+    """
     small, large = sorted((one, other), key=lambda box: [n for _, n in box])
     cut = [k for k, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
     if len(cut) != 1:
@@ -774,11 +784,11 @@ MAX_WALKS = 16
 def find_chains(
     program: HostIrContainer, values: Mapping[Symbol, Number], *, rank: int = 0
 ) -> list[Finding]:
-    """Returns the waits that needlessly serialise the iterations of a stream loop, so that no
-    iterations overlap. The results are right, so such a wait is no race.
+    """Returns the waits by which the iterations of a loop needlessly run one after another,
+    although they are on different streams. The results are right, so such a wait is no race.
 
-    A wait is needless if the program has no races when the wait runs in a separate earlier loop.
-    The arguments are those of `find_races`.
+    A wait is needless if the program has no races when the wait runs in a separate loop before this
+    one. The arguments are those of `find_races`.
     """
     if not has_streams(program):
         return []
@@ -824,19 +834,21 @@ class _ChainWalk(RaceWalk):
         self.joined: dict[tuple[Hashable, Hashable], tuple[int, Site, object]] = {}
 
     def on_region(self, op: ForLoop | IfThenElse) -> None:
-        """Stores copies of all streams' vector clocks at the beginning of a loop. A wait in
-        `hoisted` waits only for the work that these clocks count."""
+        """Handles the beginning of a loop: stores which work of each stream is ordered before the
+        loop. A wait in `hoisted` is treated as if it waited only for this work.
+        """
         if isinstance(op, ForLoop):
             self.at_entry.append({s: dict(c) for s, c in self.clocks.of.items()})
 
     def on_left(self, op: ForLoop) -> None:
-        """Discards the clocks that `on_region` stored at the beginning of the loop."""
+        """Handles the end of a loop: discards the state that `on_region` has stored for it."""
         self.at_entry.pop()
 
     def on_join(self, effect: Joins, site: Site) -> None:
-        """Makes the current stream wait for another stream, and records a finding if the wait makes
-        an iteration wait for the iteration before. A wait in `hoisted` waits only for work before
-        the loop."""
+        """Handles a `Synchronize` op: the current stream waits for another stream. Records a
+        finding if the wait makes an iteration wait for the iteration before. A wait in `hoisted`
+        waits only for work before the loop.
+        """
         me, other = self.clocks.current, self.clocks.find(effect.stream)
         if site.op in self.conditional:
             return super().on_join(effect, site)

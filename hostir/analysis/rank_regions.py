@@ -1,4 +1,4 @@
-"""Describes which elements of a whole tensor the shard of each rank has, for all ranks at once.
+"""Describes which elements of a whole tensor each rank stores (its shard), for all ranks at once.
 
 The check of communications uses this description to find elements that arrive at a wrong position.
 """
@@ -40,9 +40,9 @@ class Extent(NamedTuple):
     """The indices of a whole tensor that each rank has along one axis.
 
     The indices are `start` + i0 * stride0 + i1 * stride1 + ..., where each ik runs from 0 to its
-    count. `levels` has (count, stride) for each ik; the last one varies fastest. There are several
-    levels if a stream axis divides the axis into blocks, and devices then divide each block. A rank
-    has a piece of every block.
+    count (exclusive). `levels` has (count, stride) for each ik; the last one varies fastest.
+    Usually there is one level. There are several if the iterations of a loop divide the axis into
+    blocks, and devices then divide each block: a rank has a piece of every block.
     """
 
     start: PerRank
@@ -54,8 +54,9 @@ class Extent(NamedTuple):
         return math.prod(n for n, _ in self.levels)
 
     def cut(self, start: PerRank, length: PerRank) -> Extent | None:
-        """Returns the part of this extent from its `start`-th index on, with `length` indices.
-        Returns None if the part cannot be described by a start and levels."""
+        """Returns the indices number `start` to `start + length` (exclusive) of these indices, as a
+        new extent. Returns None if they cannot be described by a start and levels.
+        """
         (_, stride), *rest = self.levels
         if not rest:
             return Extent(self.start + start * stride, ((length, stride),))
@@ -68,7 +69,9 @@ class Extent(NamedTuple):
         return None
 
     def is_same(self, other: Extent) -> PerRank:
-        """Returns a mask of the ranks on which both extents have the same indices."""
+        """Returns on which ranks both extents have the same indices, as an array of bools over
+        ranks (or one bool for all).
+        """
         if len(self.levels) != len(other.levels):
             return False
         same = self.start == other.start
@@ -78,14 +81,16 @@ class Extent(NamedTuple):
         return same
 
     def on(self, places: PerRank) -> Extent:
-        """Returns the extents of some ranks. `places` has the indices of these ranks in the list of
-        ranks."""
+        """Returns the indices of some ranks: entry k of the result belongs to the rank `places[k]`,
+        an index in the list of ranks.
+        """
         levels = tuple((pick(n, places), step) for n, step in self.levels)
         return Extent(pick(self.start, places), levels)
 
     def text(self, i: int) -> str:
-        """Returns the extent on one rank as text for messages, such as `8:10` or `{2:4, 6:8}`. `i`
-        is the index of the rank in the list of ranks."""
+        """Returns the indices of one rank as text for messages, such as `8:10` or `{2:4, 6:8}`. `i`
+        is the index of the rank in the list of ranks.
+        """
         starts, (count, stride) = [int(str(at(self.start, i)))], self.levels[-1]
         for outer, step in self.levels[:-1]:
             starts = [s + k * step for s in starts for k in range(int(str(at(outer, i))))]
@@ -101,9 +106,9 @@ class Extent(NamedTuple):
 class Region:
     """The elements of a whole tensor that take part in a communication, on each rank.
 
-    - `owners`: the tensors, each with a mask of ranks; None stands for all ranks. There are several
-      tensors if ranks communicate in different ops.
-    - `whole`: the global shape; `extents`: the indices along each axis.
+    - `owners`: the tensors, each with an array of bools over ranks; None stands for all ranks.
+      There are several tensors if ranks communicate in different ops.
+    - `whole`: the shape of the whole tensor; `extents`: the indices along each axis.
     - `order`: the axes in memory order, outermost first.
     - `by_rank`: whether the program selected the part by an index that depends on the rank.
     """
@@ -122,8 +127,9 @@ class Region:
         return next(tv.label for ranks, tv in self.owners if ranks is None or ranks[i])
 
     def text(self, i: int) -> str:
-        """Returns the region on one rank as text for messages, such as `T1[0, 4:8]`. `i` is the
-        index of the rank in the list of ranks."""
+        """Returns the elements of one rank as text for messages, such as `T1[0, 4:8]`. `i` is the
+        index of the rank in the list of ranks.
+        """
         return f"{self.label(i)}[{', '.join(e.text(i) for e in self.extents)}]"
 
     @property
@@ -141,8 +147,9 @@ class Region:
         return replace(self, extents=tuple(extents))
 
     def on(self, places: PerRank) -> Region:
-        """Returns the regions of some ranks. `places` has the indices of these ranks in the list of
-        ranks."""
+        """Returns the elements of some ranks: entry k of the result belongs to the rank
+        `places[k]`, an index in the list of ranks.
+        """
         owners = tuple((ranks if ranks is None else ranks[places], tv) for ranks, tv in self.owners)
         extents = tuple(e.on(places) for e in self.extents)
         return replace(self, owners=owners, extents=extents)
@@ -168,8 +175,9 @@ class Region:
         return self.having(extents) if count == 1 else None
 
     def is_same(self, other: Region) -> PerRank:
-        """Returns a mask of the ranks on which both regions have the same elements in the same
-        memory order."""
+        """Returns on which ranks both regions have the same elements in the same memory order, as
+        an array of bools over ranks (or one bool for all).
+        """
         if self._filled() != other._filled():
             return False
         same: PerRank = True
@@ -185,11 +193,11 @@ class Region:
 
 
 def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
-    """Combines the regions of ranks that enter one collective in different ops into one `Region`
+    """Combines the elements of ranks that enter one collective in different ops into one `Region`
     over all ranks.
 
-    `parts` pairs a mask of ranks with the region of these ranks. Returns None if a region is
-    unknown, or if shapes, memory orders or strides differ.
+    `parts` pairs an array of bools over ranks with the elements of these ranks. Returns None if
+    some elements are unknown, or if shapes, memory orders or strides differ.
     """
     first = parts[0][1]
     every = [(ranks, r) for ranks, r in parts if r is not None]
@@ -216,9 +224,9 @@ def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
 
 def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
     """Combines the values of ranks that enter one collective in different ops into one value over
-    all ranks.
+    all ranks: a number if they are equal, otherwise an array.
 
-    `parts` pairs a mask of ranks with the value on these ranks.
+    `parts` pairs an array of bools over ranks with the value on these ranks.
     """
     first = parts[0][1]
     if not any(isinstance(x, np.ndarray) or (x is not first and x != first) for _, x in parts):
@@ -235,8 +243,8 @@ def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion(NamedRegion[PerRank, int]):
-    """The part of a tensor's shard that another tensor refers to, on all ranks at once. For
-    example, the other tensor is a slice of the shard.
+    """The part of a tensor's shard that another tensor refers to, on all ranks at once. A shard is
+    the part of a tensor that one rank stores; the other tensor is, for example, a slice of it.
 
     - `owner`: the tensor whose shard is meant.
     - `extents`: for each axis of the owner, the indices of the whole tensor; None if unknown.
@@ -253,19 +261,22 @@ class ShardRegion(NamedRegion[PerRank, int]):
     by_rank: bool = False
 
     def elements(self, expanded: Sequence[int] = ()) -> PerRank:
-        """Returns the number of elements that the region has in memory. An axis in `expanded` has
-        stride 0, so it counts as one element."""
+        """Returns the number of elements that the part has in memory, on each rank. An axis in
+        `expanded` has stride 0, so it counts as one element.
+        """
         return math.prod(least(n, 1) if a in expanded else n for a, n in enumerate(self.shape))
 
     def having(self, shape: tuple[PerRank, ...], axes: tuple[int | None, ...]) -> ShardRegion:
-        """Returns a region with the same elements of the owner, described by another `shape` and
-        other `axes`, such as after a transpose."""
+        """Returns a description of the same elements of `owner` for a tensor with another `shape`
+        and other `axes`, such as after a transpose.
+        """
         return ShardRegion(self.owner, self.extents, axes, shape, self.by_rank)
 
     def chunk(self, axis: int, start: PerRank, length: PerRank, among: Hashable) -> ShardRegion:
-        """Returns the part of this region that has the indices `start` to `start + length` along
-        `axis`. The elements become unknown if a view op created the axis. `among` is ignored,
-        because regions on all ranks are compared by their indices."""
+        """Returns the part of this region that has the indices from `start` to `start + length`,
+        exclusive, along `axis`. The elements become unknown if a view op created the axis. `among`
+        is ignored, because regions on all ranks are compared by their indices.
+        """
         owner = self.axes[axis]
         extents: list[Extent | None] = list(self.extents)
         if owner is None:
@@ -278,8 +289,8 @@ class ShardRegion(NamedRegion[PerRank, int]):
 
 
 class Shapes:
-    """Evaluates the global and local shapes of a program's tensors, and the elements of each rank's
-    shard.
+    """Evaluates the shapes of a program's tensors, as wholes and on each rank, and which elements
+    of the whole each rank stores (its shard).
 
     A `Shapes` belongs to one check of a program, and caches its results.
     """
@@ -300,7 +311,9 @@ class Shapes:
         return self._whole[tv]
 
     def local(self, tv: TensorView) -> tuple[int, ...]:
-        """Returns the shape of a tensor's shard. All ranks have shards of the same shape."""
+        """Returns the shape of a tensor's shard, the part that one rank stores. All ranks have
+        shards of the same shape.
+        """
         if tv not in self._local:
             self._local[tv] = local_sizes(tv, self.whole(tv))
         return self._local[tv]
@@ -314,7 +327,7 @@ class Shapes:
         return self._cuts[tv]
 
     def shard_region(self, tv: TensorView) -> ShardRegion:
-        """Returns a region with all elements of a tensor's shard, on each rank."""
+        """Returns all elements of a tensor's shard, the part that a rank stores, on each rank."""
         if tv not in self._shard_regions:
             shape = self.local(tv)
             every = zip(placement(tv), self.whole(tv), strict=True)
@@ -323,16 +336,18 @@ class Shapes:
         return self._shard_regions[tv]
 
     def step(self, tv: TensorView, index: Scalar) -> ShardRegion:
-        """Returns the region of a tensor whose buffer holds only one block of a stream axis.
-        `index` is the stream loop iteration that uses the block."""
+        """Returns the elements of a tensor that one block has, on each rank. A loop computes the
+        tensor block by block, and its buffer holds only the block of the iteration `index`.
+        """
         axis, chunks = stream_cut(tv)
         return self.shard_region(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
 
     def _extent(self, tv: TensorView, cuts: Cuts, size: int) -> Extent:
         """Returns the indices that each rank has along one axis of `tv`. The axis has `size`
-        elements in the whole tensor, and `cuts` says how the axis is divided.
+        elements in the whole tensor. `cuts` says how the axis is divided over devices and over the
+        iterations of a loop, one division after another.
 
-        If devices divide the blocks of a stream axis, a rank has a piece of every block.
+        If devices divide the blocks of a loop, a rank has a piece of every block.
         """
         start: PerRank = 0
         levels: list[tuple[PerRank, int]] = []
@@ -358,11 +373,12 @@ class Shapes:
         return self._values.along(mesh, ptype)
 
     def region(self, shard: ShardRegion, *, without: int | None = None) -> Region | None:
-        """Returns the elements of the whole tensor that a shard region stores in memory. Returns
-        None if some elements are unknown.
+        """Returns the elements of the whole tensor that a part of a shard stores in memory, on each
+        rank. Returns None if some elements are unknown.
 
-        An expanded axis is left out, because it has one element in memory. The axis `without` is
-        left out too: an axis along which each rank has one partial sum, which an allreduce removes.
+        An expanded axis is left out, because it has one element in memory. The axis number
+        `without` is left out too: an axis along which each rank has one partial sum, which an
+        allreduce removes.
         """
         whole, keep, order = self._frame(shard.owner, without)
         extents = tuple(e for a in keep if (e := shard.extents[a]) is not None)
@@ -371,11 +387,12 @@ class Shapes:
         return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns three properties of a tensor that all its regions share: the global sizes of its
-        axes, the numbers of these axes, and their memory order.
+        """Returns three properties of a tensor that do not depend on the part of it that is used:
+        the sizes of its axes in the whole tensor, the numbers of these axes, and their memory
+        order.
 
-        Expanded axes and the axis `without` are left out. The memory order has positions in the
-        tuple of the remaining axes, outermost first.
+        Expanded axes and the axis number `without` are left out. The memory order has positions in
+        the tuple of the remaining axes, outermost first.
         """
         if (tv, without) not in self._frames:
             gone = {without, *expanded_positions(tv)}
@@ -385,10 +402,10 @@ class Shapes:
         return self._frames[tv, without]
 
     def partial_axis(self, shard: ShardRegion, ptypes: Sequence[ParallelType]) -> int | None:
-        """Returns the axis of `shard.owner` along which each member of a team has one partial sum.
-        Returns None if the tensor has no such axis.
+        """Returns the axis of `shard.owner` along which each rank has one partial sum, to be added
+        by a reduction over ranks. Returns None if the tensor has no such axis.
 
-        `ptypes` are the mesh dimensions along which the team is formed.
+        `ptypes` are the mesh dimensions along which the team of ranks is formed.
         """
         sizes, cuts = self.local(shard.owner), self.device_cuts(shard.owner)
         return next((k for k, c in enumerate(cuts) if c & set(ptypes) and sizes[k] == 1), None)
@@ -401,8 +418,8 @@ class Shapes:
         op: Op,
         check: Callable[[Part, PerRank, PerRank], PerRank],
     ) -> ShardRegion:
-        """Returns the region of a tensor that becomes a view of another tensor. `shard` is the
-        region of the other tensor, and `effect.out` the new view.
+        """Returns the elements to which a view refers, on each rank. `shard` has the elements of
+        the tensor of which it is a view, and `effect.out` is the view.
 
         The view is a slice if `effect.part` is given, and otherwise the result of the view op `op`.
         `check` reports an index that is out of range, as in `NamedRegion.part`.
@@ -426,6 +443,7 @@ class Shapes:
 
 
 def _unchecked(part: Part, index: PerRank, limit: PerRank) -> PerRank:
-    """Returns the index without a check. `Shapes.step` passes this function as `check`, because the
-    block of an allocation is never out of range."""
+    """Returns `index` without a check. It stands for a function that reports an index out of range,
+    where the index is always in range.
+    """
     return index

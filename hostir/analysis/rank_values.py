@@ -61,11 +61,12 @@ _DIVIDES = frozenset({"/", "%", "floorDiv", "floorMod", "ceilDiv"})
 
 
 class RankValues:
-    """Evaluates the scalars of a program on all `ranks` at once. A value is one number, or an array
-    with one element per rank.
+    """Evaluates the scalars of a program on all `ranks` at once. A value is one number if all ranks
+    agree, and otherwise an array with one element per rank.
 
     Values are cached until the index of a loop changes. `undefined` describes the most recent
-    evaluation: a mask of the ranks on which a divisor was 0, or None if there was no such rank.
+    evaluation: an array of bools, True for the ranks on which a divisor was 0, or None if there was
+    no such rank.
     """
 
     def __init__(self, ranks: Sequence[int], values: dict[Symbol, Number]) -> None:
@@ -101,9 +102,9 @@ class RankValues:
         """Returns the value of the scalar `x`: one number if all ranks agree, otherwise an array
         over ranks.
 
-        If ranks divide by 0, these ranks are recorded in `undefined`. Raises `InputError` for a
-        symbol that no input of the program binds. Raises `DivisionByZeroError` if a divisor is 0 on
-        every rank.
+        If some ranks divide by 0, these ranks are recorded in `undefined`. Raises
+        `DivisionByZeroError` if a divisor is 0 on every rank, and `InputError` for a symbol that no
+        input of the program defines.
         """
         known = self._computed.get(x)
         if known is None:
@@ -214,20 +215,23 @@ def everywhere(x: PerRank) -> bool:
 
 
 def at(value: PerRank, i: int) -> object:
-    """Returns the value on one rank. `i` is the index of the rank in the list of ranks. A number
-    that all ranks share is returned unchanged."""
+    """Returns the value on one rank: `value` itself if it is a number that all ranks share, and
+    otherwise the element of the array. `i` is the index of the rank in the list of ranks.
+    """
     return value[i].item() if isinstance(value, np.ndarray) else value
 
 
 def pick(x: PerRank, places: PerRank) -> PerRank:
-    """Returns the values on some ranks. `places` has the indices of these ranks in the list of
-    ranks. A number that all ranks share is returned unchanged."""
+    """Returns the values on some ranks: entry k of the result is the value on the rank `places[k]`,
+    an index in the list of ranks. A number that all ranks share is returned unchanged.
+    """
     return x[places] if isinstance(x, np.ndarray) else x
 
 
 def outside_of(x: PerRank, limit: int, here: Array) -> Array | None:
-    """Returns a mask of the ranks in `here` on which the index `x` is out of range: not in 0 <= x <
-    `limit`. Returns None if there is no such rank."""
+    """Returns an array of bools, True for the ranks in `here` on which the index `x` is out of
+    range: not in 0 <= x < `limit`. Returns None if there is no such rank.
+    """
     wrong = (x < 0) | (x >= limit)
     if not isinstance(wrong, np.ndarray):
         return here if wrong and here.any() else None

@@ -26,10 +26,11 @@ Slice = tuple[ParallelType, int]
 
 
 def sliced_inputs(program: HostIrContainer) -> tuple[str, ...]:
-    """Returns a sentence of advice for each input that only local slices read.
+    """Returns a sentence of advice for each input that only local slices read. A local slice copies
+    this rank's part out of a tensor that every rank has as a whole.
 
     An input is reported if all slices divide the same axis along the same mesh dimension. The user
-    can then annotate the input and pass shards instead.
+    can then annotate the input and pass this part instead.
     """
     shown: dict[TensorView, TensorView] = {}
     slices: dict[TensorView, dict[TensorView, Slice]] = {}

@@ -45,19 +45,19 @@ Shape = tuple[int, ...]
 class UnrolledOp:
     """One op in one iteration of the loops around it, on all ranks that run the op.
 
-    - `site`: the op and the loop indices; `mask`: the ranks that run the op; `stream`: the stream
-      on each rank.
+    - `site`: the op and the loop indices; `mask`: an array of bools, True for the ranks that run
+      the op; `stream`: the stream on each rank.
     - `joins`: the stream that the op waits for; `waits`: the number of the communication that the
       op waits for.
     - `starts`: the number of the communication or group that the op starts; `movement`: the data
       that the op sends or receives.
-    - `shapes`: the local shape of each tensor of the op.
+    - `shapes`: the shape of each tensor of the op on one rank.
     - `teams`, `root`, `peers`: the partners in a collective or permutation.
     - `pairs`: for a send or receive, triples of (the partner's `UnrolledOp`, indices of this op's
       ranks, indices of the partner ranks).
     - `group`: for the end of a group, the sends and receives that start together.
-    - `far`: the operands that are views of the shards of a team's ranks, each with (teams, number
-      of ranks in a team). Most of such an operand is in the memory of other ranks.
+    - `far`: the operands that are views of the parts of a tensor on a team's ranks, each with
+      (teams, number of ranks in a team). Most of such an operand is in the memory of other ranks.
     """
 
     site: Site
@@ -84,8 +84,8 @@ class UnrolledOp:
 
 
 class Unroller(MatchingWalk):
-    """Walks a program for all ranks, matches their communications, and records an `UnrolledOp` for
-    each op and iteration.
+    """Follows a program for all ranks, matches their communications, and records an `UnrolledOp`
+    for each op and loop iteration. The simulation of the program reads these.
 
     `items` has the recorded ops in program order. `peak` is the largest number of bytes that are
     allocated at once, per rank, and `inputs` the number of bytes of the inputs.
@@ -109,8 +109,9 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ ops
     def on_op(self, op: Op) -> None:
-        """Records an `UnrolledOp` for an op in the current iteration, and matches the communication
-        that the op starts."""
+        """Handles an op in the current iteration: records an `UnrolledOp` for it, and matches the
+        communication that it starts.
+        """
         effects = self.known.get(id(op))
         if effects is None:
             effects = self.known[id(op)] = effects_of(op, self.storage.buffered)
@@ -126,8 +127,9 @@ class Unroller(MatchingWalk):
             self._effect(effect)
 
     def on_half(self, half: Half) -> None:
-        """Stores the `UnrolledOp` of a send or receive in `half.note`, so that `paired` can link
-        both ends."""
+        """Handles a send or receive before it is matched: stores its `UnrolledOp` in `half.note`,
+        so that `paired` can link both ends.
+        """
         half.note = self.at[id(half.site.op), self.indices][-1]
 
     def _effect(self, effect: Effect) -> None:
@@ -150,8 +152,9 @@ class Unroller(MatchingWalk):
                 self.buffers[tv] = held - gone
 
     def _held(self, tv: TensorView) -> PerRank:
-        """Returns the number of bytes of a tensor's shard on each active rank. The number is 0 on a
-        rank without a shard."""
+        """Returns the number of bytes of a tensor's shard (the part that a rank stores) on each
+        rank that runs the current op. The number is 0 on a rank without a shard.
+        """
         elements = self.shard_region(tv).elements(expanded_positions(tv)) * nbytes_of(tv.dtype())
         has = self.holds(tv) & self.mask
         return elements if has.all() else np.where(has, elements, 0)
@@ -194,8 +197,9 @@ class Unroller(MatchingWalk):
 
     # ------------------------------------------------------------ where ranks meet
     def met(self, met: PostedCollective, here: Array) -> None:
-        """Records the partners of a collective or permutation in the `UnrolledOp` of each member of
-        the team."""
+        """Handles a collective or permutation after all members of some teams have entered it:
+        records the partners in the `UnrolledOp` of each op. `here` has True for these members.
+        """
         super().met(met, here)
         if isinstance(met.sites[0].op, SymmetricContiguousView | Deallocate):
             return  # readers of the view move the bytes; the barrier has no known cost
@@ -212,12 +216,16 @@ class Unroller(MatchingWalk):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Does nothing. The base class checks which parts of tensors arrive, but the simulated cost
-        does not depend on these parts."""
+        """Checks whether the receivers store elements at the positions that these had at the
+        senders. Does nothing in this class, because the predicted time does not depend on the
+        positions.
+        """
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:
-        """Links a send and the matching receive: each `UnrolledOp` gets the other one in its
-        `pairs`."""
+        """Handles a send `a` and the matching receive `b`: links them, so that each `UnrolledOp`
+        has the other one in its `pairs`. `senders` and `receivers` have the rank indices of each
+        transfer.
+        """
         super().paired(a, b, senders, receivers)
         sends: UnrolledOp = a.note
         receives: UnrolledOp = b.note

@@ -76,15 +76,17 @@ class Domain(Protocol[N]):
 
 
 class OneRank:
-    """The domain of a walk for one rank, such as the race check. `values` maps every symbol of the
-    program to a number."""
+    """The way in which a `Walk` evaluates a program for one rank, as the race check does. `values`
+    maps every symbol of the program to a number.
+    """
 
     def __init__(self, values: dict[Symbol, Number]) -> None:
         self.values = values
 
     def value(self, x: Scalar) -> Number:
         """Returns the value of a scalar on this rank. Raises `InputError` for a symbol that no
-        input of the program binds."""
+        input of the program defines.
+        """
         try:
             return sc.evaluate(x, self.values)
         except KeyError as missing:
@@ -114,8 +116,9 @@ class OneRank:
 
 
 class EachOpOnce:
-    """A domain without values, for walks that need each op of a program once. A loop has one
-    iteration, and both regions of a branch are visited."""
+    """The way in which a `Walk` visits each op of a program once, without values. A loop has one
+    iteration, and both regions of a branch are visited.
+    """
 
     def value(self, x: Scalar) -> None:
         """Returns None instead of the value of a scalar, because this walk visits each op once,
@@ -123,22 +126,25 @@ class EachOpOnce:
         return
 
     def bind(self, index: Symbol, value: int | None) -> None:
-        """Does nothing, because this walk evaluates no scalars and so needs no value of a loop's
-        index."""
+        """Sets the value of a loop's index. Does nothing here, because no scalar is evaluated."""
 
     def ranges(self, bounds: Sequence[None]) -> Iterator[range]:
-        """Yields a range of one iteration, so that the walk visits the body of each loop once."""
+        """Yields the ranges of a loop's index that are visited. In this class, this is one range of
+        one iteration, so that the walk visits the body of each loop once.
+        """
         yield range(1)
 
     def branches(self, holds: None) -> Iterator[bool]:
-        """Yields True and then False, so that the walk visits both regions of each branch."""
+        """Yields which regions of a branch are visited. In this class, yields True and then False,
+        so that the walk visits both regions.
+        """
         yield True
         yield False
 
 
 class AllRanks:
-    """The domain of a walk for all ranks of a program at once. A value is a number if the ranks
-    agree, and an array over ranks otherwise.
+    """The way in which a `Walk` evaluates a program for all ranks at once. A value is a number if
+    the ranks agree, and an array over ranks otherwise.
 
     `mask` selects the active ranks: those that run the current op. The other ranks have taken
     another branch, or are not in the current iteration.
@@ -159,8 +165,9 @@ class AllRanks:
         self.values.bind(index, value)
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns `new` on the active ranks, which run the current op, and `old` on all other
-        ranks."""
+        """Returns a value, rank by rank, after an op has changed it: `new` on the ranks that run
+        the current op, and `old` on all other ranks.
+        """
         return new if self.mask.all() else np.where(self.mask, new, old)
 
     # The body of a loop or branch runs while the generator is suspended. A walk must exhaust it, or
@@ -241,8 +248,9 @@ class Walk(Generic[N]):
         return self._domain.value(x)
 
     def site(self, op: Op) -> Site:
-        """Returns the op together with the current values of the loop indices, for use in a
-        finding."""
+        """Returns the op together with the current values of the loop indices, to name the place in
+        the report of a fault.
+        """
         return Site(op, self.indices)
 
     def run(self, ops: Sequence[Op]) -> None:
@@ -310,8 +318,9 @@ class StreamState(Generic[N]):
         return self._default if stream.name == "Default" else self.unnamed(stream.name)
 
     def unnamed(self, name: str) -> N:
-        """Returns the stream for a name that no `GetCurrentStream` has bound. A subclass must
-        define this method."""
+        """Returns the stream for a name that no `GetCurrentStream` op has introduced. A subclass
+        must define this method.
+        """
         raise NotImplementedError
 
     def merge(self, new: N, old: N) -> N:
@@ -325,8 +334,9 @@ class StreamState(Generic[N]):
         self.current = self.merge(self.find(stream), self.current)
 
     def capture(self, stream: Stream) -> None:
-        """Binds the name of `stream`, such as `S0`, to the current stream. Later ops can then refer
-        to the current stream by this name."""
+        """Gives the current stream the name that `stream` contains, such as `S0`. Later ops can
+        then refer to the stream by this name.
+        """
         before = self.captured.get(stream.name, self._entry)
         self.captured[stream.name] = self.merge(self.current, before)
 
@@ -336,13 +346,15 @@ class StreamState(Generic[N]):
         not track the order of work. `hostir.analysis.clocks.Clocks` overrides this method."""
 
     def learn(self, theirs: dict[Hashable, int]) -> None:
-        """Orders the current stream after all work that the vector clock `theirs` counts. Does
-        nothing in this class, which has no clocks."""
+        """Orders the current stream after all work that the vector clock `theirs` counts (numbers
+        of ops, by stream). Does nothing in this class, which does not track the order of work.
+        """
 
     @property
     def now(self) -> dict[Hashable, int]:
-        """The vector clock of the current stream. The clock is empty in this class, which does not
-        track the order of work."""
+        """The vector clock of the current stream: how many ops of each stream have certainly ended
+        before its next op. Empty in this class, which does not track the order of work.
+        """
         return {}
 
 
@@ -350,7 +362,7 @@ class StreamNumbers(StreamState[PerRank]):
     """The streams of a run or walk as integers, on one rank or in arrays over ranks.
 
     `Stream i` has the number i, and the caller's stream has the number -1. A stream whose name no
-    `GetCurrentStream` has bound has a number below -1.
+    `GetCurrentStream` op has introduced has a number below -1.
     """
 
     def __init__(
@@ -370,8 +382,9 @@ class StreamNumbers(StreamState[PerRank]):
         self.uncaptured: dict[str, int] = {}
 
     def unnamed(self, name: str) -> PerRank:
-        """Returns a number below -1 for a stream name that no `GetCurrentStream` has bound. The
-        same name always has the same number."""
+        """Returns a number below -1 for a stream name that no `GetCurrentStream` op has introduced.
+        The same name always has the same number.
+        """
         return self.uncaptured.setdefault(name, CALLER - 1 - len(self.uncaptured))
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
@@ -383,12 +396,11 @@ class StreamNumbers(StreamState[PerRank]):
 # ------------------------------------------------------------------ groups and communications
 @dataclass(eq=False)
 class InFlight(Generic[G]):
-    """A communication in flight: an op has started the communication, and no `Wait` has followed
-    yet.
+    """A communication that an op has started and for which no `Wait` has run yet.
 
     - `number`: the number by which a `Wait` refers to the communication.
     - `began`: the stream that started the communication; `clock`: this stream's vector clock at the
-      start.
+      start, which counts the ops that have certainly ended on each stream.
     - `touched`: an analysis's records of the tensors that the communication reads and writes. For a
       group, these are the records of all its transfers.
     - `site`: the op that started the communication; `note`: data of the analysis. Both are None
