@@ -172,11 +172,12 @@ def _checked(
 def calibrate(
     communicator: Communicator, device: torch.device
 ) -> tuple[Machine, Machine, list[str]]:
-    """Measures the device and the links between ranks. Returns the machine description of an
-    earlier calibration, the new description, and sentences about doubtful results.
+    """Measures the device and the links between ranks. Returns (machine description before, new
+    machine description, sentences about doubtful results).
 
-    All ranks of the job must call this function. Raises `FuserError` if ranks cannot communicate,
-    or if results are impossible in every attempt.
+    The description before is that of an earlier calibration, or the built-in machine "h200" if
+    there is none. All ranks of the job must call this function. Raises `FuserError` if ranks cannot
+    communicate, or if results are impossible in every attempt.
     """
     before, ranks = known_before(device), communicator.size()
     for _ in range(_ATTEMPTS):
@@ -262,7 +263,8 @@ class _Bench:
     """Times calls on a device, on all ranks of a job at the same time. Each measurement consists of
     several bursts, and a burst consists of several calls in a row.
 
-    - `spreads`: for each measurement, the factor between its repetitions.
+    - `spreads`: for each measurement, how much its bursts differ, as the quotient of a long and a
+      short one.
     - `doubts`: sentences about doubtful results; `faults`: sentences about impossible results.
     """
 
@@ -277,7 +279,9 @@ class _Bench:
 
     def seconds(self, call: Callable[[], object], times: int = 10) -> float:
         """Returns the device's time for one call of `call`, in seconds. Several calls in a row are
-        timed together: at most `times` calls on a CPU, and at least `times` calls on a GPU."""
+        timed together: at most `times` of them on a CPU, and at least `times` on a GPU, where more
+        make the result more precise.
+        """
         return self.interleaved([call], times)[0]
 
     def interleaved(
@@ -335,8 +339,8 @@ class _Bench:
         """Returns the host's time for one call of `call`, in seconds, measured in rounds of `times`
         calls.
 
-        The GPU is not blocked, so the host rarely waits for the GPU. The lower quartile of single
-        calls leaves out the calls that do wait.
+        The host may run ahead of the GPU, so it rarely waits for the GPU. The lower quartile of
+        single calls leaves out the calls that do wait.
         """
         for _ in range(10):
             call()
@@ -384,8 +388,9 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _keep_waiting() -> None:
-    """Keeps the GPU's current stream busy for a while, so that the host can enqueue many calls
-    before the first call begins. The calls then run without gaps."""
+    """Keeps the GPU's current stream busy for a while, so that the host can enqueue the calls of a
+    measurement before the first of them begins. The calls then run without gaps.
+    """
     torch.cuda._sleep(_HEAD_START)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
 
 
@@ -455,8 +460,10 @@ def _linears(count: int) -> HostIrContainer:
 
 
 def _matmul_fields(bench: _Bench, machine: Machine) -> Fields:
-    """Measures the speed of matmuls in each dtype. The speeds are computed for whole waves of
-    tiles, as in the cost model (`whole_waves`)."""
+    """Measures the speed of matmuls in each dtype, as fields of `Machine`. A GPU computes a matmul
+    in tiles, as many at once as it has multiprocessors; the speeds are computed as if the last such
+    wave were full, as in the cost model (`whole_waves`).
+    """
     kind = bench.device.type
     main = "BFloat16" if kind == "cuda" else "Float"
 
@@ -492,10 +499,10 @@ def link_fields(bench: _Bench) -> Fields:
     small, middle, large = _SENT[bench.device.type]
 
     def calls_of(row: Collective) -> Callable[[int], Callable[[], None]]:
-        """Returns a function that prepares a call of the collective `row`.
+        """Returns a function that prepares a call of the collective `row`, for its measurement.
 
-        The argument of this function is the number of bytes of the input or the output, whichever
-        is larger. The collective works in place if this type of collective allows it.
+        The argument of the returned function is the number of bytes of the input or the output,
+        whichever is larger. The collective works in place if this type of collective allows it.
         """
 
         def make(nbytes: int) -> Callable[[], None]:
@@ -536,11 +543,12 @@ def link_fields(bench: _Bench) -> Fields:
 
 
 def _allreduce_fields(bench: _Bench, make: Callable[[int], Callable[[], None]]) -> Fields:
-    """Measures small allreduces, which run as one kernel. Returns the time of each algorithm, and
-    the bandwidth at which all algorithms send.
+    """Measures allreduces of small tensors, which this project carries out as one kernel instead of
+    a library call. Returns the time of each of its algorithms, and the bandwidth at which all
+    algorithms send.
 
     `make` prepares an allreduce of a given number of bytes. Each algorithm is timed with its
-    smallest and its largest message.
+    smallest and its largest message. Returns {} if nothing can be measured.
     """
     n = len(bench.team)
     sizes: dict[Way, list[int]] = {}

@@ -65,11 +65,11 @@ class Machine:
     `_bandwidth` are bytes per second.
 
     - `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
-    - `matmul`: points (operations, operations per second) for float16 with a tile on every
-      multiprocessor. On a GPU, the operations are those of all matmuls of a call, because the clock
-      depends on how long the GPU is busy. On a CPU, they are those of one matmul. The rate between
-      two points is interpolated in the logarithm of the operations, and is constant outside of the
-      points.
+    - `matmul`: points (operations, operations per second) for float16, if every multiprocessor
+      computes a tile of the result. On a GPU, the operations are those of all matmuls of a call,
+      because the clock depends on how long the GPU is busy. On a CPU, they are those of one matmul.
+      The rate between two points is interpolated in the logarithm of the operations, and is
+      constant outside of the points.
     - `matmul_dtypes`: the speed of matmuls in each dtype, relative to float16.
     - `tiles`: for each tile shape that the matmul library (cuBLAS) can choose: rows, columns, and
       relative speed.
@@ -225,8 +225,10 @@ def machine_from_json(text: str, *, where: str = "a machine") -> Machine:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Converts the JSON value of the field `name` of a machine description. Lists become tuples,
-    and missing entries of a table get the values of "h200"."""
+    """Converts the JSON value of the field `name` of a machine description to the Python value.
+    Lists become tuples, and missing entries of a table get the values of the built-in machine
+    "h200".
+    """
     default = _DEFAULTS[name]
     if isinstance(default, tuple) and isinstance(value, list):
         rows: Any = value  # pyright: ignore[reportUnknownVariableType]

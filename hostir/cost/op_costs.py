@@ -75,8 +75,10 @@ def _moves(nbytes: int, machine: Machine) -> Cost:
 
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of an op that arranges the scales of a grouped product. The op writes the
-    result, copies the groups one by one, and rearranges the result into tiles."""
+    """Returns the cost of an op that rearranges the scales of a grouped product (one matrix product
+    per group of rows) into the layout that the library needs. The op writes the result, copies the
+    groups one by one, and rearranges the result into tiles.
+    """
     groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
     cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)
     more = groups + 1
@@ -131,9 +133,10 @@ def _matmul(op: MatmulOp, sizes: Sizes, machine: Machine) -> Cost:
 
 
 def _grouped(op: GroupedMmaOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of a grouped product: one matrix product per group, one after another. The
-    groups are assumed to have equal sizes, because their sizes are only known when the program
-    runs."""
+    """Returns the cost of a grouped product: one matrix product per group of rows, one after
+    another. The groups are assumed to have equal sizes, because their sizes are only known when the
+    program runs.
+    """
     extents = {
         c: n for f, tv in op.tensors() for c, n in zip(op.letters(f), sizes(tv), strict=True)
     }
@@ -158,7 +161,8 @@ def _scaled(op: ScaledMmaOp, sizes: Sizes, machine: Machine) -> Cost:
 def _product_cost(
     batch: int, m: int, n: int, k: int, op: ProductOp, sizes: Sizes, machine: Machine
 ) -> Cost:
-    """Returns the cost of `batch` matrix products [m, k] x [k, n] of the op `op`.
+    """Returns the cost of `batch` matrix products [m, k] x [k, n] of the op `op`. `sizes` returns
+    the shape of a tensor on this rank.
 
     Scaled products of floats of one byte are costed like a wider dtype, because their speed is not
     measured.
@@ -261,8 +265,8 @@ def whole_waves(batch: int, m: int, n: int, machine: Machine) -> tuple[float, in
     Each multiprocessor computes one tile at a time, so the tiles run in waves.
 
     Returns (elements per multiprocessor, number of tiles) for the fastest tile shape of `machine`.
-    The elements are counted in whole tiles and waves, and divided by the relative speed of the tile
-    shape.
+    The elements determine the time. They are rounded up to whole tiles and waves, and divided by
+    the relative speed of the tile shape.
     """
     return min(
         (math.ceil(tiles / machine.multiprocessors) * rows * columns / speed, tiles)
@@ -335,8 +339,8 @@ def collective_cost(
 def allreduce_kernel_cost(
     members: int, nbytes: int, backend: str, machine: Machine, dtype: DataType, reduce: RedOp
 ) -> Cost | None:
-    """Returns the cost of an allreduce of `nbytes` that runs as one kernel of this project on each
-    of `members` GPUs of one host.
+    """Returns the cost of an allreduce of `nbytes` that this project carries out as one kernel on
+    each of `members` GPUs of one host, without a communication library.
 
     Returns None if there is no such kernel for these arguments. The library `backend` then does the
     allreduce.
@@ -420,7 +424,8 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
 
 def found_in_tables(op: LaunchKernel, kernel: Fusion, values: Mapping[Symbol, Number]) -> Found:
     """Returns, for each lookup table of a kernel, how many bytes one launch reads of the table. A
-    lookup of few rows reads much less than the whole table.
+    lookup table is a tensor that the kernel reads at indices, such as an embedding; a lookup of few
+    rows reads much less than the whole table.
 
     An operand is included only if nothing but lookups reads the operand. `values` maps the symbols
     of extents to numbers.

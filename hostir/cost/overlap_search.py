@@ -62,12 +62,13 @@ _STREAMS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way to compute each pair of a fusion, where a pair is a matmul next to a
-    communication.
+    """The chosen way to compute each pair of a fusion. A pair is a matmul and the communication
+    next to it; if both are divided into steps, the communication of one step runs during the matmul
+    of another.
 
-    `forms` has one form for each pair, in order: the name of a way to divide the pair into
-    pipelined steps, or "" for no steps. `backend` is the library of transfers between ranks in
-    steps. If `backend` is "", transfers use the same library as all other communications.
+    `forms` has one entry for each pair, in order: the name of a way to divide the pair into steps,
+    or "" for no steps. `backend` is the library of transfers between ranks in steps. If `backend`
+    is "", transfers use the same library as all other communications.
     """
 
     forms: tuple[str, ...] = ()
@@ -142,11 +143,12 @@ class Decision:
 
 
 def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) -> OverlapCandidate:
-    """Returns the fastest way to compute a pair if it saves at least the fraction `margin` of the
-    time. Otherwise returns the first candidate, which is the pair without steps.
+    """Returns the fastest way to compute a pair (a matmul and the communication next to it) if it
+    saves at least the fraction `margin` of the time. Otherwise returns the first candidate, which
+    does not divide the pair into steps.
 
-    A candidate whose steps have transfers is considered only if they use the library `transport`,
-    because one program uses one library for all its steps.
+    A candidate whose steps have transfers between ranks is considered only if they use the library
+    `transport`, because one program uses one library for all its steps.
     """
     base = candidates[0]
     if base.seconds is None:
@@ -162,28 +164,36 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 
 @dataclass(frozen=True)
 class NoOverlap:
-    """Replaces `Overlaps` where no matmul may be divided into steps that overlap with a
-    communication. `why` is the reason, such as ranks on several hosts."""
+    """The replacement for `Overlaps` where no matmul may be divided into steps that overlap with a
+    communication. `why` is the reason, such as ranks on several hosts.
+    """
 
     why: str
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> None:
-        """Returns None instead of a function that adds steps, because no matmul is divided into
-        steps."""
+        """Returns the function that divides matmuls and communications of a fusion into steps.
+        Always None here, because no matmul is divided.
+        """
 
     def choose(self, sizes: Mapping[Symbol, int]) -> Choice:
-        """Returns the choice in which no matmul is divided into steps."""
+        """Returns, for inputs of these sizes, how each matmul is divided into steps that overlap
+        with a communication. Here, none is divided.
+        """
         del sizes
         return _NO_STEPS
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Returns True, because a program without steps is always accepted."""
+        """Returns whether the choice of steps (for overlap of matmuls and communications) is fast
+        enough in the whole program. Always True here, because there are no steps.
+        """
         del program, sizes
         return True
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Returns False, because a program without steps has no other choice to try after a
-        failure."""
+        """Records that the whole program cannot be lowered with the chosen steps, for the reason
+        `why`, and returns whether there is another choice. Always False here, because there are no
+        steps.
+        """
         del sizes, why
         return False
 
@@ -232,10 +242,11 @@ class Overlaps:
         self._programs: dict[Choice, HostIrContainer] = {}
 
     def steps_for(self, sizes: Mapping[Symbol, int]) -> Callable[[Fusion], str]:
-        """Returns a function that adds the chosen steps to a fusion, for inputs of these sizes.
-        Lowering calls the function after ops were decomposed into local ops and communications.
+        """Returns a function that divides matmuls and communications of a fusion into the chosen
+        steps, for inputs of these sizes. Lowering calls the function after ops were decomposed into
+        local ops and communications.
 
-        The function returns the library of the transfers in the steps.
+        The function returns the library of the transfers between ranks in the steps.
         """
 
         def give(fusion: Fusion) -> str:
@@ -270,8 +281,9 @@ class Overlaps:
         return tuple(found)
 
     def gives_up(self, sizes: Mapping[Symbol, int], why: str) -> bool:
-        """Records that the whole program cannot be lowered with the current choice, for the reason
-        `why`. The next call of `choose` then makes another choice.
+        """Records that the whole program cannot be lowered with the current choice of steps (for
+        overlap of matmuls and communications), for the reason `why`. The next call of `choose` then
+        makes another choice.
 
         Returns False if the current choice has no steps, so that there is no other choice to try.
         """
@@ -283,8 +295,8 @@ class Overlaps:
         return True
 
     def accepts(self, program: HostIrContainer, sizes: Mapping[Symbol, int]) -> bool:
-        """Returns whether the current choice saves enough time in the whole program. `program` was
-        lowered with this choice.
+        """Returns whether the current choice of steps (for overlap of matmuls and communications)
+        saves enough time in the whole program. `program` was lowered with this choice.
 
         If the result is False, another choice was made, and the fusion must be lowered again. The
         check is needed because steps can prevent a CUDA graph, and the host then issues every op in
@@ -301,8 +313,9 @@ class Overlaps:
         return not why
 
     def report(self, sizes: Mapping[Symbol, int]) -> str:
-        """Returns the decisions as text, for inputs of these sizes. `FUSER_DUMP=overlap` prints
-        this text."""
+        """Returns as text, for inputs of these sizes, how each matmul next to a communication is
+        computed, and the predicted times. `FUSER_DUMP=overlap` prints this text.
+        """
         wanted = (
             "taken wherever possible" if self._margin == FORCED else f"must gain {self._margin:.0%}"
         )
@@ -316,9 +329,10 @@ class Overlaps:
 
     # ------------------------------------------------------------ deciding
     def _look_at(self, fusion: Fusion) -> list[_PairVerdict]:
-        """Finds the pairs (a matmul next to a communication) of a copy of the fusion. A copy is
-        kept, because later passes change the fusion. Each pair is returned with the reason why it
-        never has steps, if there is one."""
+        """Finds the pairs (a matmul and the communication next to it) of a copy of the fusion. A
+        copy is kept, because later passes change the fusion. Each pair is returned with the reason
+        why it is never divided into steps, if there is one.
+        """
         kept, _ = fusion.copy()
         meshes = (tv.mesh for tv in kept.tensors())
         self._multiple = math.lcm(*(mesh.size for mesh in meshes if mesh is not None))
@@ -341,8 +355,8 @@ class Overlaps:
         """Returns the sizes for which times are predicted, in place of `sizes`, so that nearly
         equal sizes share one prediction.
 
-        The result is `sizes` itself if rounding would change whether a pair's axis has equal blocks
-        on all devices.
+        The result is `sizes` itself if rounding changes whether devices can divide an axis of a
+        communicated tensor equally.
         """
         key = _key(sizes)
         found = self._near.recall(key)
@@ -354,8 +368,10 @@ class Overlaps:
         return found
 
     def _divided(self, sizes: Mapping[Symbol, int]) -> list[bool | None]:
-        """Returns for each pair whether all devices have equal blocks of the axis between matmul
-        and communication. The value is None if the extent is unknown."""
+        """Returns, for each pair of a matmul and the communication next to it, whether devices
+        divide the axis of the communicated tensor into equal blocks. The value is None if the size
+        of the axis is unknown.
+        """
         values, found = refined_sizes(sizes), list[bool | None]()
         for one in self._known or ():
             try:
@@ -434,8 +450,8 @@ class Overlaps:
         return _choice(best), tuple(replace(d, why=d.why or why) for d in best)
 
     def _plan(self, times: Sequence[_Times], transport: str) -> list[Decision]:
-        """Decides about each pair (a matmul next to a communication) under the condition that all
-        transfers in steps use the library `transport`.
+        """Decides for each pair (a matmul and the communication next to it) whether and how it is
+        divided into steps, if all transfers between ranks in steps use the library `transport`.
 
         `times` has the candidates of each pair with their predicted times.
         """
@@ -466,8 +482,9 @@ class _PairVerdict:
 
     @cached_property
     def _structure(self) -> tuple[object, Computed]:
-        """The part of the signature that does not depend on sizes, together with a function that
-        evaluates the extents."""
+        """The part of the key of `signature` that does not depend on sizes, and a function that
+        evaluates the sizes. Pairs with equal keys take the same time.
+        """
         places: dict[TensorView, int] = {}
         ops: list[object] = []
         for op in self.pair.ops:
@@ -530,8 +547,9 @@ class _Unit:
     def times(
         self, values: Values, machine: Machine, transports: Sequence[str], margin: float
     ) -> _Times:
-        """Predicts the time of the pair without steps and for each way to divide the pair into
-        steps, with each library in `transports`. `values` maps the symbols of extents to numbers.
+        """Predicts the time of the pair (a matmul and the communication next to it) without steps,
+        and for each way to divide the pair into steps, with each library in `transports`. `values`
+        maps the symbols of extents to numbers.
 
         If steps cannot save the fraction `margin` of the time, nothing is predicted, and the result
         has the reason.
@@ -552,7 +570,9 @@ class _Unit:
         return _Times(tuple(found))
 
     def as_it_is(self, values: Values, machine: Machine) -> OverlapCandidate:
-        """Returns the candidate without steps, with its predicted time."""
+        """Returns the predicted time of the pair (a matmul and the communication next to it) as the
+        user wrote it, without steps.
+        """
         return self._candidate("", "", values, machine)
 
     def _candidate(
@@ -573,8 +593,10 @@ class _Unit:
             return OverlapCandidate(form, backend, why=f"cannot be: {_first_line(error)}")
 
     def _check_divisible(self, values: Values) -> None:
-        """Raises `UnsupportedError` unless all devices have equal blocks of the axis between matmul
-        and communication. Forms with transfers need equal blocks."""
+        """Raises `UnsupportedError` unless devices divide the axis of the communicated tensor into
+        equal blocks. A division of a matmul and a communication into steps with transfers between
+        ranks needs equal blocks.
+        """
         pair = self.pair
         size = _divided_extent(pair, values)
         if size % pair.devices:
@@ -628,8 +650,9 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
 
 
 def _divided_extent(pair: Pair, values: Values) -> int:
-    """Returns the global extent of the axis that a pair's devices divide, and whose blocks are the
-    steps."""
+    """Returns the size, in the whole tensor, of the axis that devices divide between a matmul and a
+    communication. The parts of this axis become the steps.
+    """
     return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
 
 
@@ -676,8 +699,10 @@ class GainBound:
 
     @cached_property
     def _tensors(self) -> tuple[dict[TensorView, slice], Computed]:
-        """The tensors of the pair's ops, each with a range of positions, and a function that
-        evaluates a list of extents. A tensor's local extents are at these positions of the list."""
+        """The tensors of the pair's ops (a matmul and a communication), each with a slice, and a
+        function that evaluates the sizes of all of them as one list. The slice selects the sizes of
+        the tensor on one rank from this list.
+        """
         places: dict[TensorView, slice] = {}
         scalars: list[Scalar] = []
         for op in (self._pair.move, *self._pair.products):
@@ -689,8 +714,10 @@ class GainBound:
         return places, Computed(scalars)
 
     def why_hopeless(self, values: Values, machine: Machine, margin: float) -> str:
-        """Returns the reason why pipelined steps cannot save the fraction `margin` of the time.
-        Returns "" if steps may save so much. `values` maps the symbols of extents to numbers."""
+        """Returns the reason why steps that overlap a matmul with a communication cannot save the
+        fraction `margin` of the time. Returns "" if steps may save so much. `values` maps the
+        symbols of extents to numbers.
+        """
         if machine.device == CPU:
             return "a CPU rank computes and communicates in turns, so steps gain nothing"
         pair, (places, extents) = self._pair, self._tensors
@@ -742,9 +769,9 @@ def near(size: int, multiple: int) -> int:
     """Returns a nearby tensor size for which times are predicted in place of `size`, so that nearly
     equal sizes share one prediction.
 
-    `multiple` is a common multiple of the mesh sizes. `size` is divided by its common factor with
-    `multiple`, rounded to few leading bits, and multiplied again. A mesh size therefore divides
-    both sizes or neither.
+    `multiple` is a common multiple of the sizes of all meshes. The largest common divisor of `size`
+    and `multiple` is kept, and the other factor of `size` is rounded to few leading bits. A mesh
+    size therefore divides both sizes or neither.
     """
     part = math.gcd(size, multiple)
     count = abs(size) // part

@@ -36,8 +36,8 @@ class Busy:
     """How a rank or a stream spends a period of time, in seconds.
 
     - `compute`: the time with computation; `communication`: the time with communication.
-    - `exposed`: the time in which the rank or stream communicates, while the whole rank computes
-      nothing.
+    - `exposed`: the time in which the rank or stream communicates, while no stream of the rank
+      computes anything.
     - `idle`: the time with neither computation nor communication.
 
     For a whole rank, `compute + exposed + idle` is the length of the period.
@@ -52,8 +52,8 @@ class Busy:
 def busy_of(
     pieces: Iterable[tuple[float, float, bool]], seconds: float, computing: Intervals | None = None
 ) -> Busy:
-    """Computes how pieces of work fill a period of `seconds`. A piece is (begin, end, whether it
-    communicates).
+    """Computes how much of a period of `seconds` is spent with computation, communication, or
+    nothing. A piece of work is (begin, end, whether it communicates).
 
     If the pieces are those of one stream, `computing` has the intervals in which any stream of the
     rank computes. By default, the pieces are those of the whole rank.
@@ -86,8 +86,9 @@ def length(intervals: Intervals) -> float:
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """How one stream of a rank spends the predicted time, in seconds. For the fields `compute`,
-    `communication`, `exposed` and `idle`, see `Busy`."""
+    """How one stream of a rank spends the time of a run, in seconds. For the fields `compute`,
+    `communication`, `exposed` and `idle`, see `Busy`.
+    """
 
     stream: str
     compute: float
@@ -169,13 +170,16 @@ class Prediction:
 
 
 def seconds_of(made: SimulatedSchedule) -> tuple[float, float]:
-    """Returns (GPU seconds, host seconds) that the slowest rank needs for a program, according to
-    its simulated schedule `made`."""
+    """Returns (GPU seconds, host seconds) that the slowest rank needs for a program. `made` has the
+    simulated begin and end of each op.
+    """
     return max((w.end for w in made.work), default=0.0), max(made.host, default=0.0)
 
 
 def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
-    """Returns the predicted costs of a program, computed from its simulated schedule `made`."""
+    """Returns the predicted costs of a program, computed from `made`, which has the simulated begin
+    and end of each op.
+    """
     traffic, unrolled = traffic_of(made.unrolled), made.unrolled
     by_class: dict[int, list[int]] = {n: [] for n in range(len(made.firsts))}
     numbers: list[int] = made.classes.tolist()
@@ -215,8 +219,9 @@ def predict(program: HostIrContainer, made: SimulatedSchedule) -> Prediction:
 
 
 def stream_name(made: SimulatedSchedule, number: int) -> str:
-    """Returns stream `number` of a simulated schedule as the program's text prints it, such as
-    `Stream 2`."""
+    """Returns the name of stream `number` in a simulation, as the program's text prints it, such as
+    `Stream 2`.
+    """
     unrolled = made.unrolled
     captured = {
         name: CALLER
@@ -289,8 +294,9 @@ def report(found: Prediction) -> str:
 
 
 def times_text(one: RankTimes, device: str) -> str:
-    """Returns one line with the times of a class of equal ranks. For a CPU, only one time is shown,
-    because host and device are the same."""
+    """Returns one line with the predicted times of a class of ranks (ranks that take the same
+    time). For a CPU, only one time is shown, because host and device are the same.
+    """
     text = f"{ranks_text(one.ranks)}: {ms(one.seconds, 0)} on the {device}"
     return text if device == CPU else f"{text}; the host issues it in {ms(one.host_seconds, 0)}"
 
@@ -373,7 +379,9 @@ class Traffic:
 
 
 def traffic_of(unrolled: Unroller) -> Traffic:
-    """Counts the bytes that each rank sends and receives in one run of the program."""
+    """Adds up the bytes that each rank sends and receives in one run of the program. `unrolled` has
+    the ops of all ranks in each loop iteration.
+    """
     count = len(unrolled.ranks)
     pairs = np.zeros((count, count)) if count <= MAX_PAIRED else None
     found = Traffic(np.zeros(count), np.zeros(count), pairs)
@@ -441,10 +449,10 @@ def _among(
     takes: Array,
     row: Collective | None = None,
 ) -> None:
-    """Adds the bytes that members of a team send to each other to the sums in `found`. Each member
-    in `gives` sends to each other member in `takes`.
+    """Adds the bytes that members of a team send to each other in one op to the sums in `found`.
+    Each member in `gives` sends to each other member in `takes`.
 
-    - `block`: the bytes that a rank sends to one other member; `n`: the size of a team.
+    - `block`: for each rank, the bytes that it sends to one other member; `n`: the size of a team.
     - `row`: the type of collective; None if a kernel reads the other ranks' memory.
     """
     receivers = 1 if row is not None and row.out.at_root else n - 1

@@ -62,14 +62,16 @@ class WorkItem:
     classes. A class consists of ranks that take the same time. Times are in seconds.
 
     - `item`: the op in its loop iteration; `cost`: its cost if nothing else runs.
-    - `needs`: (class, resource) -> the fraction of the resource that the work uses.
+    - `needs`: (class, resource) -> the fraction of the resource that the work uses at full speed. A
+      resource is the multiprocessors of a GPU or one direction of its link.
     - `streams`: class -> the stream that the work occupies.
     - `before`: the work that must end first; `after`: the work that waits for this work.
     - `cause`: of all work that this work waited for, the work that ended last; None if this work
       waited for nothing.
     - `ready`, `start`, `end`: the simulated times; -1 before the time is known.
     - `left`: the remaining seconds at full speed; `rate`: the current speed, at most 1.
-    - `since`: the time at which `left` was computed; `version`: counts changes of the rate.
+    - `since`: the time at which `left` was computed; `version`: the number of changes of the rate
+      so far.
     """
 
     item: UnrolledOp
@@ -108,8 +110,8 @@ class Simulator:
     """Computes when each piece of work begins and ends, if ops share the multiprocessors and the
     links of a GPU.
 
-    After `run`, each `WorkItem` has its `start`, `end` and `cause`. Work in a cycle of waits keeps
-    the `end` -1.
+    After `run`, each `WorkItem` has its `start`, `end` and `cause`. If pieces of work wait for each
+    other in a cycle, their `end` stays -1.
     """
 
     def __init__(self, work: Iterable[WorkItem]) -> None:
@@ -161,8 +163,9 @@ class Simulator:
                 self._push(now, other, -1)
 
     def _share(self, now: float, changed: set[int]) -> None:
-        """Divides the multiprocessors and links among active work again, at the time `now`. Work of
-        the classes of ranks in `changed` has begun or ended.
+        """Divides the multiprocessors and links among the work that is now ready, at the simulated
+        time `now`. Work of the classes of equal ranks in `changed` has begun or ended, so the
+        speeds change.
 
         Classes that communicate with these classes are included, because a communication is as slow
         as its slowest rank.
@@ -204,8 +207,9 @@ class Simulator:
 
 
 def _precedence(work: WorkItem) -> tuple[float, bool, int]:
-    """Returns the sort key by which active work takes multiprocessors and links. Work that became
-    ready earlier is first, then computation before transfers, then program order."""
+    """Returns the sort key of the order in which pieces of work get multiprocessors and links. Work
+    that became ready earlier is first, then computation before transfers, then program order.
+    """
     return work.ready, work.is_transfer and work.ready > 0, work.order
 
 
@@ -235,7 +239,7 @@ class SimulatedSchedule:
     - `unrolled`: the ops in each loop iteration; `work`: the pieces of work with their times.
     - `classes`: the class number of each rank; `firsts`: for each class, the index of its first
       rank, which was simulated.
-    - `host`: for each class, the seconds in which a host issues the work.
+    - `host`: for each class, the seconds in which the host issues the work to the GPU.
     - `machine`: the machine description.
     """
 
@@ -307,8 +311,8 @@ def _check_all_ran(program: HostIrContainer, work: Sequence[WorkItem], machine: 
 
 @dataclass
 class _Shared:
-    """The pieces of work of all classes of equal ranks, in the order of creation, and the tables
-    that the builders of all classes use.
+    """The pieces of work of all classes of ranks (ranks that take the same time), in the order of
+    creation, and the tables that the builders of all classes use.
 
     - `classes`: the class number of each rank.
     - `by_key`: the communications that were already created by another class that takes part.
@@ -326,8 +330,9 @@ class _Shared:
     in_tables: dict[Op, Found] = field(default_factory=dict[Op, Found])
 
     def found(self, op: Op) -> Found:
-        """Returns how many bytes a kernel launch reads of each of its lookup tables; see
-        `found_in_tables`."""
+        """Returns how many bytes a kernel launch reads of each of its lookup tables, tensors that
+        the kernel reads at indices. Returns an empty result for any other op.
+        """
         if not isinstance(op, LaunchKernel):
             return NOTHING
         if op not in self.in_tables:
@@ -337,16 +342,17 @@ class _Shared:
         return self.in_tables[op]
 
     def add(self, item: UnrolledOp, cost: Cost, *, is_transfer: bool) -> WorkItem:
-        """Creates a piece of work with this cost, and returns the work. `is_transfer` says whether
-        the work is a communication."""
+        """Creates a piece of work for the simulation from an op in one iteration and its cost, and
+        returns the work. `is_transfer` says whether the work is a communication.
+        """
         work = WorkItem(item, cost, is_transfer, {}, len(self.work))
         self.work.append(work)
         return work
 
 
 class _ScheduleBuilder:
-    """Creates the pieces of work of one class of equal ranks, in program order. Each piece waits
-    for the work before it on its stream.
+    """Creates the pieces of work of one class of ranks (ranks that take the same time), in program
+    order. Each piece waits for the work before it on its stream.
 
     `number` is the class, and `place` the index of the rank that stands for the class. `last` has
     the last work of each stream.
@@ -363,7 +369,9 @@ class _ScheduleBuilder:
         self.calls: dict[object, tuple[WorkItem, ...]] = {}
 
     def run(self, items: Sequence[UnrolledOp]) -> None:
-        """Creates the work of all ops in `items` that this class of ranks runs."""
+        """Creates the work of all ops in `items` that the rank which stands for this class of equal
+        ranks runs.
+        """
         mine = [item for item in items if item.mask[self.place]]
         products = [self._cost(item) for item in mine if isinstance(item.site.op, LibraryOp)]
         self.machine = under_load(self.machine, sum(c.flops for c in products if c is not None))
@@ -397,8 +405,9 @@ class _ScheduleBuilder:
         work.needs[self.number, resource] = work.needs.get((self.number, resource), 0.0) + share
 
     def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
-        """Makes a piece of work wait for all earlier work of a stream. If `holds` is False, the
-        work does not occupy the stream, such as a peer copy that another rank makes."""
+        """Makes a piece of work wait for all earlier work of a stream. If `holds` is True, the work
+        also occupies the stream until it ends. A peer copy that another rank makes does not.
+        """
         work.comes_after(self.last.get(stream, ()))
         if holds:
             work.streams[self.number] = stream
@@ -462,10 +471,10 @@ class _ScheduleBuilder:
 
     # ------------------------------------------------------------ transfers
     def _transfers(self, item: UnrolledOp, number: int, stream: int) -> None:
-        """Creates the work of sends and receives that start together, and lets the stream wait for
-        their end.
+        """Creates the work of sends and receives that start together, as the communication
+        `number`. Later work of the stream waits for their end.
 
-        The stream does not wait for peer copies that other ranks make out of this rank's memory.
+        The stream does not wait for copies that other ranks make out of this rank's memory.
         """
         self.host += self.machine.host_post_s
         holding: list[WorkItem] = []
@@ -495,8 +504,10 @@ class _ScheduleBuilder:
         self.in_flight[number] = tuple(dict.fromkeys(flying))
 
     def _stage(self, item: UnrolledOp, movement: Movement, stream: int) -> None:
-        """Creates the work of a local copy before a send by peer copies. The copy is needed if the
-        sent tensor is in memory that other ranks cannot map."""
+        """Creates the work of a local copy before a send in which the receiver copies out of this
+        rank's memory. The copy is needed if the sent tensor is in memory that other ranks cannot
+        map.
+        """
         tv = movement.sent
         if tv is not None and tv.memory is MemoryType.global_:
             nbytes = held_nbytes(tv, item.sizes(self.place)[tv])
@@ -525,8 +536,9 @@ class _ScheduleBuilder:
         *,
         is_send: bool,
     ) -> WorkItem:
-        """Returns the work of a send together with its receive, and adds the resources that this
-        rank's end uses. Both ranks call this method and get the same work.
+        """Returns one piece of work for a send together with its receive, and adds the
+        multiprocessors and links that this rank's end uses. The method is called for both ranks,
+        and returns the same work.
 
         - `ends`: the ops of the send and of the receive.
         - `peer`: the index of the other rank; `is_send`: whether this rank sends.
@@ -617,10 +629,11 @@ def rank_classes(items: Sequence[UnrolledOp], count: int) -> Array:
 
 
 def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) -> Array:
-    """Mixes the classes of each rank's communication partners into the rank's hash value in
-    `marks`. Ranks whose partners are in different classes then get different hash values.
+    """Returns the hash values of the ranks after the classes of their communication partners in
+    `item` were added. `marks` has the hash values before. Ranks whose partners are in different
+    classes then get different hash values.
 
-    `done` has the ids of the teams that were already mixed in, because each set of teams counts
+    `done` has the ids of the teams that were already added, because each division into teams counts
     only once.
     """
     teams = item.teams
@@ -641,8 +654,9 @@ def _partners(item: UnrolledOp, classes: Array, marks: Array, done: set[int]) ->
 
 
 def _each(items: Sequence[UnrolledOp]) -> list[UnrolledOp]:
-    """Returns all ops of `items`, and after the end of each group, the sends and receives of the
-    group."""
+    """Returns all ops of `items`. Each end of a group of transfers (`EndCoalescing`) is followed by
+    the sends and receives of its group.
+    """
     return [r for item in items for r in (item, *(item.group or ()))]
 
 
@@ -654,17 +668,18 @@ def _mix(marks: Array, column: Array) -> Array:
 
 
 def _numbered(marks: Array) -> tuple[Array, int]:
-    """Replaces each distinct hash value by a small number, in the order of first occurrence. Also
-    returns how many distinct values there are."""
+    """Returns a class number for each rank and the number of classes. Ranks with equal hash values
+    in `marks` are in one class, and classes are numbered in the order of their first ranks.
+    """
     _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))
     return order[inverse.reshape(-1)], len(first)
 
 
 class _StreamNames:
-    """Numbers the streams of each rank in the order of first use. Two ranks with equal ops on
-    differently numbered streams then get the same class, because stream numbers do not affect the
-    time."""
+    """Numbers the streams of each rank in the order of first use. Stream numbers do not affect the
+    time, so two ranks that run equal ops on differently numbered streams should count as equal.
+    """
 
     def __init__(self, count: int) -> None:
         self._seen: dict[int, Array] = {}

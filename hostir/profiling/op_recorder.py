@@ -56,7 +56,8 @@ class TracedOp:
 
 
 class OpNotes:
-    """Collects the op of each step while a recorder records the steps of a run as a plan.
+    """Collects, while the steps of a run are recorded, which op each step carries out. A step is a
+    part of an op's work that later runs repeat; the list of all steps is the plan.
 
     `ops[i]` is the op of step `i` of the plan that `completed` returns. `frame` has the tensors and
     sizes of the recorded run.
@@ -73,8 +74,9 @@ class OpNotes:
         self._moved: dict[int, tuple[str, ...]] = {}
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Adds `op` to `ops`, once for each step that the recorder has recorded for the op. The
-        recorder calls this method; see `Listener.on_kept`."""
+        """Adds `op` to `ops`, once for each step (part of the op's work) that the recorder has
+        recorded for it. The recorder calls this method after each op; see `Listener.on_kept`.
+        """
         if isinstance(op, StartCoalescing):
             self._halves_of = []
         is_half = False
@@ -93,8 +95,9 @@ class OpNotes:
             self._streams.capture(op.stream)
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan (the list of recorded steps) with the allocations of outputs as further
-        steps. Also completes `ops`, so that each step has an op.
+        """Returns the plan (the list of recorded steps) with one more step for each allocation of
+        an output, so that the allocations are timed, too. Also completes `ops`, so that each step
+        has an op.
 
         Some steps belong to no op of the program. These steps allocate outputs, or copy outputs
         after the last op.

@@ -200,11 +200,10 @@ def _profiled(
 def _timed(
     work: Mapping[int, ProfiledOp], waits: Mapping[int, int], run: Round
 ) -> list[ProfiledOp]:
-    """Adds the times that were measured in `run` to the ops in `work`. Returns the ops in program
-    order.
+    """Returns the ops in `work`, in program order, with the times that were measured in `run`.
 
-    `work` has the op of each recorded step, by the step's number. `waits` maps the step of each
-    Wait to the step that started the communication. The time of a Wait counts for the
+    `work` has the op of each recorded step of the run, by the step's number. `waits` maps the step
+    of each `Wait` to the step that started the communication. The time of a `Wait` counts for the
     communication.
     """
     spans: dict[int, list[tuple[float, float]]] = {}
@@ -261,8 +260,10 @@ class SizeNotes:
         return self._ops.ops
 
     def on_kept(self, op: Op, steps: Sequence[Step]) -> None:
-        """Records the sizes of the op's tensors. The recorder calls this method directly after the
-        op has run, because the tensors may no longer exist at the end of the run."""
+        """Records the bytes that `op` reads and writes. The recorder calls this method directly
+        after the op has run, with the recorded `steps` of the op, because the tensors may no longer
+        exist at the end of the run.
+        """
         self._recorded += len(steps)
         if isinstance(op, StartCoalescing):
             self._group_halves = []
@@ -304,16 +305,19 @@ class SizeNotes:
         return nbytes_of(self._frame.tensors.get(tv)) if self._frame.is_mine(tv) else 0
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns the plan (the list of recorded steps) with the allocations of outputs as further
-        steps. Must be called before `work` and `waits`, whose keys are step numbers of the returned
-        plan."""
+        """Returns the plan (the list of recorded steps) with one more step for each allocation of
+        an output, so that the allocations are timed, too. Must be called before `work` and `waits`,
+        whose keys are step numbers of the returned plan.
+        """
         self._plan = made = self._ops.completed(plan)
         self._made_before = len(made.steps) - len(plan.steps)
         return made
 
     def work(self) -> dict[int, ProfiledOp]:
-        """Returns the ops that compute or communicate, with their sizes but without times. The key
-        is the number of the op's step in the plan that `completed` returned."""
+        """Returns the ops that compute or communicate, with the bytes that they read and write but
+        without times. The key is the number of the op's step in the list of steps that `completed`
+        returned.
+        """
         made: dict[int, ProfiledOp] = {}
         for number, ((step, _), op) in enumerate(zip(self._plan.steps, self.ops, strict=True)):
             if op.kind in ("host", "wait"):
@@ -325,8 +329,9 @@ class SizeNotes:
         return made
 
     def waits(self) -> dict[int, int]:
-        """Maps the step number of each Wait to the number of the step that started the
-        communication. Step numbers are those of the plan that `completed` returned."""
+        """Maps the recorded step of each `Wait` to the step that started the communication. Steps
+        are numbered as in the list of steps that `completed` returned.
+        """
         before = self._made_before
         return {at + before: of + before for at, of in self._wait_for.items()}
 

@@ -85,10 +85,10 @@ class RankTrace:
     """The measurements that one rank contributes to a trace.
 
     - `source`: the origin of the times, such as CUDA events.
-    - `ops`: the op of each recorded step; `streams`: the names of streams by number.
+    - `ops`: the op of each recorded step of the program; `streams`: the names of streams by number.
     - `runs`: the times of the traced runs; `slices`: the timeline of the last traced run.
     - `began`: the begin of the last run, by the clock of the program's first rank.
-    - `plain`: (wall, host) seconds of runs of the same plan without timers.
+    - `plain`: (wall, host) seconds of runs of the same recorded steps without timers.
     - `usual`: (wall, host) seconds of ordinary runs, by the CUDA graphs that `graphs` describes.
     - `skew_s`: an upper bound, in seconds, on how far the device's clock differs from the host's.
     - `doubts`: remarks about uncertain measurements.
@@ -404,9 +404,10 @@ def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 # ------------------------------------------------------------------ the file
 def _events(r: RankTrace, shift: float) -> list[Event]:
-    """Returns the events of the timeline file that draw one rank's last run.
+    """Returns the events of the timeline file that draw one rank's last traced run.
 
-    This run began `shift` seconds after the last run of the rank that began first.
+    All ranks are drawn on one time axis, which begins with the rank whose run began first. The run
+    of this rank began `shift` seconds later.
     """
     tracks = {_HOST: "host", **{stream_track(n): name for n, name in r.streams.items()}}
     events = titles(r.rank, f"rank {r.rank}", tracks, place=2 * r.rank)
@@ -468,8 +469,9 @@ _FIRST_PREDICTED = 1_000_000
 
 
 def trace_text(program: HostIrContainer, made: SimulatedSchedule) -> str:
-    """Returns the JSON text of a timeline file that has only the predicted timeline of `program`,
-    from the simulated schedule `made`."""
+    """Returns the JSON text of a timeline file that has only the predicted timeline of `program`.
+    `made` has the simulated begin and end of each op.
+    """
     notes = {"machine": made.machine.name, "from": "the cost model; nothing was run"}
     return file_text(predicted_events(program, made), notes)
 
@@ -482,8 +484,9 @@ def file_text(events: Sequence[Event], notes: Mapping[str, object]) -> str:
 
 
 def stream_track(stream: int) -> int:
-    """Returns the number of the track that draws a stream in the timeline file. The caller's stream
-    has the stream number -1."""
+    """Returns the number of the track (row) that draws a stream in the timeline file. The caller's
+    stream has the stream number -1.
+    """
     return stream + _FIRST_STREAM
 
 
@@ -511,8 +514,8 @@ def titles(process: int, title: str, tracks: Mapping[int, str], *, place: int) -
 def predicted_events(
     program: HostIrContainer, made: SimulatedSchedule, *, beside: bool = False
 ) -> list[Event]:
-    """Returns the events of a timeline file that draw the predicted run of `program`, from the
-    simulated schedule `made`.
+    """Returns the events of a timeline file that draw the predicted run of `program`. `made` has
+    the simulated begin and end of each op.
 
     `beside` says whether the file also has a measured run. The predicted ranks then get other
     process numbers than the measured ranks.
@@ -536,8 +539,8 @@ def predicted_events(
 
 
 def _event(work: WorkItem, number: int, lines: dict[int, int]) -> list[Event]:
-    """Returns the events of a timeline file that draw one piece of predicted work. There is one
-    event on its stream, and one on each link that it uses.
+    """Returns the events of a timeline file that draw one piece of work of a predicted run. There
+    is one event on its stream, and one on each link between ranks that it uses.
 
     `number` is a class of ranks that do the same work. `lines` maps the `id` of each op to its line
     in the program.

@@ -1,5 +1,6 @@
-"""Timers for the recorded steps of a program. A *watch* wraps each step, and records when the
-step's work runs on the host and on the device.
+"""Timers for the recorded steps of a program. A step is a part of an op's work that later runs
+repeat. A *watch* (as in stopwatch) wraps each step, and records when the step's work runs on the
+host and on the device.
 
 There is one class of watches for each source of times:
 
@@ -36,10 +37,10 @@ _RANGE = "hostir step "
 
 @dataclass(frozen=True)
 class Timed:
-    """The time that one recorded step of a program took on the host, or its kernel or copy on a
-    device, in seconds of `clock`.
+    """The time that one recorded step of a program took on the host, or that its kernel or copy
+    took on a device. `begin` and `end` are seconds of the host's clock.
 
-    - `step`: the number of the step in the plan, which is the list of recorded steps.
+    - `step`: the number of the step in the list of recorded steps.
     - `activity`: the device's name of the kernel or copy; "" if unknown.
     - `queue`: the device's own name of the stream; "" if unknown.
     """
@@ -99,8 +100,9 @@ class HostWatch:
         self._notes: list[Timed] = []
 
     def wrapped(self, plan: Plan) -> Plan:
-        """Returns the plan (the list of recorded steps) with each step wrapped, so that this watch
-        times the step in each run."""
+        """Returns the plan (the list of recorded steps of a program) with each step wrapped, so
+        that this object times the step in each run.
+        """
         steps = ((_WatchedStep(step, i, self), op) for i, (step, op) in enumerate(plan.steps))
         return replace(plan, steps=tuple(steps))
 
@@ -120,9 +122,10 @@ class HostWatch:
         self._notes.append(Timed(number, begin, end))
 
     def start(self) -> None:
-        """Starts the source of times. Does nothing here, because the host's clock always runs.
+        """Starts the measurement, before the first timed run. Does nothing here, because the host's
+        clock always runs.
 
-        A subclass raises `ExecutionError` if its source of times cannot be used.
+        A subclass raises `ExecutionError` if its source of times, such as CUPTI, cannot be used.
         """
 
     def begin_round(self) -> None:
@@ -139,14 +142,15 @@ class HostWatch:
         self.rounds.append(Round(begin, issued, end, self._notes))
 
     def abandon(self) -> None:
-        """Stops the source of times after an error on some rank. Does nothing here, because the
-        host's clock needs no stop."""
+        """Stops the measurement after an error on some rank. Does nothing here, because the host's
+        clock needs no stop.
+        """
 
     def stop(self) -> None:
-        """Stops the source of times and completes `rounds`. On a CPU, the time of an op's work is
-        the host's time for the step.
+        """Stops the measurement after the last timed run, and completes `rounds`. On a CPU, the
+        time of an op's work is the host's time for its recorded step.
 
-        A subclass raises `ExecutionError` if its source of times lacks some times.
+        A subclass raises `ExecutionError` if some times are missing.
         """
         for run in self.rounds:
             run.work = [t for t in run.host if self.ops[t.step].kind != "host"]
@@ -194,8 +198,9 @@ class EventWatch(HostWatch):
         return timed
 
     def begin_round(self) -> None:
-        """Prepares for a timed run: records a base event, and the host's time at which the device
-        reaches the event. Times of later events are measured from the base event."""
+        """Prepares for a timed run: records a CUDA event, and the host's time at which the device
+        reaches this event. The times of later events are measured from it.
+        """
         super().begin_round()
         self._events = []
         self._base = self._event()
@@ -217,11 +222,13 @@ class EventWatch(HostWatch):
         ]
 
     def stop(self) -> None:
-        """Does nothing, because `end_round` has already completed the times of each run."""
+        """Stops the measurement after the last timed run. Does nothing here, because `end_round`
+        has already completed the times of each run.
+        """
 
 
 class CuptiWatch(HostWatch):
-    """Times each kernel and copy by CUPTI, through torch.profiler.
+    """Times each kernel and copy of a program's recorded steps by CUPTI, through torch.profiler.
 
     Each recorded step is a named range on the host in the profile. A kernel or copy belongs to the
     step in whose range it was launched.
@@ -319,13 +326,13 @@ class CuptiWatch(HostWatch):
         self._doubt(strangers, shift, found.doubtful)
 
     def _doubt(self, strangers: Sequence[Activity], shift: float, doubtful: int) -> None:
-        """Adds remarks to `doubts` about kernels and copies that may belong to another step, or to
-        no step.
+        """Adds remarks to `doubts` about kernels and copies that may belong to another recorded
+        step, or to no step.
 
-        - `strangers`: the kernels and copies that were launched in no range.
+        - `strangers`: the kernels and copies that were launched in no range of a step.
         - `shift`: the seconds to add to the profile's clock to get the host's clock.
-        - `doubtful`: the number of kernels and copies that the profile's two references assign to
-          different ranges.
+        - `doubtful`: the number of kernels and copies for which the profile says in two ways in
+          which range they were launched, and the two disagree.
         """
         lost = [
             a
@@ -358,8 +365,9 @@ _OPS = ("cpu_op", "user_annotation")
 
 @dataclass(frozen=True)
 class Range:
-    """A named range of time on the host, in an exported profile of torch.profiler. Times are
-    seconds of the profile's clock."""
+    """A named range of time on the host, in an exported profile of torch.profiler. Each recorded
+    step of a program is timed in such a range. Times are seconds of the profile's clock.
+    """
 
     name: str
     begin: float
@@ -387,8 +395,8 @@ class Profile:
     """The contents of an exported profile of torch.profiler: ranges on the host, and activities on
     the device, each sorted by their begin.
 
-    `doubtful` is the number of activities that the profile's two references assign to different
-    ranges.
+    `doubtful` is the number of activities for which the profile says in two ways in which range
+    they were launched, and the two disagree.
     """
 
     ranges: list[Range]

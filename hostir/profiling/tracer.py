@@ -64,11 +64,12 @@ class HostIrEvaluator(ProgramEvaluator):
       communicator.
     - `device` defaults to the device of the first tensor input.
     - `settings` default to those of the environment variables.
-    - `make_runner` makes the executor of a kernel group.
+    - `make_runner` makes the executor of a kernel of the program.
     - `number_of_streams` is the value of `numberOfStreams` in the program. Streams persist between
       runs.
     - `late_stream` (CPU only) is a stream number, "entry" or "all". The work of that stream is
-      delayed as far as the program's own waits allow. A missing wait then causes a wrong result.
+      delayed as far as the program's own waits allow. A missing wait then causes a wrong result, so
+      that tests find it.
     """
 
     def trace(
@@ -161,8 +162,9 @@ class Asked:
 
     @property
     def line(self) -> str:
-        """A text of the arguments that must be equal on all ranks. The text is part of the run
-        signature, by which ranks check that they are about to run the same."""
+        """The arguments that must be equal on all ranks, as text. The text is part of the run
+        signature, the description of a run that ranks compare before they begin it.
+        """
         names = "warm_up", "repeat", "source"
         runs = ", ".join(f"{name}={show(getattr(self, name))}" for name in names)
         return f"// traced: {runs}"
@@ -209,8 +211,8 @@ def _path(path: object, *, is_written: bool) -> Path | None:
 def ways_to_time(
     device: torch.device, source: object, communicator: Communicator | None
 ) -> list[Callable[[Sequence[Any]], HostWatch]]:
-    """Returns functions that make watches (`HostWatch`) for a device, in the order in which they
-    are tried.
+    """Returns functions that make timers (`HostWatch` objects) for a device, in the order in which
+    they are tried.
 
     `source` is the user's choice of the source of times. Raises `InputError` for a source that the
     device does not have. Raises `UnsupportedError` for CUPTI on simulated ranks.
@@ -242,8 +244,8 @@ def watched_as_agreed(
     inputs: Sequence[Argument],
     asked: object,
 ) -> T:
-    """Takes a trace or a profile, after the ranks have agreed that they are about to run the same
-    program.
+    """Takes a trace or a profile on all ranks, after the ranks have compared what they are about to
+    run and found it equal.
 
     `take` is `take_trace` or `take_profile`, and `asked` is its last argument. Raises
     `UnsupportedError` if the evaluator has a `late_stream`, which delays work on purpose.
@@ -261,10 +263,10 @@ def recorded(
     evaluator: ProgramEvaluator, inputs: Sequence[Argument], listen: Callable[[Recorder], T]
 ) -> tuple[T, Plan]:
     """Runs the program once, op by op, and records the steps as a plan, which can be repeated.
-    Returns (listener, plan).
+    Returns (result of `listen`, plan).
 
-    `listen` makes the listener, which the recorder notifies of each recorded step. The plan is not
-    added to the evaluator's cache of plans, because a trace wraps its steps.
+    `listen` makes an object that the recorder notifies of each recorded step. The plan is not added
+    to the evaluator's cache of plans, because a trace wraps its steps.
     """
     evaluator.begin_run()
     with torch.no_grad():
@@ -279,11 +281,15 @@ def recorded(
 
 
 class Notes(Protocol):
-    """Collects data about the recorded steps of a program, such as the op of each step."""
+    """The interface of an object that collects data about the recorded steps of a program, such as
+    the op of each step.
+    """
 
     def completed(self, plan: Plan) -> Plan:
-        """Returns `plan` (the list of recorded steps) with the allocations of outputs as further
-        steps. Also completes the data, so that each step has an entry."""
+        """Returns `plan` (the list of recorded steps) with one more step for each allocation of an
+        output, so that the allocations are timed, too. Also completes the data, so that each step
+        has an entry.
+        """
         ...
 
 
@@ -434,10 +440,11 @@ def watched(
     ways: Sequence[Callable[[Sequence[Any]], HostWatch]],
     rounds: Callable[[HostWatch], None],
 ) -> tuple[HostWatch, list[str]]:
-    """Times the runs that `rounds` makes, by the first kind of watch that works on all ranks.
+    """Times the runs that `rounds` makes, by the first kind of timer (`HostWatch` object) that
+    works on all ranks.
 
-    `ways` has the functions that make watches, and `ops` the op of each recorded step. Returns the
-    watch, and the reasons why earlier kinds failed. Raises `ExecutionError` if no kind works.
+    `ways` has the functions that make timers, and `ops` the op of each recorded step. Returns the
+    timer, and the reasons why earlier kinds failed. Raises `ExecutionError` if no kind works.
     """
     whys: list[str] = []
     for make in ways:
@@ -459,9 +466,10 @@ def watched(
 
 
 def _refusal(ranks: Together, step: Callable[[], None]) -> str:
-    """Calls `step`, which starts or stops a watch, on all ranks. Returns the reason why `step`
-    failed on some rank, or "" if it failed on no rank. All ranks get the same text, so they decide
-    alike."""
+    """Calls `step`, which starts or stops the timers of this rank. All ranks must call this
+    function. Returns the reason why `step` failed on some rank, or "" if it failed on no rank. All
+    ranks get the same text, so all continue or all stop.
+    """
     why = ""
     try:
         step()
@@ -474,7 +482,8 @@ def _refusal(ranks: Together, step: Callable[[], None]) -> str:
 def rounds_of(runs: Runs[N], watch: HostWatch, repeat: int) -> None:
     """Runs the recorded steps of `runs` with the timers of `watch`, `repeat` times.
 
-    One more run precedes these runs, because a watch creates some objects only in its first run.
+    One more run precedes these runs, because some objects are created only in the first run with
+    timers.
     """
     run = runs.bound(watch.wrapped(runs.plan))
     for _ in range(1 + repeat):
@@ -491,7 +500,7 @@ def _measured(
     """Returns the measurements of this rank, with remarks about uncertain measurements.
 
     - `shift`: the seconds to add to this rank's clock to get the clock of the first rank.
-    - `whys`: the reasons why other kinds of watches failed.
+    - `whys`: the reasons why other kinds of timers failed.
     - `unwatched`: the times of runs without timers, by field of `RankTrace`.
     """
     device, ops, rounds = runs.plan.device, runs.notes.ops, watch.rounds[1:]
@@ -583,8 +592,9 @@ class Together:
         return [json.loads(text) for text in texts]
 
     def begin_run(self) -> None:
-        """Counts one more run of the program in the communicator. Every rank must call this method
-        once per run."""
+        """Adds 1 to this rank's count of runs. Every rank must call this method once per run,
+        because ranks that copy out of each other's memory tell runs apart by the counts.
+        """
         if self._communicator is not None:
             self._communicator.begin_run(self._team)
 
