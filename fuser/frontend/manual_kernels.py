@@ -238,7 +238,7 @@ def _print_kernel(self: Fusion, compile_params: CompileParams | None = None) -> 
     """Returns the CUDA text of the fusion as one kernel, with the current schedule of its tensors.
 
     The kernel is for the current GPU. Without a GPU, the kernel is for an H200. Raises the errors
-    of `KernelExecutor.compile`.
+    of `KernelExecutor.compile`, for example for an op that no kernel computes.
     """
     _check_takes(self)
     params = compile_params or CompileParams()

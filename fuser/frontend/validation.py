@@ -260,7 +260,8 @@ def validate_with_auto_inferred_outputs(
 
     Raises:
         ValidationError: an output differs. The message names the first such output.
-        UnsupportedError: torch cannot compute the references (see `references`).
+        UnsupportedError: torch cannot compute the program, for example because it is distributed
+            over devices.
     """
     given = flatten(args)
     compare(fusion, fusion_outputs, references(fusion, given), given)

@@ -883,8 +883,8 @@ class TunedExecutor(FusedKernelExecutor):
         """Returns None as long as another version of the kernel can be added: parameters for a size
         of another order of magnitude are then timed separately.
 
-        When the maximum number of versions exists, does the same as `FusedKernelExecutor._nearby`:
-        returns a version for similar sizes.
+        When the maximum number of versions exists, returns a version for similar sizes, and its
+        launch.
         """
         return super()._nearby(key, alignments, values, tensors) if self._is_full else None
 

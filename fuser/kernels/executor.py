@@ -266,8 +266,8 @@ class FusedKernelExecutor:
         *,
         are_sized: bool = False,
     ) -> KernelLaunch | None:
-        """Returns the same as `launch_for`, for tensors of which only the layouts are known, and
-        scalar inputs `numbers`.
+        """Returns the launch that `run` would execute for tensors of which only the layouts are
+        known, and scalar inputs `numbers`.
 
         Returns None if more checks are needed, or if the kernel is not compiled. `are_sized` says
         that `sizes_fit` has accepted the shapes, which are then not checked again.

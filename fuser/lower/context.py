@@ -183,8 +183,8 @@ class Context:
     def shifts(self, tv: TensorView) -> list[Shift]:
         """Returns the shifts among the steps that derive the loops of `tv` from its axes.
 
-        A shift moves the start of a row to an aligned address, so that vectors can be loaded from
-        rows that begin anywhere.
+        A shift adds an offset to the loop index in each row, so that vectors begin at aligned
+        addresses although rows begin anywhere.
         """
         return shifts_of(self.indexer.loop_transforms(tv))
 
@@ -226,8 +226,8 @@ def _without_implied(
     another split.
 
     For x = block * factor + inner, if x is less than the extent, then `block` is less than the
-    number of blocks. Axes that a shift moves to aligned addresses are tested in any case, so their
-    splits are left out.
+    number of blocks. Axes to whose index a shift adds an offset (so that vectors are aligned) are
+    tested in any case, so their splits are left out.
     """
     implied = {t.out for t in shifts_of(transforms)}
     kept: list[SplitTransform] = []

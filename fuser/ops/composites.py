@@ -299,7 +299,7 @@ def dropout(input: TensorView, p: float = 0.5, training: bool = True) -> TensorV
     """Multiplies each element by 1 / (1 - p) with probability 1 - p, else by 0.
 
     Without `training`, or if p is 0, the result is a copy. Each run of the program draws new random
-    numbers from torch's generator, as `rand_like` does.
+    numbers from torch's generator.
 
     Raises:
         DefinitionError: p is not a number from 0 to 1.

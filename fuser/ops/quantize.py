@@ -175,7 +175,8 @@ def _quantized(
     """Returns (values, scales) of `input` quantized to Float8, both in the order of the elements,
     without tiles.
 
-    Raises the errors of `nv_block_quantize`; `name` is the op in the message.
+    Raises `DefinitionError`, `DtypeError` or `UnsupportedError` for an operand or argument that
+    cannot be used; `name` is the op in the message.
     """
     if dtype is not DataType.Float8_e4m3fn and dtype is not torch.float8_e4m3fn:
         raise _no_format(name, input, dtype)

@@ -60,7 +60,7 @@ ExtentMap = Callable[[Scalar], Scalar]
 @record
 class ConcretizationKey:
     """The decisions of `concretize` for some input sizes. Inputs with equal keys share one copy of
-    the fusion, and thus its compiled programs.
+    the fusion, and if their memory layouts are equal, too, also its compiled programs.
 
     Each tuple is in program order. A `?` axis is an axis that may turn out to have size 1 and be a
     broadcast.
@@ -121,7 +121,7 @@ def concretization_key(fusion: Fusion, sizes: Mapping[Symbol, int]) -> Hashable:
     """Returns a key of everything that `concretize` decides by these sizes, such as which axes a
     reshape merges; () if nothing depends on sizes.
 
-    Inputs with equal keys can run the same compiled programs.
+    Inputs with equal keys and equal memory layouts can run the same compiled programs.
 
     Raises:
         InputError, ShardingError: in the same cases as `concretize`.
@@ -157,7 +157,7 @@ class KeyOfSizes:
 
     def __call__(self, sizes: Mapping[Symbol, int]) -> Hashable:
         """Checks the sizes, and returns the key of the decisions that `concretize` makes for them.
-        Inputs with equal keys can run the same compiled programs.
+        Inputs with equal keys and equal memory layouts can run the same compiled programs.
 
         Raises:
             InputError, ShardingError: in the same cases as `concretize`.

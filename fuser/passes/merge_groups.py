@@ -179,8 +179,8 @@ class Merger:
         """Merges the kernel with key `place` with as many other kernels as a scheduler accepts in
         one merge, and returns whether any were merged.
 
-        `kind` is the kind of merge (see `_merge_all`). After a refusal, half as many kernels are
-        tried.
+        `kind` is the kind of merge, such as "reduction" or "pointwise" (`_merge_all` describes
+        all). After a refusal, half as many kernels are tried.
         """
         most = len(self._groups) if kind in ("reduction", "pointwise") else 1
         while True:
@@ -232,8 +232,8 @@ class Merger:
         """Returns the key of the first later kernel that may be merged with the kernel `place`, or
         None.
 
-        `kind` is the kind of merge (see `_merge_all`). Only kernels that share a tensor with the
-        kernel `place` are considered.
+        `kind` is the kind of merge, such as "reduction" or "pointwise" (`_merge_all` describes
+        all). Only kernels that share a tensor with the kernel `place` are considered.
         """
         group = self._groups[place]
         if len(group.inputs) + len(group.outputs) >= MAX_OPERANDS:

@@ -144,7 +144,7 @@ def compilations() -> int:
 
 def kernel_requests() -> int:
     """Returns the number of kernels that this process has requested by `compile_kernels` and
-    `compile_cubin`. The difference from `compilations()` was found in caches.
+    `compile_cubin`. Of these, `compilations()` were compiled; most others were found in caches.
     """
     return _statistics.requests
 
