@@ -29,15 +29,24 @@ def _at(root: int, result: torch.Tensor, members: int) -> Results:
     return [result if member == root else None for member in range(members)]
 
 
-MEANINGS: dict[str, Meaning] = {
-    "Allgather": Meaning(lambda xs, root: _to_all(torch.cat(xs), len(xs))),
-    "Allreduce": Meaning(lambda xs, root: _to_all(torch.stack(xs).sum(0), len(xs))),
-    "AllToAll": Meaning(
-        lambda xs, root: [torch.cat([x.chunk(len(xs))[i] for x in xs]) for i in range(len(xs))]
-    ),
-    "Broadcast": Meaning(lambda xs, root: _to_all(xs[root], len(xs))),
-    "Gather": Meaning(lambda xs, root: _at(root, torch.cat(xs), len(xs))),
-    "Reduce": Meaning(lambda xs, root: _at(root, torch.stack(xs).sum(0), len(xs))),
-    "ReduceScatter": Meaning(lambda xs, root: [*torch.stack(xs).sum(0).chunk(len(xs))]),
-    "Scatter": Meaning(lambda xs, root: [*xs[root].chunk(len(xs))]),
-}
+class _Meanings(dict[str, Meaning]):
+    """The meanings by name; the error of a look-up says where a missing one is added."""
+
+    def __missing__(self, name: str) -> Meaning:
+        raise LookupError(f"{name} has no entry in MEANINGS (tests/support/collective_meanings.py)")
+
+
+MEANINGS = _Meanings(
+    {
+        "Allgather": Meaning(lambda xs, root: _to_all(torch.cat(xs), len(xs))),
+        "Allreduce": Meaning(lambda xs, root: _to_all(torch.stack(xs).sum(0), len(xs))),
+        "AllToAll": Meaning(
+            lambda xs, root: [torch.cat([x.chunk(len(xs))[i] for x in xs]) for i in range(len(xs))]
+        ),
+        "Broadcast": Meaning(lambda xs, root: _to_all(xs[root], len(xs))),
+        "Gather": Meaning(lambda xs, root: _at(root, torch.cat(xs), len(xs))),
+        "Reduce": Meaning(lambda xs, root: _at(root, torch.stack(xs).sum(0), len(xs))),
+        "ReduceScatter": Meaning(lambda xs, root: [*torch.stack(xs).sum(0).chunk(len(xs))]),
+        "Scatter": Meaning(lambda xs, root: [*xs[root].chunk(len(xs))]),
+    }
+)
