@@ -17,7 +17,9 @@ import pytest
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
-_EDIT = re.compile(r"In\s+`([\w./-]+)`,\s+after\s+`([^`]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
+_EDIT = re.compile(
+    r"In\s+`([\w./-]+)`,\s+(after|before)\s+`([^`]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL
+)
 _FILE = re.compile(r"In a new file\s+`([\w./-]+)`:\n\n *```\w+\n(.*?)\n *```", re.DOTALL)
 _COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 TRY = """
@@ -100,13 +102,20 @@ def section(title: str) -> str:
     return re.split(r"^## ", text.split(f"## {title}\n")[1], flags=re.MULTILINE)[0]
 
 
-def insert(file: Path, anchor: str, text: str) -> None:
-    """Inserts text after the only line with the anchor, at the same indentation."""
+def insert(file: Path, where: str, anchor: str, text: str) -> None:
+    """Inserts text at an indented line: after the only one that contains the anchor, or before the
+    only one that begins with it.
+    """
     lines = file.read_text().split("\n")
-    (at,) = [i for i, line in enumerate(lines) if anchor in line]
+    if where == "before":
+        (at,) = [i for i, line in enumerate(lines) if line.strip().startswith(anchor.strip())]
+    else:
+        (at,) = [i for i, line in enumerate(lines) if anchor in line]
     indent = re.match(r" *", lines[at])
     assert indent is not None
-    lines.insert(at + 1, textwrap.indent(textwrap.dedent(text), indent[0]))
+    # The first entry of a table is one level deeper.
+    level = "    " if where == "after" and lines[at].endswith(("(", "{", "[")) else ""
+    lines.insert(at + (where == "after"), textwrap.indent(textwrap.dedent(text), indent[0] + level))
     file.write_text("\n".join(lines))
 
 
@@ -141,11 +150,12 @@ def perform(tree: Path, title: str) -> str:
     text = section(title)
     edits, files, (commands,) = _EDIT.findall(text), _FILE.findall(text), _COMMANDS.findall(text)
     assert len(edits) + len(files) + 1 == text.count("```") / 2, "each block is a step"
-    for file, anchor, lines in edits:
-        insert(tree / file, anchor, lines)
+    for file, where, anchor, lines in edits:
+        insert(tree / file, where, anchor, lines)
     for file, lines in files:
         assert not (tree / file).exists()
         (tree / file).write_text(textwrap.dedent(lines) + "\n")
+    check_style(tree, {file for file, *_ in (*edits, *files) if file.endswith(".py")})
     printed = ""
     for line in commands.strip().split("\n"):
         before, python, after = line.partition("python ")
@@ -153,6 +163,16 @@ def perform(tree: Path, title: str) -> str:
         settings = dict(word.split("=") for word in before.split())
         printed = run(tree, sys.executable, *shlex.split(after), settings=settings)
     return printed
+
+
+def check_style(tree: Path, files: set[str]) -> None:
+    """Runs the linter and the formatter on files, where they are installed (`setup_venv lint`)."""
+    ruff = shutil.which(
+        "ruff", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    if ruff is not None:
+        run(tree, ruff, "check", "--no-cache", *sorted(files))
+        run(tree, ruff, "format", "--no-cache", "--diff", *sorted(files))
 
 
 def passed(printed: str) -> int:
@@ -180,7 +200,7 @@ def test_a_host_op_is_added_in_the_steps_that_are_told(tree: Path) -> None:
 
 def test_a_collective_is_added_in_the_steps_that_are_told(tree: Path) -> None:
     # Simulated ranks, jobs of mpirun and torchrun; text, sizes, runs, predictions of a program.
-    assert passed(perform(tree, "Add a collective")) >= 11
+    assert passed(perform(tree, "Add a collective")) >= 16
     run(tree, sys.executable, "-c", TRY_SCAN)
 
 
@@ -190,8 +210,8 @@ def test_a_scheduler_is_added_in_the_steps_that_are_told(tree: Path) -> None:
 
 
 def test_a_row_without_a_reference_is_told(tree: Path) -> None:
-    (file, anchor, lines), *_ = _EDIT.findall(section("Add an op"))
-    insert(tree / file, anchor, lines)
+    (file, where, anchor, lines), *_ = _EDIT.findall(section("Add an op"))
+    insert(tree / file, where, anchor, lines)
     command = (sys.executable, "-m", "pytest", "-q", "tests/fuser/ops/test_rows.py", "-k", "hypot")
     lacks = r"hypot lacks: docs/reference/operations\.md, case in tests/support, fuzzer"
     with pytest.raises(AssertionError, match=lacks):
