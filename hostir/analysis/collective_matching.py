@@ -330,9 +330,9 @@ class MatchingWalk(Walk[PerRank]):
         self._enters(event, here)
 
     def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
-        """Checks a `SymmetricContiguousView`, which makes one tensor out of several ranks' shards
-        without copying. All ranks of the team must reach the op, so it is matched like an allgather
-        of the shards.
+        """Checks a `SymmetricContiguousView`, which makes one tensor out of the parts (shards) of a
+        tensor that several ranks store without copying. All ranks of the team must reach the op, so
+        it is matched like an allgather of the shards.
         """
         gather = self.gathers.get(op)
         if gather is None:
@@ -446,8 +446,10 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text + "dimension", ((site, ""),)))
 
     def _elements(self, movement: Movement, tv: TensorView) -> PerRank:
-        """Returns the number of elements that the communication moves of a tensor's shard, on each
-        rank. An expanded axis counts as one element, because memory holds only one."""
+        """Returns the number of elements that the communication moves of a tensor's shard (the part
+        that a rank stores), on each rank. An expanded axis counts as one element, because memory
+        holds only one.
+        """
         return self.shard_region(tv).elements(movement.expanded[tv])
 
     def _permute(self, movement: Movement, number: int, site: Site) -> None:

@@ -402,7 +402,7 @@ def cost_of(op: Op, sizes: Sizes, machine: Machine, found: Found = NOTHING) -> C
     """Returns the cost of an op that computes. Returns None for an op that only makes views, waits,
     or changes streams.
 
-    - `sizes`: a function that returns the shape of a tensor's shard.
+    - `sizes`: a function that returns the shape of a tensor's shard (the part that a rank stores).
     - `found`: for a kernel, how many bytes it reads of each lookup table; see `found_in_tables`.
 
     Raises `UnsupportedError` for a dtype whose speed is unknown, and for an op that is not yet

@@ -425,7 +425,8 @@ class _ScheduleBuilder:
 
     def _far_seconds(self, item: UnrolledOp) -> float:
         """Returns the seconds that a kernel needs for operands in other ranks' memory. Such an
-        operand is a view of the shards of several ranks."""
+        operand is a view of the parts (shards) of a tensor that several ranks store.
+        """
         sizes = item.sizes(self.place) if item.far else {}
         parts = (held_nbytes(tv, sizes[tv]) * (n - 1) / n for tv, (_, n) in item.far.items())
         return sum(parts) / self.machine.pull_bandwidth

@@ -107,8 +107,9 @@ class Makes:
 
 @record
 class Frees:
-    """The effect of an op that frees the buffer of `tensor`. If `tensor` is a view of several
-    ranks' shards, the op ends the view instead."""
+    """The effect of an op that frees the buffer of `tensor`. If `tensor` is a view of the parts
+    (shards) of a tensor that several ranks store, the op ends the view instead.
+    """
 
     tensor: TensorView
 
@@ -138,8 +139,9 @@ class Members:
 
 @record
 class Reads:
-    """The effect of an op that reads `tensor`: each rank reads its own shard. If `by` is given,
-    only these members of a team read."""
+    """The effect of an op that reads `tensor`: each rank reads its own shard (the part that it
+    stores). If `by` is given, only these members of a team read.
+    """
 
     tensor: TensorView
     by: Members | None = None
@@ -147,8 +149,9 @@ class Reads:
 
 @record
 class Writes:
-    """The effect of an op that writes `tensor`: each rank writes its own shard. If `by` is given,
-    only these members of a team write."""
+    """The effect of an op that writes `tensor`: each rank writes its own shard (the part that it
+    stores). If `by` is given, only these members of a team write.
+    """
 
     tensor: TensorView
     by: Members | None = None

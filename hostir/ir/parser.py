@@ -112,7 +112,8 @@ def parse(text: str) -> HostIrContainer:
 
 
 def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, tuple[str, int]]]:
-    """Parses the body of a host program. Returns the ops, and the lines that describe host units.
+    """Parses the body of a host program. Returns the ops, and the lines that describe host units
+    (separately compiled fusions).
 
     Each such line is returned by the number of the host unit, as (text, position). The inputs and
     outputs of the program are added to `values`.

@@ -59,7 +59,8 @@ def dumped(program: Printable, form: str) -> str:
 
 def short_text(program: Printable) -> str:
     """Returns the short form of a program's text, for reading: the inputs, outputs, ops and host
-    units."""
+    units (separately compiled fusions).
+    """
     values = program.values
     ins, outs = (", ".join(map(value_text, vs)) for vs in (values.inputs, values.outputs))
     units = "".join(f"\n\n  {unit_line(n, f)}" for n, f in program.units.items())

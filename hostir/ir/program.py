@@ -183,7 +183,9 @@ def _values(ops: tuple[Op, ...]) -> Iterator[object]:
 
 def equal(a: HostIrContainer, b: HostIrContainer) -> bool:
     """Whether two host programs are structurally equal: the same tensors, scalars, ops, kernels and
-    host units. The numbers in the names of tensors must also be equal."""
+    host units (separately compiled fusions). The numbers in the names of tensors must also be
+    equal.
+    """
     return container_key(a) == container_key(b)
 
 

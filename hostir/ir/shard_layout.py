@@ -37,8 +37,9 @@ def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
 
 
 def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
-    """Returns the number of bytes in memory of a shard of `tv` that has this `shape`. An expanded
-    axis counts as one element, because memory holds only one."""
+    """Returns the number of bytes in memory of a shard of `tv` (the part that a rank stores) that
+    has this `shape`. An expanded axis counts as one element, because memory holds only one.
+    """
     expanded = memory_layout.expanded_positions(tv)
     kept = [n for k, n in enumerate(shape) if k not in expanded]
     return math.prod(kept) * nbytes_of(tv.dtype())
@@ -46,8 +47,8 @@ def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
 
 def allocated_strides(tv: TensorView, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides, in elements, of the axes of `tv` (in the order of its shape) when a
-    shard of these `sizes` is newly allocated. The strides follow the declared memory order.
-    Expanded axes have stride 0.
+    shard (the part of a tensor that a rank stores) of these `sizes` is newly allocated. The strides
+    follow the declared memory order. Expanded axes have stride 0.
     """
     return memory_layout.dense_strides_of(tv, [max(n, 1) for n in sizes])
 

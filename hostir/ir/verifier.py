@@ -406,7 +406,8 @@ class _Checker:
 
     def _no_view_left(self) -> None:
         """Requires that the region (loop body, branch or program) that has just ended has
-        deallocated every view that it made of the shards of several ranks.
+        deallocated every view that it made of the parts (shards) of a tensor that several ranks
+        store.
         """
         for view in self.views.keys() - self.outer_views:
             self.at = self.views[view]
@@ -571,8 +572,8 @@ class _Checker:
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
         """Requires that other ranks cannot read the buffer of `tv` at this op, through a view of
-        the shards of several ranks. `what` is the word in the message for how the op uses `tv`,
-        such as `written`.
+        the parts (shards) of a tensor that several ranks store. `what` is the word in the message
+        for how the op uses `tv`, such as `written`.
         """
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):

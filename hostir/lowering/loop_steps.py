@@ -103,8 +103,9 @@ class LoweringState:
 
     @property
     def copies_in_turn(self) -> bool:
-        """Whether the peer copies of a stream loop run one after another: the transfer of the next
-        iteration waits for the transfer of this iteration.
+        """Whether the peer copies of a stream loop (its iterations run on different streams) run
+        one after another: the transfer of the next iteration waits for the transfer of this
+        iteration.
 
         In a peer copy, the receiver copies directly out of the sender's memory. If an op computes
         the data of the next transfer, that op waits instead of the transfer.
@@ -125,8 +126,8 @@ class LoweringState:
 
 # ------------------------------------------------------------------ one loop
 def stepping_axis(tv: TensorView) -> StreamAxis:
-    """Returns the stream axis of `tv`, a tensor that a stream loop computes. Each iteration of the
-    loop computes one part along this axis.
+    """Returns the stream axis of `tv`, a tensor that a stream loop (its iterations run on different
+    streams) computes. Each iteration of the loop computes one part along this axis.
 
     `tv` must have a stream axis. If it has several, the first is returned.
     """
@@ -237,8 +238,8 @@ class LoopContext:
         return rotated(number, self.count, tv.mesh, swizzle)
 
     def digit(self, number: Scalar, ptype: ParallelType) -> Scalar:
-        """Returns the index along the stream axis of type `ptype` that belongs to the part
-        `number`.
+        """Returns the index along the stream axis (an axis divided over the iterations of a loop)
+        of type `ptype` that belongs to the part `number`.
 
         A loop with several stream axes runs over all combinations of their indices. Its parts are
         numbered like a number with one digit per axis; this method returns one digit.
@@ -271,7 +272,7 @@ class LoopContext:
 
 def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | None:
     """Returns the mesh dimension along which devices may work on different blocks in one iteration
-    of the stream loop that computes `ops`.
+    of the stream loop (its iterations run on different streams) that computes `ops`.
 
     Returns None if all devices must work on the same block, because they gather or reduce this
     block together. Raises `UnsupportedError` if the loop has both kinds of communication, and
@@ -293,8 +294,9 @@ def _rotation(ops: Sequence[TensorOp], params: LowerParams) -> ParallelType | No
 
 
 def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
-    """Whether every transfer of the stream loop that computes `ops` is an exchange. In an exchange,
-    each device sends a different block to another device. At least one op must transfer data.
+    """Whether every transfer of the stream loop (its iterations run on different streams) that
+    computes `ops` is an exchange. In an exchange, each device sends a different block to another
+    device. At least one op must transfer data.
     """
     moves = [op for op in ops if isinstance(op, nodes.Reshard) and communicates(op)]
     return bool(moves) and all(is_exchange(op) and stepping_axis(op.inp).swizzle for op in moves)
@@ -302,8 +304,9 @@ def _all_are_exchanges(ops: Sequence[TensorOp]) -> bool:
 
 @dataclass(frozen=True)
 class LoopBody:
-    """The ops of one stream loop so far: `before` the loop, in each iteration (`steps`), and at the
-    end of each iteration (`last`). The lists grow while the ops of the fusion are lowered.
+    """The ops of one stream loop (its iterations run on different streams) so far: `before` the
+    loop, in each iteration (`steps`), and at the end of each iteration (`last`). The lists grow
+    while the ops of the fusion are lowered.
     """
 
     before: list[Op] = field(default_factory=list[Op])
@@ -313,8 +316,9 @@ class LoopBody:
 
 # ------------------------------------------------------------------ the operands of a step
 class OperandSlicer:
-    """Makes views of operands for one iteration of a stream loop, and allocates memory for the
-    result of the iteration. A view has the part of the operand that the iteration reads.
+    """Makes views of operands for one iteration of a stream loop (its iterations run on different
+    streams), and allocates memory for the result of the iteration. A view has the part of the
+    operand that the iteration reads.
 
         T1 [istream{3}(i0), i1] = relu( T0 [istream{3}(i0), i1] )
 
@@ -336,22 +340,24 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- operands
     def operands(self, op: TensorOp) -> list[object]:
-        """Returns the operands that `op` has inside the stream loop: for each tensor, the part that
-        one iteration uses, or the whole tensor."""
+        """Returns the operands that `op` has inside the stream loop (its iterations run on
+        different streams): for each tensor, the part that one iteration uses, or the whole tensor.
+        """
         return [
             self.operand(op, k) if isinstance(v, TensorView) else v for k, v in enumerate(op.inputs)
         ]
 
     def operand(self, op: TensorOp, index: int) -> TensorView:
-        """Returns the tensor that one iteration of the stream loop reads for the operand number
-        `index` of `op`: a part, or the whole operand."""
+        """Returns the tensor that one iteration of the stream loop (its iterations run on different
+        streams) reads for the operand number `index` of `op`: a part, or the whole operand.
+        """
         v = op.inputs[index]
         found = self.part(v) if is_in_step(op, index) else self._program.twins[v]
         return self._without_repeated(op, index, found)
 
     def part(self, tv: TensorView) -> TensorView:
-        """Returns the view of the part of `tv` that one iteration of the stream loop uses. The loop
-        divides `tv` into such parts.
+        """Returns the view of the part of `tv` that one iteration of the stream loop (its
+        iterations run on different streams) uses. The loop divides `tv` into such parts.
 
         If each iteration allocates memory for its own part only, the tensor itself is the part, and
         no view is made.
@@ -363,8 +369,9 @@ class OperandSlicer:
         return self._parts[tv]
 
     def slice_whole(self, op: nodes.Reshard) -> None:
-        """Makes the view of the part of an operand that one iteration of the stream loop uses. The
-        operand is computed as a whole before the loop.
+        """Makes the view of the part of an operand that one iteration of the stream loop (its
+        iterations run on different streams) uses. The operand is computed as a whole before the
+        loop.
 
         `op` is a reshard (change of sharding) that only takes the part and moves no data. Later ops
         in the loop that read the result of `op` read the view instead.
@@ -374,7 +381,7 @@ class OperandSlicer:
 
     def whole(self, v: object, op: TensorOp) -> object:
         """Returns the operand `v` of `op` as a whole tensor, which exists before the stream loop
-        and has the parts of all iterations.
+        (its iterations run on different streams) and has the parts of all iterations.
 
         Raises `UnsupportedError` for a tensor that only the loop computes.
         """
@@ -446,15 +453,16 @@ class OperandSlicer:
         return source
 
     def _slice(self, tv: TensorView, source: TensorView) -> TensorView:
-        """Returns a view of the part of `source` that the current iteration of the stream loop
-        uses. The stream axes of `tv` say how `source` is divided into parts.
+        """Returns a view of the part of `source` that the current iteration of the stream loop (its
+        iterations run on different streams) uses. The stream axes of `tv` say how `source` is
+        divided into parts.
         """
         return self.part_at(tv, source, self._loop.block_of(tv))
 
     # -------------------------------------------------------------- results
     def result(self, tv: TensorView) -> TensorView:
-        """Returns the tensor that one iteration of the stream loop writes, for the result `tv`, and
-        allocates its memory.
+        """Returns the tensor that one iteration of the stream loop (its iterations run on different
+        streams) writes, for the result `tv`, and allocates its memory.
 
         The tensor is a part of a buffer that is allocated before the loop, or a separate buffer of
         the iteration.
@@ -488,8 +496,9 @@ class OperandSlicer:
 
     # -------------------------------------------------------------- matrices of a batch
     def with_kept_axes(self, op: TensorOp, keep: Sequence[ParallelType]) -> Op:
-        """Returns `op` for one iteration of the stream loop, with operands and result that keep the
-        stream axes in `keep`, with one element each.
+        """Returns `op` for one iteration of the stream loop (its iterations run on different
+        streams), with operands and result that keep the stream axes in `keep`, with one element
+        each.
 
         Otherwise the part of a tensor would lack these axes, and a batch of matrices would become a
         single matrix. A matmul that computes a row of each matrix:
@@ -529,9 +538,9 @@ def only_element(tv: TensorView, position: int, into: list[Op]) -> TensorView:
 
 
 def rows_or_columns(op: TensorOp) -> list[ParallelType]:
-    """Returns the stream axes along which one iteration of a stream loop computes one row or one
-    column of each matrix of a batch. Returns an empty list if `op` is not a matmul or linear op on
-    a batch of matrices.
+    """Returns the stream axes along which one iteration of a stream loop (its iterations run on
+    different streams) computes one row or one column of each matrix of a batch. Returns an empty
+    list if `op` is not a matmul or linear op on a batch of matrices.
 
     Views of operands and result must keep these axes, with one element. Without these axes, an
     operand would have the shape of a single matrix or of a different batch.
@@ -551,8 +560,8 @@ def rows_or_columns(op: TensorOp) -> list[ParallelType]:
 
 def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> set[int]:
     """Returns the positions of the broadcast axes of operand number `index` that correspond to
-    stream axes of the result of `op`. One iteration of a stream loop needs the operand without
-    these axes.
+    stream axes of the result of `op`. One iteration of a stream loop (its iterations run on
+    different streams) needs the operand without these axes.
 
     Stream axes of the types in `keep` are ignored.
     """
@@ -567,7 +576,9 @@ def _repeated_axes(op: TensorOp, index: int, keep: Collection[ParallelType]) -> 
 
 def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
     """Returns the position of the axis of operand number `index` of `op` that corresponds to the
-    stream axis `axis` of the result. Returns None if there is none."""
+    stream axis (an axis divided over the iterations of a loop) `axis` of the result. Returns None
+    if there is none.
+    """
     domain = op.out_tensor.domain
     number = domain.no_reductions[axis.position].number
     if number not in domain.root_numbers and domain.root:
@@ -577,8 +588,8 @@ def _operand_position(op: TensorOp, index: int, axis: StreamAxis) -> int | None:
 
 
 def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
-    """Whether one slot per stream is enough memory for `tv`, a tensor that a stream loop computes.
-    Otherwise all parts of `tv` are stored.
+    """Whether one slot per stream is enough memory for `tv`, a tensor that a stream loop (its
+    iterations run on different streams) computes. Otherwise all parts of `tv` are stored.
 
     Slots are enough if each iteration needs only one element along the stream axis, and no op
     outside of the loop uses the tensor. The user must also have set `LowerParams.stream_slots`.
@@ -598,8 +609,8 @@ def _takes_slots(tv: TensorView, program: LoweringState) -> bool:
 
 def _takes_whole(op: TensorOp) -> bool:
     """Whether `op` may need more of an operand than the part that one iteration of a stream loop
-    uses. True for views, for copies that mark a border between kernels, and for ops on rows of
-    batched matrices.
+    (its iterations run on different streams) uses. True for views, for copies that mark a border
+    between kernels, and for ops on rows of batched matrices.
     """
     is_border = isinstance(op, nodes.LoadStoreOp) and op.kind is LoadStoreOpType.segmenter_set
     is_view = isinstance(op, VIEW_OPS) and not is_copy(op)

@@ -90,8 +90,9 @@ def lower(
 
 
 def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segment]]:
-    """Returns the segments in run order, in groups. All segments that one stream loop computes are
-    one group. Any other segment is a group of its own.
+    """Returns the segments in run order, in groups. All segments that one stream loop (its
+    iterations run on different streams) computes are one group. Any other segment is a group of its
+    own.
 
     A group comes after all groups that compute its inputs.
     """
@@ -119,7 +120,7 @@ def _in_order(segments: Sequence[Segment], loops: StreamLoops) -> list[list[Segm
 # ------------------------------------------------------------------ one segment
 class SegmentLowering:
     """Lowers the segments (kernels, library ops, views, communications) that are not in a stream
-    loop. `ops` has the ops of the host program so far.
+    loop (its iterations run on different streams). `ops` has the ops of the host program so far.
 
         y [i0] = sum( x [i0, i1] )   ->   y = ALLOCATE(..); LaunchKernel ( 0, Inputs:{x}, ..:{y} )
 

@@ -136,8 +136,8 @@ def rotated(
 
 def reached(index: Scalar, count: Scalar, mesh: DeviceMesh, by: ParallelType) -> Scalar:
     """Returns the coordinate of the device that needs the current rank's own block in iteration
-    `index` of a stream loop. In each of the `count` iterations, every device needs the block of
-    another device.
+    `index` of a stream loop (its iterations run on different streams). In each of the `count`
+    iterations, every device needs the block of another device.
 
     `reached` inverts `rotated`. `by` is the mesh dimension of the coordinate.
     """
@@ -172,7 +172,7 @@ def _without(domain: TensorDomain, gone: int) -> TensorDomain | None:
     """Returns `domain` without the axis number `gone`, if the domain has an axis of partial sums
     over devices. Returns None for other domains, which need no special treatment.
 
-    Example, in which the stream axis is removed:
+    Example, in which the stream axis (an axis divided over the iterations of a loop) is removed:
 
         root [M, rK], logical [M, istream{s}rf, iDIDx{d}rf, r]
         -> root [M, r], logical [M, iDIDx, r]
@@ -220,7 +220,8 @@ def slots(tv: TensorView, position: int) -> TensorView:
 
 def block(tv: TensorView, ptype: ParallelType) -> TensorView:
     """Returns a new tensor that stands for a view of one block of `tv`. The axis of `tv` with the
-    parallel type `ptype`, a stream axis, divides `tv` into blocks.
+    parallel type `ptype`, a stream axis (an axis divided over the iterations of a loop), divides
+    `tv` into blocks.
 
     `tv` may have several stream axes. One call divides along one of them; the others are handled by
     other views.

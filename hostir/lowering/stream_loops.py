@@ -123,8 +123,9 @@ def stands_alone(loops: StreamLoops, params: LowerParams) -> Callable[[TensorOp]
 
 # ------------------------------------------------------------------ communications
 class RingEmitter:
-    """Lowers transfers in a stream loop in which each device sends to one device and receives from
-    one. Also lowers the matmuls that use the transferred blocks.
+    """Lowers transfers in a stream loop (its iterations run on different streams) in which each
+    device sends to one device and receives from one. Also lowers the matmuls that use the
+    transferred blocks.
 
         T1 [istream{2}(i0), i1] = Reshard( T0 [iDIDx{2}(i0), i1] ), every device from its own block
         -> T2 = ShardByStream( T1, stream_index=(i3 + rank) % 2 )
@@ -263,8 +264,8 @@ class RingEmitter:
 
     # -------------------------------------------------------------- matmuls beside a ring
     def product(self, op: TensorOp, step: TensorOp) -> None:
-        """Adds a library op, such as a matmul, to the iteration of a stream loop. `step` is `op`
-        with the operands and results of one iteration.
+        """Adds a library op, such as a matmul, to the iteration of a stream loop (its iterations
+        run on different streams). `step` is `op` with the operands and results of one iteration.
 
         If an operand or the result of `op` is transferred between devices, the added op uses this
         rank's own block directly, without a copy.
@@ -281,8 +282,8 @@ class RingEmitter:
         self._body.steps.append(IfThenElse(found[0][0], then=(mine,), orelse=(step,)))
 
     def _is_for_products(self, tv: TensorView) -> bool:
-        """Whether only matmuls read the blocks that each iteration of a stream loop copies from
-        other ranks into `tv`.
+        """Whether only matmuls read the blocks that each iteration of a stream loop (its iterations
+        run on different streams) copies from other ranks into `tv`.
 
         Such a matmul can read this rank's own block from the operand, without a copy. With NCCL
         this is not done, because NCCL's kernels would wait for that matmul.
@@ -487,8 +488,9 @@ class CollectiveEmitter:
 
 # ------------------------------------------------------------------ segments
 class StreamLoopBuilder:
-    """Lowers the segments of one stream loop, in order: allocations, the loop, and the waits
-    between streams. Segments are kernels and the ops between kernels.
+    """Lowers the segments of one stream loop (its iterations run on different streams), in order:
+    allocations, the loop, and the waits between streams. Segments are kernels and the ops between
+    kernels.
 
     The ops before the loop and in each iteration (step):
 

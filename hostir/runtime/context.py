@@ -294,8 +294,8 @@ class UnitEvaluator(Protocol):
 
 
 class UnitRunner:
-    """Runs one host unit on this rank's shards. A host unit is a fusion that a `PostOnStream` op of
-    a host program runs as a separate program.
+    """Runs one host unit on this rank's shards (the parts of tensors that it stores). A host unit
+    is a fusion that a `PostOnStream` op of a host program runs as a separate program.
 
     The fusion is compiled to its own host program, once per input class (inputs that can share a
     program).
@@ -330,7 +330,8 @@ class UnitRunner:
         self._by_class: Recent[object, UnitEvaluator] = Recent(MAX_PROGRAMS)
 
     def __call__(self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor]) -> None:
-        """Runs the host unit on the current stream, and writes the results into `outputs`.
+        """Runs the host unit (a separately compiled fusion) on the current stream, and writes the
+        results into `outputs`.
 
         Raises `InputError` or `ShardingError`, with the unit's name, for inputs that do not fit.
         """

@@ -229,8 +229,8 @@ class Receiver(Protocol):
         """Frees the memory of `tv`, which no later op of the program uses, or records that later
         runs free it.
 
-        `tv` is a buffer, or a view of the shards of several ranks. For such a view, the ranks wait
-        for one another before the view ends.
+        `tv` is a buffer, or a view of the parts (shards) of a tensor that several ranks store. For
+        such a view, the ranks wait for one another before the view ends.
         """
         ...
 
@@ -492,7 +492,7 @@ class Execution:
     def deallocate(self, tv: TensorView) -> None:
         """Frees the buffer of `tv`, or records that later runs free it.
 
-        If `tv` is a view of all ranks' shards as one tensor, the view ends instead.
+        If `tv` is a view of the parts (shards) of a tensor on all ranks, the view ends instead.
         """
         self._receiver.deallocate(tv)
 
@@ -576,7 +576,7 @@ class Execution:
         """Enqueues a copy of a range of `inp` into `out`.
 
         The range covers some indices of axis `axis`. `bounds` computes (start, length) of the range
-        from the shapes of this rank's shards.
+        from the shapes of this rank's shards (the parts of tensors that it stores).
         """
         i, o = self.slot(inp), self.slot(out)
 
@@ -1218,8 +1218,8 @@ class Immediate:
     def deallocate(self, tv: TensorView) -> None:
         """Drops the buffer of `tv`, so that torch can reuse the memory.
 
-        If `tv` is a view of all ranks' shards, this rank first waits until all ranks have finished
-        with the view.
+        If `tv` is a view of the parts (shards) of a tensor on all ranks, this rank first waits
+        until all ranks have finished with the view.
         """
         frame, execution = self._frame, self._execution
         buffer, view = frame.tensors.pop(tv), frame.storage.views.get(tv)

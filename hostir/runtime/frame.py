@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 
 class KernelRunner(Protocol):
-    """The executor of one compiled kernel, which runs on this rank's shards."""
+    """The executor of one compiled kernel, which runs on this rank's shards (the parts of tensors
+    that it stores).
+    """
 
     def run(
         self,
@@ -310,7 +312,7 @@ class Frame:
     def result(self, tv: TensorView) -> torch.Tensor:
         """Returns the tensor that a run returns for output `tv`.
 
-        If this rank has no shard of `tv`, the tensor is empty.
+        If this rank has no shard (part) of `tv`, the tensor is empty.
         """
         if not self.is_mine(tv):
             return torch.empty(0, dtype=to_torch(tv.dtype()), device=self.machine.device)
@@ -369,7 +371,7 @@ def new_buffer(
     device: torch.device,
     symmetric: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """Allocates the buffer of `tv`, whose shard on this rank has this shape.
+    """Allocates the buffer of `tv`, whose shard (part) on this rank has this shape.
 
     `symmetric` is a function (bytes -> memory that other ranks can map), for tensors in such
     memory. Raises `OutOfMemoryError` if the allocation fails, whatever error torch raises.
@@ -387,7 +389,8 @@ def new_buffer(
 def no_memory(
     program: HostIrContainer, tv: TensorView, shape: Sequence[int], device: torch.device
 ) -> OutOfMemoryError:
-    """Returns the error to raise if there is no memory for this rank's shard of `tv`.
+    """Returns the error to raise if there is no memory for this rank's shard of `tv` (the part that
+    it stores).
 
     `shape` is the shape of the shard.
     """

@@ -757,7 +757,7 @@ def shows_shards(
 
 def meets_at(op: SymmetricContiguousView, machine: ExecutionContext) -> Action:
     """Returns the recorded step in which all ranks wait until each has finished with the view that
-    `op` made of their shards. Only then may a rank free its shard.
+    `op` made of their parts (shards) of a tensor. Only then may a rank free its shard.
     """
     return Action(lambda slots: meet_at(op, machine))
 
@@ -777,10 +777,10 @@ Find = Callable[[TensorView], torch.Tensor | None]
 def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | None:
     """Returns a function that writes a dump line when the communication `op` starts.
 
-    The argument of that function maps a tensor to this rank's shard, or to None. The line also
-    names the library that carries out the communication, if the op names another one. Returns None
-    if `op` is no communication, or if `FUSER_DUMP=communication` is not set. A plan asks only once,
-    when it is recorded.
+    The argument of that function maps a tensor to this rank's shard (the part that it stores), or
+    to None. The line also names the library that carries out the communication, if the op names
+    another one. Returns None if `op` is no communication, or if `FUSER_DUMP=communication` is not
+    set. A plan asks only once, when it is recorded.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
         return None

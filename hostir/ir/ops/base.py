@@ -232,8 +232,8 @@ class Runtime(Protocol):
         ...
 
     def deallocate(self, tv: TensorView) -> None:
-        """Frees the buffer of `tv`. If `tv` is a view of the shards of several ranks, no memory is
-        freed; the ranks wait for one another and the view ends.
+        """Frees the buffer of `tv`. If `tv` is a view of the parts (shards) of a tensor that
+        several ranks store, no memory is freed; the ranks wait for one another and the view ends.
         """
         ...
 
@@ -251,8 +251,9 @@ class Runtime(Protocol):
         ...
 
     def show_shards(self, op: _Named) -> None:
-        """Runs a `SymmetricContiguousView` op: waits for the other ranks that have shards, then
-        makes the result a view of all their shards."""
+        """Runs a `SymmetricContiguousView` op: waits for the other ranks that have shards (parts of
+        the tensor), then makes the result a view of all their shards.
+        """
         ...
 
     # -------------------------------------------------------------- work on the current stream

@@ -148,8 +148,9 @@ class Deallocate(HostOp):
         return (Frees(self.buffer),)
 
     def emit(self, rt: Runtime) -> None:
-        """Runs `Deallocate`. If the tensor is a view of several ranks' shards, waits for these
-        ranks, then ends the view."""
+        """Runs `Deallocate`. If the tensor is a view of the parts (shards) of a tensor that several
+        ranks store, waits for these ranks, then ends the view.
+        """
         rt.deallocate(self.buffer)
 
 
@@ -226,13 +227,15 @@ class PostOnStream(HostOp):
     @property
     def buffer_sharing(self) -> BufferSharing:
         """How an operand and a result of a `PostOnStream` may share one buffer. The value is
-        `freely`, because the host unit computes all results before it writes any of them.
+        `freely`, because the host unit (a separately compiled fusion) computes all results before
+        it writes any of them.
         """
         return "freely"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns the effects of `PostOnStream`: the host unit reads all tensors of `ins` and
-        writes all tensors of `outs`."""
+        """Returns the effects of `PostOnStream`: the host unit (a separately compiled fusion) reads
+        all tensors of `ins` and writes all tensors of `outs`.
+        """
         return _computes(self.ins, self.outs)
 
     def emit(self, rt: Runtime) -> None:
@@ -289,8 +292,8 @@ def _kernel_kind(value: TensorView | Scalar, like: TensorView | Scalar | None = 
 
 
 def _unit_kind(value: TensorView | Scalar, like: object = None) -> object:
-    """Returns the properties in which an operand of `PostOnStream` must agree with the host unit's
-    parameter `value`: dtype, number of axes and mesh.
+    """Returns the properties in which an operand of `PostOnStream` must agree with the parameter
+    `value` of the host unit (a separately compiled fusion): dtype, number of axes and mesh.
 
     `like` is ignored. The parameter exists because `_kernel_kind` has the same signature.
     """
@@ -600,7 +603,8 @@ class SymmetricContiguousView(HostOp):
 
     def effects(self) -> tuple[Effect, ...]:
         """Returns the effects of `SymmetricContiguousView`: `out` becomes a view of `inp`. If
-        several ranks have shards, the op also reads `inp`."""
+        several ranks have shards (parts of the tensor), the op also reads `inp`.
+        """
         reads = () if self.team is None else (Reads(self.inp),)
         return (*reads, Shows(self.out, self.inp))
 
@@ -613,8 +617,9 @@ class SymmetricContiguousView(HostOp):
             rt.show_shards(self)
 
     def verify(self) -> None:
-        """Raises `VerifyError` if `inp` is not in symmetric memory. If several ranks have shards,
-        `out` must be replicated on the mesh of `inp`."""
+        """Raises `VerifyError` if `inp` is not in symmetric memory. If several ranks have shards
+        (parts of the tensor), `out` must be replicated on the mesh of `inp`.
+        """
         if self.inp.memory is not MemoryType.symmetric:
             raise VerifyError(
                 f"SymmetricContiguousView: {self.inp} is in {self.inp.memory.text} memory, "
@@ -632,7 +637,8 @@ class SymmetricContiguousView(HostOp):
     @property
     def ranks_meet(self) -> bool:
         """Whether `SymmetricContiguousView` is a barrier, in which several ranks wait for each
-        other. False if only one rank has a shard of `inp`."""
+        other. False if only one rank has a shard (part) of `inp`.
+        """
         return self.team is not None
 
     def check_shapes(self, values: Mapping[Symbol, Number]) -> None:
