@@ -333,8 +333,10 @@ class NamedRegion(Generic[N, A]):
     axes: tuple[A | None, ...]
 
     def having(self, shape: tuple[N, ...], axes: tuple[A | None, ...]) -> Self:
-        """Returns a region with the same elements of the buffer, described by another `shape` and
-        other `axes`. Each subclass defines this method, because each has further fields."""
+        """Returns a description of the same elements of the buffer for a tensor with another
+        `shape` and other `axes`. Each subclass defines this method, because each has further
+        fields.
+        """
         raise NotImplementedError
 
     def chunk(self, axis: int, start: N, length: N, among: Hashable) -> Self:
@@ -415,7 +417,7 @@ class BufferRegion(NamedRegion[int, Owned]):
 
     @staticmethod
     def whole(buffer: TrackedBuffer) -> BufferRegion:
-        """Returns the region of a tensor that refers to all elements of `buffer`."""
+        """Returns the description of a tensor that refers to all elements of `buffer`."""
         return BufferRegion(buffer, whole_box(buffer.shape), buffer.shape, whole_axes(buffer.shape))
 
     @property
@@ -426,8 +428,9 @@ class BufferRegion(NamedRegion[int, Owned]):
         return 0 in self.shape or any(n == 0 for _, n in self.box)
 
     def having(self, shape: tuple[int, ...], axes: tuple[Owned | None, ...]) -> BufferRegion:
-        """Returns a region with the same elements of the buffer, described by another `shape` and
-        other `axes`, such as after a reshape."""
+        """Returns a description of the same elements of the buffer for a tensor with another
+        `shape` and other `axes`, such as after a reshape.
+        """
         return BufferRegion(self.buffer, self.box, shape, axes, self.grid, self.parts)
 
     def chunk(self, axis: int, start: int, length: int, among: Hashable) -> BufferRegion:

@@ -715,7 +715,9 @@ class MatchingWalk(Walk[PerRank]):
         return ranks_text([self.ranks[i] for i in places])
 
     def note(self, finding: Finding) -> None:
-        """Adds a finding, unless there is already a finding of the same kind about the same ops."""
+        """Adds a finding (the report of a fault), unless there is already a finding of the same
+        kind about the same ops.
+        """
         self.found.setdefault((finding.kind, *map(id, finding.ops)), finding)
 
 

@@ -42,7 +42,7 @@ class Judge(Protocol):
     """
 
     def note(self, finding: Finding) -> None:
-        """Adds a finding, such as a deadlock, to the result of the check."""
+        """Adds a finding, the report of a fault such as a deadlock, to the result of the check."""
         ...
 
     def met(self, met: PostedCollective, here: Array) -> None:
@@ -144,7 +144,8 @@ class Half:
 class TransferGroup:
     """Sends and receives that start together, at the end of a group or as a single op.
 
-    - `halves`: the sends and receives; `mask`: the ranks that start the group.
+    - `halves`: the sends and receives; `mask`: an array of bools, True for the ranks that start the
+      group.
     - `number`: the number by which a `Wait` refers to the group.
     - `blocks`: whether a rank stops at the group until all transfers are matched. Otherwise the
       rank stops at the `Wait`.
@@ -426,8 +427,8 @@ class _Follower:
         """Returns the ranks of a deadlock, found by following from rank `i` which rank waits for
         which.
 
-        The result has only the ranks of the cycle, each waiting for the next. If a rank outside the
-        blocked ones is reached, the result is the whole chain.
+        The result has only the ranks of the cycle, each waiting for the next. If the search comes
+        to a rank that waits for no other, the result is the whole chain from rank `i` on.
         """
         path: list[int] = []
         while i in self.blocked and i not in path:

@@ -103,7 +103,8 @@ class Reports:
         self.found: dict[object, Finding] = {}
 
     def _note(self, kind: str, what: str, *sites: tuple[Site, str], fix: str = "") -> None:
-        """Adds a finding, unless there is already a finding of the same kind about the same ops.
+        """Adds a finding (the report of a fault), unless there is already a finding of the same
+        kind about the same ops.
 
         - `kind`: the heading of the finding, such as "race"; `what`: a description of the fault.
         - `sites`: the ops, each with a note; `fix`: the change that would repair the program.

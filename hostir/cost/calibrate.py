@@ -725,7 +725,7 @@ def link_faults(found: Mapping[str, Any]) -> str:
 def spread_faults(spreads: Sequence[float]) -> str:
     """Returns a sentence if repetitions of the same measurement differ too much, or "" otherwise.
 
-    `spreads` has, for each measurement, the factor between its repetitions.
+    `spreads` has, for each measurement, the quotient of a long and a short repetition.
     """
     count = sum(spread > SPREAD for spread in spreads)
     if not count:

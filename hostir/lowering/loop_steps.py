@@ -172,7 +172,9 @@ class LoopContext:
 
     @classmethod
     def of(cls, program: LoweringState, ops: Sequence[TensorOp]) -> LoopContext:
-        """Returns the context of the loop over streams that computes `ops`.
+        """Returns the facts (index, streams, blocks) about the stream loop that computes `ops`. The
+        iterations of a stream loop run on different streams, and each computes one block of a
+        tensor.
 
         Raises `UnsupportedError` if in one iteration some ops need the same block on all devices,
         and others need different blocks.

@@ -111,8 +111,9 @@ class KernelFacts(NamedTuple):
 
     @classmethod
     def of(cls, input_class: InputClass, settings: Settings) -> KernelFacts:
-        """Returns the facts that follow from `input_class` and from `settings`, the options of a
-        call."""
+        """Returns the facts by which kernels are chosen. They follow from `input_class`, which has
+        the sizes and the kind of device, and from `settings`, the options of a call.
+        """
         target = target_of(input_class.device, settings.argument("schedules_for"))
         is_cuda = target.kind == "cuda"
         is_joined = is_cuda and input_class.is_small and not settings.disabled("horizontal_fusion")

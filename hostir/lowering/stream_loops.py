@@ -178,9 +178,9 @@ class RingEmitter:
         )
 
     def exchange(self, op: nodes.Reshard) -> None:
-        """Adds the transfer by which one loop iteration sends its result to the device that needs
-        this result. In return, this rank receives a result that it needs. `op` is the reshard
-        (change of sharding).
+        """Adds an exchange to the iteration of a stream loop: this rank sends the result of the
+        iteration to the device that needs it, and receives a block that this rank needs. `op` is
+        the reshard (change of sharding) that is lowered.
 
         In one iteration, this rank needs its own result, so nothing is sent. With `offset_by_rank`,
         that is the first iteration, and otherwise the last. Raises `UnsupportedError` if all
@@ -230,11 +230,12 @@ class RingEmitter:
         sent_on: Stream | None = None,
     ) -> None:
         """Adds the ops by which this rank sends `inp` to one device and receives `out` from
-        another.
+        another, in one iteration of a stream loop. `op` is the reshard (change of sharding) that is
+        lowered.
 
         `to` and `source` are the coordinates of these devices in the team. If `to` is this rank,
-        the ops `own` run instead. `after` are the ops that follow a peer copy. If `inp` was
-        computed on another stream, `sent_on` is that stream.
+        nothing is sent, and the ops `own` run instead. `after` are the ops that follow a peer copy.
+        If `inp` was computed on another stream, `sent_on` is that stream.
         """
         team = team_of(op)
         (ptype,) = team.ptypes

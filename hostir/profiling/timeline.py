@@ -70,7 +70,8 @@ class RunTimes:
 
     - `host`: the time from the begin of the run until the host had issued all ops.
     - `wall`: the time from the begin of the run until the device was done.
-    - `busy`: how the rank spent the wall time: `busy.compute + busy.exposed + busy.idle == wall`.
+    - `busy`: how the rank spent the wall time. With computation, with communication alone
+      (`exposed`), or with neither (`idle`): `busy.compute + busy.exposed + busy.idle == wall`.
     - `streams`: the same for each stream.
     """
 

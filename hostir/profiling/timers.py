@@ -54,7 +54,7 @@ class Timed:
 
 @dataclass
 class Round:
-    """The times of one timed run, in seconds of `clock`.
+    """The times of one timed run, in seconds of the host's clock.
 
     - `begin`: when the run began; `issued`: when the host had issued all ops; `end`: when the
       device was done.

@@ -57,9 +57,8 @@ class RankAgreement:
         self.team = program.devices() or (self.rank,)
 
     def channel(self) -> Channel | None:
-        """Returns the channel over which the ranks compare their run signatures.
-
-        Returns None for a rank that is alone and has no communicator.
+        """Returns the channel over which the ranks compare descriptions of their next runs. Returns
+        None for a rank that is alone and has no communicator.
         """
         return None if self.communicator is None else self.communicator.channel(self.team)
 

@@ -129,7 +129,8 @@ class RunBinder:
         return frame
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Checks the inputs as `frame` does, and returns the values of the program's symbols.
+        """Checks that the inputs of a run fit the program, and returns the values of the program's
+        symbols. Raises the same errors as `frame`.
 
         The values of the rank and of the number of streams are left out, because they are no
         inputs.
@@ -343,7 +344,9 @@ class UnitRunner:
             write(out, value)
 
     def size(self) -> int:
-        """Returns how many programs this unit has compiled and keeps, one per input class."""
+        """Returns how many compiled programs of this host unit (a fusion that another host program
+        runs) are kept, one per class of inputs that can share a program.
+        """
         return self._by_class.size()
 
     def _evaluator(self, inputs: Sequence[Argument]) -> UnitEvaluator:

@@ -84,10 +84,11 @@ def _beside(threads: Sequence[str]) -> str:
 
 
 class _WatchedSlots(list[Any]):
-    """The list of a run's values while the run is captured as a CUDA graph.
+    """The list of a run's values while the run is captured as a CUDA graph. It notes which values
+    are read.
 
-    `read` collects the positions (slots) of the tensors that steps read. The addresses of these
-    tensors are then part of the graph.
+    `read` collects the positions (slots) of the tensors that the recorded steps read. The addresses
+    of these tensors are then part of the graph.
     """
 
     def __init__(self, slots: Slots) -> None:

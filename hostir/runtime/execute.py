@@ -132,7 +132,9 @@ class InputSizes(Protocol):
 
     @property
     def frame(self) -> Frame:
-        """The frame of the run, which has the values of input scalars and computes local shapes."""
+        """The state of the run. It has the values of input scalars, and computes the shapes of this
+        rank's parts of tensors.
+        """
         ...
 
     def like(self, slot: int) -> torch.Tensor:
@@ -281,7 +283,8 @@ class Execution:
         machine: ExecutionContext | None = None,
         receiver: Receiver | None = None,
     ) -> None:
-        """Prepares a pass over the program of `frame`.
+        """Prepares a pass over the program of `frame`, the state of the run. The pass turns ops
+        into steps, parts of their work such as kernel launches.
 
         - `free`: the positions of those input scalars on which no size depends.
         - `machine`: the context in which the steps will run. The default is the context of `frame`.
@@ -415,7 +418,9 @@ class Execution:
         return self.frame.number(x)
 
     def integer(self, x: Scalar) -> int:
-        """Returns the value of the integer scalar `x`; raises `DefinitionError` like `number`."""
+        """Returns the value of the integer scalar `x` for the present inputs and loop indices.
+        Raises `DefinitionError` in the same case as `number`.
+        """
         return int(self.number(x))
 
     # ------------------------------------------------------------ control flow
@@ -1203,7 +1208,8 @@ class Immediate:
     def allocate(
         self, tv: TensorView, slot: int, shape: tuple[int, ...], *, is_cleared: bool
     ) -> None:
-        """Allocates a buffer of this shape, and stores it as the tensor of `tv` in `slot`.
+        """Allocates a buffer of this shape for `tv`, and stores it at the position `slot` of the
+        list of the run's values.
 
         If streams delay work (a test mode), the new buffer is filled with NaN. A read before the
         first write then shows in the results.

@@ -169,7 +169,9 @@ class Frame:
         return self.tensors[value] if isinstance(value, TensorView) else self.number(value)
 
     def integer(self, x: Scalar) -> int:
-        """Returns the value of the integer scalar `x`; raises `InputError` like `number`."""
+        """Returns the value of the integer scalar `x` in this run. Raises `InputError` if the
+        inputs do not determine the value, or if the value is undefined.
+        """
         return int(self.number(x))
 
     @contextmanager

@@ -106,10 +106,11 @@ class BoundPlan:
         return self.ops[self.closures.index(closure)]
 
     def explain(self, error: BaseException, closure: Closure | None) -> NoReturn:
-        """Raises `error`, after adding the op that was running and the user's source line.
+        """Raises `error`, which a run has raised, after adding the op that was running and the
+        user's source line.
 
-        `closure` is the function of that op's step. None means that a CUDA graph was running, so
-        the op is unknown and is not added.
+        `closure` is the function that carried out the op. None means that a CUDA graph was running,
+        so the op is unknown and is not added.
         """
         explained = _explained(error, None if closure is None else self.op(closure))
         if explained is error:
@@ -173,7 +174,8 @@ class Plan:
         return [str(step) if op is None else f"{op.name}: {step}" for step, op in self.steps]
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` bytes for the intermediates of this plan, on the current stream.
+        """Allocates `nbytes` bytes for the intermediates of runs that repeat these recorded steps,
+        on the current stream.
 
         The memory can be mapped by other ranks if some intermediate requires that. Raises torch's
         error if there is not enough memory.
@@ -215,7 +217,7 @@ class Plan:
         return BoundPlan(made, tuple(closures), rest, tuple(ops), launches, binding.kept, replays)
 
     def graphs(self) -> list[str]:
-        """Returns one line of text per stream on which the plan has run.
+        """Returns one line of text per stream on which these recorded steps have run.
 
         The line describes the captured CUDA graphs, or says why there are none.
         """
@@ -469,7 +471,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """The size of the arena's memory in bytes."""
+        """The size in bytes of this memory for intermediates; 0 before it is first used."""
         return 0 if self._buffer is None else self._buffer.numel()
 
     def bind(self, plan: Plan) -> BoundPlan:
@@ -567,7 +569,7 @@ class Pool:
         return arena
 
     def all_spare(self) -> list[Arena]:
-        """Returns all arenas, of all streams, that no run uses now."""
+        """Returns the arenas (memory of intermediates) of all streams that no run uses now."""
         return [arena for arenas in list(self.spare.values()) for arena in list(arenas)]
 
     def drop(self, arena: Arena) -> None:
@@ -601,7 +603,9 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all arenas of this pool, in bytes."""
+        """The size in bytes of all memory for intermediates in this pool, also of memory that a run
+        uses now.
+        """
         return sum(arena.nbytes for arena in list(self.arenas))
 
 

@@ -171,7 +171,8 @@ class PlanCache:
         return None if generic_plan is None else generic_plan.plan_for(frame)
 
     def keep_generic_plan(self, device: torch.device, generic_plan: SizeGenericPlan | None) -> None:
-        """Stores a size-generic plan, from which plans for later sizes on `device` are made.
+        """Stores an object that makes plans (lists of steps that repeat a run) for any input sizes.
+        Plans for later sizes on `device` are made by it.
 
         Does nothing if `generic_plan` is None.
         """
@@ -195,5 +196,7 @@ class PlanCache:
         return list(self._arenas.values())
 
     def memory(self) -> Memory:
-        """Returns how many bytes the plans of this cache keep between runs, by purpose."""
+        """Returns how many bytes are kept between runs for the recorded steps of this cache, by
+        purpose.
+        """
         return memory_of(self.arenas(), self.plans())

@@ -136,15 +136,17 @@ class Recorder:
         return self.execution.slot(value)
 
     def forget_tensors(self) -> None:
-        """Drops the tensors of the recorded run, so that the plan does not keep their memory."""
+        """Drops the tensors of the recorded run, so that the recorded steps do not keep their
+        memory.
+        """
         self.frame.tensors.clear()
         self.execution.slots.clear()
 
     # ------------------------------------------------------------ receiving steps
     def carry_out(self, op: Op) -> None:
-        """Runs one op of the program, and records its steps for later runs.
+        """Runs one op of the program, and records the parts of its work (steps) for later runs.
 
-        The steps are also reported to the listeners.
+        The steps are also reported to the objects in `listeners`, such as that of a trace.
         """
         self._order.follow(op)
         self._now.carry_out(op)
@@ -286,12 +288,12 @@ class Recorder:
         return found
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Records which output buffers of `op` later runs need not allocate.
+        """Records which output buffers of `op` later runs need not allocate, because torch returns
+        the results as new tensors.
 
-        In later runs, the tensors that torch returns for `op` may replace these buffers. `op` must
-        be the first to use such a buffer, on the stream on which runs begin. If torch always makes
-        new tensors for `op`, buffers that the program deallocates are not placed in the arena
-        either.
+        This requires that `op` is the first to use such a buffer, on the stream on which runs
+        begin. If torch always makes new tensors for `op`, a buffer that the program deallocates
+        gets no place in the memory of intermediates, either.
         """
         storage, is_all_own = self.frame.storage, isinstance(op, LibraryOp) and op.MAKES_RESULTS
         for out in op.outputs:
@@ -408,7 +410,8 @@ class Recorder:
     def _result(self, tv: TensorView) -> int:
         """Returns the position of the output `tv` in the list of a run's values.
 
-        If the plan returns a copy of `tv`, returns the position of the copy.
+        If later runs return a copy of `tv`, because `tv` is in the memory of an input, returns the
+        position of the copy.
         """
         copy = "copy", tv
         return self.slot(copy if self.execution.has_slot(copy) else tv)

@@ -63,7 +63,9 @@ class Block(NamedTuple):
         return spanned(self.shape, self.strides) * self.dtype.itemsize
 
     def at(self, offset: int) -> Block:
-        """Returns a copy of this buffer description that begins at byte `offset` of the arena."""
+        """Returns the description of the same buffer at byte `offset` of the arena, the memory of
+        intermediates.
+        """
         return Block(self.slot, self.shape, self.strides, self.dtype, offset)
 
     def view(self, arena: torch.Tensor) -> torch.Tensor:
@@ -225,11 +227,12 @@ class Step(Protocol):
     """
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns the function that carries out the action in a run.
+        """Returns the function that carries out the action in runs on one stream, with one memory
+        of intermediates.
 
-        `binding` has the stream and the tensors that are the same in all runs. The function takes
-        the list of the run's values. Returns None if runs have nothing to do, because the action
-        was done during binding.
+        `binding` has the stream and the tensors that are the same in all these runs. The function
+        takes the list of the run's values. Returns None if runs have nothing to do, because the
+        action could be done once, in this call.
         """
         ...
 
@@ -378,7 +381,9 @@ class Both:
         return f"{self.first} + {self.second}"
 
     def bind(self, binding: Binding) -> Closure | None:
-        """Returns a function that does both steps in a run; None if neither has anything to do."""
+        """Returns the function that carries out both steps, one after the other, in a run; None if
+        neither has anything to do.
+        """
         first, second = self.first.bind(binding), self.second.bind(binding)
         if first is None or second is None:
             return first or second
@@ -492,10 +497,10 @@ class Multiply(NamedTuple):
         self.product([slots[i] for i in self.ins], slots[self.out])
 
     def bind(self, binding: Binding) -> Closure:
-        """Returns the function that calls torch in a run.
+        """Returns the function that calls torch for the matrix product in a run.
 
         The call may need a view of a tensor that is the same in all runs. Such a view is made only
-        once, when the step is bound.
+        once, before the first run.
         """
         function, product = self.product.function, self.product
         if all(i not in binding.fixed for i in (*self.ins, self.out)) and self._is_plain():
@@ -531,9 +536,11 @@ def _viewed(binding: Binding, slot: int, view: ViewOf | None) -> Callable[[Slots
 
 
 def collective_text(inp: int, out: int) -> str:
-    """Returns the text of a collective in a plan: `Collective of 2` if both slots exist.
+    """Returns the text that stands for a collective in the list of recorded steps, such as
+    `Collective of 2` if this rank has both buffers.
 
-    `inp` and `out` are the slots of operand and result, or -1 if this rank has no such buffer.
+    `inp` and `out` are the positions of operand and result in the list of a run's values, or -1 if
+    this rank has no such buffer.
     """
     return f"Collective of {(inp >= 0) + (out >= 0)}"
 
@@ -604,8 +611,9 @@ class LaunchStep(NamedTuple):
     """A recorded step that launches a compiled kernel on the tensors in the slots `operands`.
 
     Slots are positions in the list of a run's values. `operands` has the order of the kernel's
-    parameters. All runs of a plan have the same shapes, strides and alignments. Only addresses of
-    tensors outside of the arena, and some scalars, change.
+    parameters. All runs that repeat the step have the same shapes, strides and alignments. Only
+    addresses of tensors outside of the arena (the memory of intermediates), and some scalars,
+    change.
 
     - `numbers`: the scalar operands when the step was made.
     - `read`: a function that returns the scalar operands of a run; None if no scalar ever changes.

@@ -79,8 +79,9 @@ class Allocate(HostOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields both text templates of `Allocate` for the parser: without and with a stream
-        index."""
+        """Yields (attribute values, text template) for both patterns by which an `Allocate` may be
+        printed: without and with a stream index. The parser tries them.
+        """
         yield {"stream_index": None}, _allocate_template(False)
         yield {}, _allocate_template(True)
 
@@ -784,14 +785,17 @@ class ForLoop(HostOp):
 
     @classmethod
     def variants(cls) -> Iterator[Variant]:
-        """Yields all text templates of `ForLoop` for the parser: over an axis, or with bounds, with
-        and without a step."""
+        """Yields (attribute values, text template) for each pattern by which a `ForLoop` may be
+        printed: over an axis, or with bounds, with and without a step. The parser tries them.
+        """
         yield {"start": sc.ZERO, "step": sc.ONE}, _loop_template(True, False)
         yield {"axis": None}, _loop_template(False, True)
         yield {"axis": None, "step": sc.ONE}, _loop_template(False, False)
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects, because the ops of the loop body have their own effects."""
+        """Returns what the op does to buffers, views, communications and streams. Empty for
+        `ForLoop`, because the ops of the loop body have their own effects.
+        """
         return ()
 
     def emit(self, rt: Runtime) -> None:
@@ -842,8 +846,9 @@ class IfThenElse(HostOp):
         return True
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects, because the ops in both regions of the branch have their own
-        effects."""
+        """Returns what the op does to buffers, views, communications and streams. Empty for
+        `IfThenElse`, because the ops in both regions of the branch have their own effects.
+        """
         return ()
 
     def emit(self, rt: Runtime) -> None:

@@ -164,8 +164,8 @@ def _constant(op: HostOp, field: str, position: Scalar) -> int | None:
 
 
 class Communication(StartsCommunication):
-    """Starts a collective, such as an allgather, that reads each rank's shard of `inp` and writes
-    each rank's shard of `out`. The ranks of a team take part.
+    """Starts a collective, such as an allgather, among the ranks of a team. Each rank contributes
+    its shard of `inp`, the part that it stores, and receives its shard of `out`.
 
     `type` names the collective. `root` is a position in the team. `red_op` is the reduction of a
     collective that reduces. `backend` CUDA means that the members copy out of each other's memory.
@@ -559,7 +559,9 @@ class ShareMemHandles(HostOp):
     TEXT = "ShareMemHandles({buffers})"
 
     def effects(self) -> tuple[Effect, ...]:
-        """Returns no effects, because `ShareMemHandles` only announces buffers."""
+        """Returns what the op does to buffers, views, communications and streams. Empty for
+        `ShareMemHandles`, because the op only announces buffers.
+        """
         return ()
 
     def emit(self, rt: Runtime) -> None:
