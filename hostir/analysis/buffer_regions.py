@@ -350,8 +350,9 @@ class NamedRegion(Generic[N, A]):
         raise NotImplementedError
 
     def element(self, axis: int, index: N) -> Self:
-        """Returns the part of this region that has the index `index` along `axis`. The returned
-        region has one axis less, like `tensor.select(axis, index)` in torch."""
+        """Returns the part of this region (part of a buffer) that has the index `index` along
+        `axis`. The result has one axis less, like `tensor.select(axis, index)` in torch.
+        """
         found, one = self.chunk(axis, index, cast("N", 1), 0), slice(axis, axis + 1)
         shape, axes = [*found.shape], [*found.axes]
         del shape[one], axes[one]
@@ -360,8 +361,8 @@ class NamedRegion(Generic[N, A]):
     def part(
         self, part: Part, value: Callable[[Scalar], N], check: Callable[[Part, N, N], N]
     ) -> Self:
-        """Returns the part of this region that a `Part` describes: one element or one chunk along
-        an axis.
+        """Returns the part of this region (part of a buffer) that `part` describes: one element or
+        one chunk along an axis.
 
         `value` evaluates a scalar, such as the index of the chunk. `check(part, index, limit)`
         receives the evaluated index and the number of elements or chunks. `check` reports an index

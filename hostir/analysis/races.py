@@ -240,7 +240,8 @@ class _Facts:
     """The properties of an op that the race check computes once, because they are equal in every
     loop iteration.
 
-    - `effects`: the op's effects; `follow`: each effect with the method that applies it.
+    - `effects`: the op's effects (reads, writes, waits and others); `follow`: each effect with the
+      method that applies it.
     - `starts`: the effect that starts a communication, or None.
     - `is_absent`: whether the op runs only on other ranks.
     - `shared`: pairs of an operand (or earlier result) and a result that share a buffer.

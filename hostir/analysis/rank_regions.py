@@ -139,7 +139,7 @@ class Region:
 
     @property
     def is_alike(self) -> bool:
-        """Whether the region begins at the same element on all ranks."""
+        """Whether the elements of all ranks begin at the same position of the tensor."""
         return not any(isinstance(x, np.ndarray) for x in self.starts)
 
     def having(self, extents: Sequence[Extent]) -> Region:
@@ -155,8 +155,8 @@ class Region:
         return replace(self, owners=owners, extents=extents)
 
     def piece(self, count: int, place: PerRank) -> Region | None:
-        """Divides the memory of the region into `count` contiguous pieces of equal size. Returns
-        the piece with index `place`, such as the data that a scatter sends to one member.
+        """Divides the memory of these elements into `count` contiguous pieces of equal size.
+        Returns the piece with index `place`, such as the data that a scatter sends to one member.
 
         Returns None if the piece is not a range along each axis.
         """
@@ -186,8 +186,9 @@ class Region:
         return same
 
     def _filled(self) -> list[int]:
-        """Returns the axes along which the region has more than one element, in memory order. Other
-        axes do not affect the order of the elements."""
+        """Returns the axes along which some rank has more than one element, in memory order. Other
+        axes do not affect the order of the elements.
+        """
         sizes = [e.size for e in self.extents]
         return [a for a in self.order if not isinstance(sizes[a], int) or sizes[a] > 1]
 

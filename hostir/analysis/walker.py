@@ -121,8 +121,9 @@ class EachOpOnce:
     """
 
     def value(self, x: Scalar) -> None:
-        """Returns None instead of the value of a scalar, because this walk visits each op once,
-        whatever the values are."""
+        """Returns the value of a scalar. Always None in this class, because the walk visits each op
+        once, whatever the values are.
+        """
         return
 
     def bind(self, index: Symbol, value: int | None) -> None:

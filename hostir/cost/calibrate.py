@@ -199,7 +199,7 @@ def calibrate(
 
 
 def _name(device: str, ranks: int, before: Machine) -> str:
-    """Returns the name of the new description, such as "cpu, measured; links by 2 ranks".
+    """Returns the name of the new machine description, such as "cpu, measured; links by 2 ranks".
 
     `ranks` is the number of ranks of this calibration. A single rank measures no links, so the note
     on links is then taken from the description `before`.

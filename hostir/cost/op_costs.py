@@ -75,9 +75,9 @@ def _moves(nbytes: int, machine: Machine) -> Cost:
 
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
-    """Returns the cost of an op that rearranges the scales of a grouped product (one matrix product
-    per group of rows) into the layout that the library needs. The op writes the result, copies the
-    groups one by one, and rearranges the result into tiles.
+    """Returns the cost of an op that arranges the scales of a grouped product (one matrix product
+    per group of rows) in tiles. The op writes the result, copies the groups one by one, and
+    rearranges the result into tiles.
     """
     groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
     cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)
@@ -319,8 +319,8 @@ def collective_cost(
     - `row`: the type of the collective; `members`: the number of ranks in the team.
     - `nbytes`: the bytes of a rank's input or output, whichever is larger.
     - `backend`: the communication library; `reduce`: the reduction.
-    - `staged`: with peer copies, the bytes that are first copied into memory that other ranks can
-      map.
+    - `staged`: if ranks copy out of each other's memory, the bytes that are first copied into
+      memory that other ranks can map.
     """
     moved = nbytes * row.bus(members)
     if row is ALLREDUCE:

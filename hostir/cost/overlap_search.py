@@ -87,10 +87,11 @@ _NO_STEPS = Choice()
 
 @dataclass(frozen=True)
 class OverlapCandidate:
-    """One way to compute a pair (a matmul next to a communication), with the predicted seconds per
-    call. If there is no prediction, `seconds` is None and `why` is the reason.
+    """One way to compute a pair, a matmul and the communication next to it, with the predicted
+    seconds per call. If there is no prediction, `seconds` is None and `why` is the reason.
 
-    - `form`: the name of a way to divide the pair into pipelined steps; "" for no steps.
+    - `form`: the name of a way to divide the pair into steps, so that the communication of one step
+      runs during the matmul of another; "" for no steps.
     - `backend`: the library of transfers in the steps; "" if there are no transfers.
     - `numbers_of`: another library, whose measured numbers the prediction uses; "" for none.
     """
@@ -119,8 +120,8 @@ _NOT_PREDICTED = OverlapCandidate("")
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision whether and how one pair (a matmul next to a communication) is divided into
-    pipelined steps.
+    """The decision how one pair, a matmul and the communication next to it, is computed: as a
+    whole, or in steps of which the communication of one runs during the matmul of another.
 
     - `candidates`: the ways that were compared, first the pair without steps; `chosen`: one of
       these ways.
@@ -204,8 +205,9 @@ class NoOverlap:
 
 
 class Overlaps:
-    """Decides for one fusion which matmuls and neighbouring communications (pairs) are divided into
-    pipelined steps. There is one decision for each combination of input sizes.
+    """Decides for one fusion which pairs, a matmul and the communication next to it, are divided
+    into steps, so that the communication of one step runs during the matmul of another. There is
+    one decision for each combination of input sizes.
 
     - `backend`: the library of all communications outside of steps.
     - `transports`: the libraries that transfers in steps may use. The first is used unless another
@@ -463,10 +465,10 @@ class Overlaps:
 
 @dataclass(frozen=True)
 class _PairVerdict:
-    """A pair of the fusion (a matmul next to a communication), and whether the pair may be divided
-    into steps. `unit` has the ops of the pair as a separate fusion.
+    """A pair of the fusion (a matmul and the communication next to it), and whether the pair may be
+    divided into steps that overlap. `unit` has the ops of the pair as a separate fusion.
 
-    `why_not` is the reason why the pair never has steps; "" if the pair may have steps.
+    `why_not` is the reason why the pair is never divided; "" if it may be.
     """
 
     pair: Pair
@@ -687,8 +689,9 @@ Values = Mapping[Symbol, Number]
 
 
 class GainBound:
-    """An upper bound of the time that pipelined steps can save for a pair (a matmul next to a
-    communication). For most sizes, the bound shows without lowering that steps are not worthwhile.
+    """An upper bound of the time that can be saved if a matmul and the communication next to it (a
+    pair) are divided into steps that overlap. For most sizes, the bound shows without lowering that
+    steps are not worthwhile.
 
     `backend` is the library of the pair's communication. `is_repeated` says that a CUDA graph
     repeats the run, so that the host's time does not depend on the number of steps.

@@ -114,8 +114,9 @@ class Storage:
 
     @staticmethod
     def of(program: HostIrContainer) -> Storage:
-        """Computes the buffer sharing of `program` from the effects of its ops. Raises
-        `VerifyError` if a tensor is a view of itself."""
+        """Finds out, from the effects of the ops of `program`, which tensors own a buffer, and
+        which are views of others. Raises `VerifyError` if a tensor is a view of itself.
+        """
         owners = {v for v in program.inputs if isinstance(v, TensorView)}
         inputs = frozenset(owners)
         shows: dict[TensorView, TensorView] = {}
@@ -188,8 +189,9 @@ class Storage:
         return replace(storage, escaping=frozenset(roots), borrowed=frozenset(borrowed))
 
     def with_buffers(self, given: Iterable[TensorView]) -> Storage:
-        """Returns the buffer sharing of a run in which the caller passes a buffer for each of the
-        tensors `given`. The program does not allocate these tensors."""
+        """Returns which tensors share buffers in a run in which the caller passes a buffer for each
+        of the tensors `given`. The program does not allocate these tensors then.
+        """
         found = frozenset(given)
         return replace(
             self,

@@ -359,8 +359,8 @@ class ProgramBuilder:
 
     @checked
     def unit(self, fusion: Fusion) -> int:
-        """Adds the host unit `fusion` to the program and returns the number of the unit. A host
-        unit is compiled separately, and a `PostOnStream` op runs it.
+        """Adds a host unit, a fusion that is compiled separately, to the program and returns the
+        number of the unit. A `PostOnStream` op runs it.
 
         Raises `DefinitionError` if the fusion updates an input in place.
         """

@@ -71,7 +71,7 @@ class Finding:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The ops that the finding names, in the order of its sites."""
+        """The ops that this report of a fault names, in the order of its sites."""
         return tuple(site.op for site, _ in self.sites)
 
     @property
@@ -85,14 +85,16 @@ class Finding:
         return (who, rest.partition(": ")[2]) if before and "must wait for" in who else ()
 
     def short(self, lines: Mapping[int, int]) -> str:
-        """Returns the finding in one line: kind, description and line numbers. `lines` maps the
-        `id` of each op to the op's line number."""
+        """Returns the report of this fault in one line: kind, description and line numbers. `lines`
+        maps the `id` of each op to the op's line number.
+        """
         numbers = dict.fromkeys(str(lines.get(id(site.op), 0)) for site, _ in self.sites)
         return f"{self.kind}: {self.what} (line {', '.join(numbers)})"
 
     def text(self, lines: Mapping[int, int]) -> str:
-        """Returns the finding in full: the description, one line per op, and the change that would
-        repair the program. `lines` maps the `id` of each op to the op's line number."""
+        """Returns the full report of this fault: the description, one line per op, and the change
+        that would repair the program. `lines` maps the `id` of each op to the op's line number.
+        """
         numbers = [f"line {lines.get(id(site.op), 0)}" for site, _ in self.sites]
         parts = [f"{self.kind}: {self.what}"]
         parts += [
@@ -135,7 +137,7 @@ def _number(ops: Sequence[Op], line: int, found: dict[int, int]) -> int:
 
 
 def report(program: HostIrContainer, findings: Iterable[Finding]) -> str:
-    """Returns the text of the findings of a check, as part of an error message.
+    """Returns the text of the findings (faults) of a check, as part of an error message.
 
     Findings that one wait would repair are grouped: the first one is shown in full, each other one
     in one line. At most `MAX_SHOWN` groups are shown, and the number of further groups is stated.

@@ -80,8 +80,9 @@ class HostIrContainer:
 
     @property
     def outputs(self) -> list[TensorView]:
-        """All outputs of the program, one per call of `add_output`. An output that only updates an
-        input in place is included."""
+        """All outputs of the program, in the order of the calls of `add_output`. An output that
+        only updates an input in place, so that the user does not get it, is included.
+        """
         return self.values.outputs
 
     @property

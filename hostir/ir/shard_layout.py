@@ -28,7 +28,7 @@ def parts(tv: TensorView) -> tuple[int, ...]:
 
 def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
     """Returns the number of elements that one rank allocates for its shard of `tv`, the part that
-    it stores. An expanded axis counts as one element, because memory holds only one.
+    it stores. An expanded axis, which repeats one element with stride 0, counts as one element.
 
     If `per_step` is True, a loop computes the shard block by block, and only one full block is
     counted.
@@ -38,7 +38,8 @@ def allocated_elements(tv: TensorView, *, per_step: bool = False) -> Scalar:
 
 def held_nbytes(tv: TensorView, shape: Sequence[int]) -> int:
     """Returns the number of bytes in memory of a shard of `tv` (the part that a rank stores) that
-    has this `shape`. An expanded axis counts as one element, because memory holds only one.
+    has this `shape`. An expanded axis, which repeats one element with stride 0, counts as one
+    element.
     """
     expanded = memory_layout.expanded_positions(tv)
     kept = [n for k, n in enumerate(shape) if k not in expanded]

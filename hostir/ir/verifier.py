@@ -313,8 +313,9 @@ class _Checker:
         return found
 
     def _symbols(self, op: Op) -> None:
-        """Requires that inputs of the program or open loops bind all symbols in the scalars and
-        shapes of `op`."""
+        """Requires that every symbol in the scalars and shapes of `op` has a value: from an input
+        of the program, or as the index of a loop around the op.
+        """
         for value in (*op.inputs, *op.scalars):
             if isinstance(value, Scalar):
                 self._bound(symbols(value), self.indices)
@@ -679,8 +680,9 @@ class _Checker:
 
     # ------------------------------------------------------------ what ops are checked against
     def kernel(self, group: int) -> Fusion:
-        """Returns the fusion of the kernel group with number `group`. Raises `VerifyError` if the
-        program has no such kernel group."""
+        """Returns the fusion that the kernel with the number `group` computes. Raises `VerifyError`
+        if the program has no such kernel.
+        """
         found = self.program.groups.get(group)
         if found is None:
             self.program.check_full()
@@ -689,8 +691,9 @@ class _Checker:
         return found.fusion
 
     def unit(self, number: int) -> Fusion:
-        """Returns the fusion of the host unit with this number. Raises `VerifyError` if the program
-        has no such host unit."""
+        """Returns the fusion of the host unit (a separately compiled fusion) with this number.
+        Raises `VerifyError` if the program has no such host unit.
+        """
         found = self.program.units.get(number)
         if found is None:
             self.program.check_full()
@@ -705,8 +708,9 @@ def _dtypes(a: TensorView, b: TensorView) -> str:
 
 
 def _numbers(known: Iterable[int], what: str) -> str:
-    """Returns the part of a message that lists the numbers of a program's kernel groups or host
-    units. `what` is "kernel groups" or "host units", and `known` are their numbers.
+    """Returns the part of a message that lists the numbers of a program's kernels or of its host
+    units (separately compiled fusions). `what` is "kernel groups" or "host units", and `known` are
+    their numbers.
     """
     numbers = ", ".join(map(str, known))
     return f"its {what} are {numbers}" if numbers else f"it has no {what}"

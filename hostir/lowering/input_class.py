@@ -66,8 +66,9 @@ class InputClass:
 
     @staticmethod
     def as_declared(fusion: Fusion, sizes: Mapping[Symbol, int]) -> InputClass:
-        """Returns the class of inputs of `fusion` that have these `sizes` and the memory layouts
-        that the fusion declares."""
+        """Returns the input class (of inputs that one compiled program serves) that has these
+        `sizes` and the memory layouts that `fusion` declares.
+        """
         count = len(fusion.inputs)
         return InputClass(None, sizes, (None,) * count, ((),) * count)
 

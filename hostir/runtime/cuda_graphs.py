@@ -506,9 +506,9 @@ class Replays:
     def _consider(self, key: Hashable, slots: Slots) -> _Captured | None:
         """Captures a CUDA graph for runs with this key, if such runs are frequent enough.
 
-        The key is the tuple of those addresses that a graph cannot replace. Returns None if no
-        graph is captured, because such runs are too few, or because this rank or another rank
-        cannot capture.
+        The key is the tuple of those tensor addresses that a graph cannot replace. Returns None if
+        no graph is captured, because there were too few such runs, or because this rank or another
+        rank cannot capture.
         """
         if self.why_not:
             return None

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 
 def can_bind(program: HostIrContainer) -> bool:
-    """Whether a dry run (on tensors without contents) can record the plan of `program`.
+    """Whether a dry run, on tensors without contents, can record the steps of `program` that later
+    runs repeat.
 
-    A plan has the steps that later runs repeat. Otherwise a real run must record the plan.
+    Otherwise a real run must record them.
     """
     return all(not isinstance(op, HostOp) or op.has_dry_run for op in walk(program.ops))
 

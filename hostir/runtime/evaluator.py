@@ -289,7 +289,7 @@ class ProgramEvaluator:
         memory.
 
         Every rank of the program must call this once per run, also a rank that sends nothing,
-        because peer copies compare the counts to tell the runs apart.
+        because peer copies tell the runs apart by the counts.
         """
         if self._copies_from_peers:
             self.ranks.begin_run()
@@ -428,8 +428,8 @@ class ProgramEvaluator:
         return steady(runner, plan, inputs, around)
 
     def arenas(self) -> list[Arenas]:
-        """Returns the memory of this program's intermediates: one object per device, each with the
-        buffers (arenas) that the program shares with other programs.
+        """Returns the memory of this program's intermediates: one object per device. Each has
+        buffers (arenas) that the program may share with other programs.
         """
         return self.cache.arenas()
 

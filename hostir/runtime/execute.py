@@ -774,7 +774,9 @@ class Execution:
         return view._replace(out=o), lambda: ((i,), lambda sizes: make(sizes, o))
 
     def _multiply(self, op: nodes.Contraction) -> None:
-        """Enqueues the step in which torch computes the matrix product `op` into its buffer."""
+        """Enqueues the matrix product `op` on the current stream, as a step that later runs repeat.
+        Torch computes it into the buffer of the result.
+        """
         ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
 
         def make(sizes: InputSizes) -> Step | Closure:
@@ -787,9 +789,10 @@ class Execution:
         self._receiver.enqueue(lambda: make(self), generic=generic)
 
     def _write(self, op: TensorOp) -> None:
-        """Enqueues the step in which torch computes `op` into the buffers of its outputs.
+        """Enqueues `op` on the current stream, as a step that later runs repeat. Torch computes it
+        into the buffers of its outputs.
 
-        Matrix products have a step of their own, which `_multiply` makes.
+        Matrix products are not passed to this method, but to `_multiply`.
         """
         row = NODES[type(op)]
         if row.into is None or row.may_return:
@@ -1069,9 +1072,10 @@ class Execution:
         return len(self.slots) - 1
 
     def _announce(self, op: StartsCommunication) -> None:
-        """Makes each run write a dump line for `op`, if `FUSER_DUMP=communication` is set.
+        """Makes each run write a line about the communication `op` when it starts, if the user has
+        set `FUSER_DUMP=communication`.
 
-        CUDA graphs cannot write lines, so such a run is kept out of graphs.
+        CUDA graphs cannot write lines, so no graph may repeat such a run.
         """
         announce = None if self.is_dry else announcer(op, self.machine)
         if announce is None:
@@ -1085,7 +1089,7 @@ class Execution:
 
     # ------------------------------------------------------------ streams
     def enter(self, stream: Stream) -> None:
-        """Makes `stream` the current stream, on which the following steps run."""
+        """Makes `stream` the current stream. The work of the following ops is enqueued on it."""
         enter, captured = self.machine.streams.enter, self._captured_slot(stream)
         if captured is None:
             handle = self.stream = self.frame.stream(stream)

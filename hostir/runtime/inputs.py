@@ -52,7 +52,8 @@ _ACCEPTS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """The properties that the program's tensor input number `index` must have.
+    """The properties that a caller's tensor must have to be passed as the input number `index` of a
+    program.
 
     `order` has the axes in memory order, each with a flag: whether the axis must be contiguous.
     """

@@ -95,7 +95,9 @@ class BoundPlan:
 
     @cached_property
     def makes(self) -> tuple[Closure, ...]:
-        """The functions that allocate a run's outputs and other lasting buffers, in order."""
+        """The functions that allocate a run's outputs, and other buffers that are still used after
+        the run, in order. A run calls them before the recorded steps.
+        """
         return tuple(made.run for made in self.made.values())
 
     def op(self, closure: Closure) -> Op | None:
@@ -745,10 +747,10 @@ def _bytes_text(nbytes: int) -> str:
 
 
 def memory_of(arenas: Iterable[Arenas], plans: Iterable[Plan]) -> Memory:
-    """Returns how much memory some evaluators keep between runs.
+    """Returns how much memory some evaluators, which run one host program each, keep between runs.
 
-    `arenas` has the arenas of each evaluator, one per device. `plans` are the recorded plans of all
-    evaluators.
+    `arenas` has the memory of intermediates of each evaluator, one object per device. `plans` are
+    the recorded steps of all evaluators.
     """
     kept = list(arenas)
     shared = {arena for each in kept if each.pools is not None for arena in each.arenas()}

@@ -122,11 +122,12 @@ class PlanCache:
     def recall(
         self, inputs: Sequence[Argument], signature: Hashable | None = None
     ) -> tuple[Sequence[Argument], Hashable, SignatureEntry | None]:
-        """Finds the cache entry for the inputs of a call.
+        """Finds the cache entry for the inputs of a call, with the recorded steps of earlier runs
+        on such inputs.
 
-        Returns (flat list of inputs, signature of the inputs, cache entry). The entry is None if
-        the cache has none for the signature. `signature` is the signature of the inputs, if the
-        caller has already computed it.
+        Returns (flat list of inputs, signature of the inputs, cache entry). The signature is a key
+        of layouts and numbers, by which entries are found. The entry is None if the cache has none.
+        `signature` is the signature of the inputs, if the caller has already computed it.
         """
         try:
             inputs = list(inputs)
@@ -141,7 +142,8 @@ class PlanCache:
     def new(
         self, inputs: Sequence[Argument], also: Callable[[Sequence[Any]], None] | None
     ) -> SignatureEntry:
-        """Returns a new entry for inputs like these, which `keep` adds to the cache.
+        """Returns a new cache entry for inputs with the layouts and numbers of these, which `keep`
+        adds to the cache.
 
         `also` is a further check of the scalar inputs of later calls, or None.
         """

@@ -193,7 +193,7 @@ class Recorder:
         self._keep(run)
 
     def name(self, out: TensorView, view: View, generic: MakeGeneric | None = None) -> None:
-        """Makes the torch view `view` as the tensor of `out`, and records the view as a step."""
+        """Makes the torch view `view` as the tensor of `out`, and records this for later runs."""
         self._now.name(out, view)
         self._keep(view, generic)
 
@@ -245,10 +245,11 @@ class Recorder:
             self._keep(Release(i), for_all_sizes(Release(i)))
 
     def results(self, op: TensorOp, found: list[torch.Tensor]) -> None:
-        """Stores torch's results `found` as the outputs of `op`.
+        """Stores torch's results `found` as the outputs of `op`, and records that later runs
+        compute `op` again.
 
-        Also records a step that computes `op` again in later runs. Raises `OnlyRunTells` in a dry
-        run, because only torch can choose the strides of these results.
+        Raises `OnlyRunTells` in a dry run, because only torch can choose the strides of these
+        results.
         """
         execution = self.execution
         if execution.is_dry:

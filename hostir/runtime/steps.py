@@ -676,7 +676,8 @@ def range_of(op: Op, program: HostIrContainer) -> AbstractContextManager[object]
 def range_of_graph(ops: Sequence[Op | None]) -> AbstractContextManager[object]:
     """Returns a context in which torch's profiler records one range for a launch of a CUDA graph.
 
-    The graph repeats the steps of `ops`. The range has the number of steps and the user's lines.
+    The graph repeats the recorded steps of a program; `ops` has the op of each step. The name of
+    the range has the number of steps and the user's lines.
     """
     lines = [op.where for op in ops if op is not None]
     return range_named(f"CUDA graph of {len(ops)} step{'s' * (len(ops) != 1)}{_at(lines)}")

@@ -259,7 +259,9 @@ class CpuStreams:
         """
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
-        """Returns an empty context, because runs on the CPU are not captured in CUDA graphs."""
+        """Returns a context in which this thread uses substitutes for the program's streams. It
+        does nothing, because runs on the CPU are not captured in CUDA graphs.
+        """
         return nullcontext()
 
 
@@ -269,7 +271,9 @@ class UnservedStreams(CpuStreams):
     """
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Drops the function `work` without calling it, because a dry run computes nothing."""
+        """Submits the function `work` to the current stream. In a dry run, which computes nothing,
+        the function is dropped and never called.
+        """
 
 
 @dataclass(frozen=True)
@@ -415,7 +419,7 @@ class DelayedStreams(CpuStreams):
     def finish(self) -> None:
         """Runs all remaining work of the current stream.
 
-        Work of other streams runs if the current stream waits for it.
+        If the current stream waits for another stream, the work of that stream runs, too.
         """
         current = self.current()
         self._drain(current, self._queue(current).given)

@@ -84,10 +84,11 @@ def computing(
     scalars: Sequence[tuple[Symbol, int]],
     machine: ExecutionContext | None = None,
 ) -> Callable[[Slots], list[torch.Tensor]]:
-    """Returns a function that computes `op` with torch, from the list of a run's values.
+    """Returns a function that computes `op` with torch, from the list of a run's values. The
+    function serves the first run and all that repeat it.
 
-    - `ins`: the slot (position in that list) of each operand; None for a scalar operand.
-    - `scalars`: the input scalars whose value may change between runs, with their slots.
+    - `ins`: the position of each operand in that list; None for a scalar operand.
+    - `scalars`: the input scalars whose value may change between runs, with their positions.
     - `machine`: the context of the run; the default is the context of `frame`.
     """
     values, evaluate = frame.values, _evaluating(op, frame, (machine or frame.machine).device)
@@ -446,8 +447,8 @@ def _first_kept(
 def writer(like: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
     """Returns a function (target, value) that copies `value` into the tensor `target`.
 
-    The target has the layout of `like`. If several elements of the target share memory, torch's own
-    copy cannot be used.
+    The target has the layout of `like`. If several elements of the target share memory, torch
+    cannot copy into it, and the function copies only one element along an axis of stride 0.
     """
     return write if is_repeated(like) else torch.Tensor.copy_
 
@@ -639,10 +640,10 @@ extern "C" __global__ void __launch_bounds__({THREADS}) scatter(
 
 
 class LibraryKernels:
-    """The project's helper kernels for one device, which torch's own calls do not cover.
+    """The project's own GPU kernels for work that torch's calls do not cover, for one device.
 
-    The kernels check the ends of groups, clear rows, and scatter elements. Each kernel is compiled
-    when it is first used.
+    The kernels check where groups of rows end in a grouped matrix product, clear rows, and scatter
+    elements. Each kernel is compiled when it is first used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -689,7 +690,8 @@ class LibraryKernels:
         return ends
 
     def clear_rows(self, out: torch.Tensor, ends: torch.Tensor) -> None:
-        """Sets the rows of the matrix `out` that belong to no group to 0.
+        """Sets the rows of the matrix `out`, a grouped matrix product, that belong to no group to
+        0.
 
         These are the rows after the last group. `ends` has the row index at the end of each group.
         `out [m, n]` must be dense and have 2-byte elements.
@@ -771,8 +773,7 @@ def _scatter_source(
 
 @cache
 def kernels_of(device: torch.device) -> LibraryKernels:
-    """Returns the helper kernels of `device`, one object per device for the whole process.
-
-    The helper kernels do work that torch's own calls do not cover.
+    """Returns the project's own GPU kernels for work that torch's calls do not cover, on `device`.
+    There is one object per device for the whole process.
     """
     return LibraryKernels(device)

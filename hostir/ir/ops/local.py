@@ -158,8 +158,8 @@ class Deallocate(HostOp):
 # ------------------------------------------------------------------ launches
 @dataclass(frozen=True)
 class KernelGroup:
-    """A kernel of a host program: its number, the fusion that the kernel computes, and the
-    scheduler that accepts the fusion.
+    """A kernel of a host program: its number, the fusion that it computes, and the name of the
+    scheduler (the automatic choice of loops and threads) that accepts the fusion.
 
     All inputs and outputs of the fusion are in global memory.
     """
@@ -502,8 +502,8 @@ class HirAliasSelect(HostOp):
 
 
 class ShardByStream(HostOp):
-    """Makes `out` a view of chunk number `stream_index` of `inp`. `out` has the type of the whole
-    tensor; its stream axis (an axis divided over the iterations of a loop) says which axis is
+    """Makes `out` a view of chunk number `stream_index` of `inp`. `out` declares the axes of the
+    whole tensor. Its stream axis (an axis divided over the iterations of a loop) says which axis is
     divided into chunks, and into how many. No data moves.
 
     The size of a chunk is rounded up, so the last chunks may be short or empty.

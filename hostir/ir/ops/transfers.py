@@ -246,8 +246,8 @@ class Communication(StartsCommunication):
     @property
     def buffer_sharing(self) -> BufferSharing:
         """How the operand and the result of a `Communication` may share one buffer, as a value of
-        `BufferSharing`. The type of collective decides: a rank may, for example, reduce in place,
-        or may keep its block of the result there.
+        `BufferSharing`. The type of collective decides. For example, a rank may reduce in place, or
+        may pass its own block of a gathered result as the operand.
         """
         return self.collective.sharing
 
@@ -565,5 +565,6 @@ class ShareMemHandles(HostOp):
         return ()
 
     def emit(self, rt: Runtime) -> None:
-        """Does nothing, because a run maps the memory of another rank before the first copy.
-        Programs of nvFuser contain `ShareMemHandles`."""
+        """Runs `ShareMemHandles`: does nothing, because a run maps the memory of another rank by
+        itself before the first copy. The op exists because programs of nvFuser contain it.
+        """
