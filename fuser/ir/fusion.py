@@ -1085,14 +1085,12 @@ class Fusion:
         refused = f"add_output: {out} is to be written into {into}"
         line = f" (at {where})" if where else ""
         for earlier in (a.out for a in self.aliases if a.into is into and a.out is not out):
-            raise DefinitionError(
-                f"{refused}, but {earlier} is already written into this input{line}"
-            )
+            raise DefinitionError(f"{refused}, but {earlier} is already written into it{line}")
         if out.dtype() is not into.dtype():
             actual, expected = (dtype_text(tv.dtype()) for tv in (out, into))
             raise DefinitionError(
-                f"{refused}, but has dtype {actual}: cast it to {expected}, the dtype of the input"
-                f"{line}"
+                f"{refused}, but has dtype {actual}: cast the output to {expected}, "
+                f"the dtype of the input{line}"
             )
         sizes = [tv.shape() for tv in (out, into)]
         fixed = [(a, b) for a, b in zip(*sizes, strict=False) if int_value(a) is not None]

@@ -48,7 +48,7 @@ def cache_after(
     fusion = tv.fusion
     uses = fusion.uses(tv)
     if not uses:
-        raise DefinitionError(f"cache_after of {tv}: no op reads this tensor")
+        raise DefinitionError(f"cache_after needs an op that reads {tv}, but there is none")
     if tv.compute_at:
         raise DefinitionError(
             f"cache_after of {tv}: the tensor is already inlined; call cache_after before inlining"

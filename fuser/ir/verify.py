@@ -26,7 +26,8 @@ def verify_fusion(fusion: Fusion, *, after: str = "definition") -> None:
         for value in op.inputs:
             if isinstance(value, TensorView) and value not in known:
                 raise VerifyError(
-                    f"after {after}: {value} is used before it is defined in\n{op_text(op)}"
+                    f"after {after}: an op reads {value}, but no earlier op defines it:\n"
+                    f"{op_text(op)}"
                 )
         for out in op.outputs:
             if out in known:

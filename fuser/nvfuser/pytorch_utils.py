@@ -102,7 +102,9 @@ def get_device_properties() -> dict[str, Any]:
     def ask(call: str, *args: object) -> int:
         status, found = getattr(driver, call)(*args)
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(f"get_device_properties: {call} failed ({status!r})")
+            raise KernelError(
+                f"get_device_properties of GPU {index}: {call} failed with {status!r}"
+            )
         return found
 
     device = ask("cuDeviceGet", index)

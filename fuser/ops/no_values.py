@@ -227,7 +227,7 @@ OF_TENSORS: dict[str, Any] = {
     "__delitem__": _refuse("deletion of a part", _IN_PLACE),
 }
 # Attributes of torch's tensors that are not ops -> the hint that `x.NAME` raises.
-_VALUES = f"it has no value while the program is written; {_AT_RUN}"
+_VALUES = f"it has no value yet; {_AT_RUN}"
 _DEVICE = "a program runs on the device of its inputs; if it has none, pass device= to execute"
 _GRADIENT = "outputs carry no gradient: write the backward as ops, in this or another definition"
 _MEMORY = "the compiler decides the memory order; x.set_allocation_domain requests one"

@@ -160,8 +160,9 @@ def _has_no_truth(self: TensorView) -> bool:
         "whether a tensor is in a list"
     )
     raise DefinitionError(
-        f"{self} has no value while the program is written: use the op where in place of `if`, "
-        f"`and`, `or` and `not`{hint * is_compared}{user_code(user_line())}"
+        f"{self} has no value yet, because values exist only when the program runs: Python's "
+        "`if`, `and`, `or` and `not` cannot test it. Use the op `where` instead"
+        f"{hint * is_compared}{user_code(user_line())}"
     )
 
 

@@ -177,7 +177,8 @@ def _check_slice(
         raise fail(
             name,
             "Slice start_indices and strides don't match! "
-            f"Start Indices: {len(starts)} Strides: {len(strides)}",
+            f"Start Indices: {len(starts)} Strides: {len(strides)}: the two lists must have the "
+            "same length",
         )
     if len(starts) != tv.ndim:
         raise fail(

@@ -57,7 +57,7 @@ def _check_dtype(
         refuse_complex(name, tv)
     if category(tv.dtype()) == "bool" and not bools:
         raise DtypeError(
-            f"{name}: the operand must have a dtype of numbers, but {tv} is "
+            f"{name}: the operand must have an integer, floating or complex dtype, but {tv} is "
             f"{dtype_text(tv.dtype())} (at {user_line()})"
         )
 

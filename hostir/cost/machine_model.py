@@ -326,7 +326,10 @@ def find_machine(name: str, device: torch.device | None = None) -> Machine:
                 f"the description of machine {name!r} cannot be read: {error}"
             ) from error
         if found is None:
-            raise InputError(f"the description of machine {name!r}: there is no such file")
+            raise InputError(
+                f"machine {name!r}: the file {Path(name).resolve()} with its description does not "
+                "exist"
+            )
         return found
     raise InputError(
         f"there is no machine {name!r}: expected {', '.join(MACHINES)}, {MEASURED}, or a file "

@@ -295,7 +295,7 @@ def read_program(path: str, *, number: int | None = None) -> HostIrContainer:
     start, program = found[number or 0]
     if NOTES["names"] in program.partition("%HostIrContainer")[0]:
         raise ParseError(
-            f"the program in {path} has names only, which is a form for reading: "
-            "FUSER_DUMP=host_ir writes a dump that can be parsed"
+            f"the program in {path} cannot be parsed: it is in the form `names`, which leaves out "
+            "the definitions of tensors. FUSER_DUMP=host_ir writes the full form"
         )
     return parse("\n" * text.count("\n", 0, start) + program)

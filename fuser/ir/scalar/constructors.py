@@ -452,7 +452,9 @@ def _value(x: Scalar, values: Mapping[Symbol, Number], args: Sequence[Number]) -
     except ZeroDivisionError:
         raise DivisionByZeroError(f"{x} divides {args[0]} by 0{_bound(x, values)}") from None
     except (OverflowError, ValueError):
-        raise InputError(f"{x} is not defined for {args}{_bound(x, values)}") from None
+        raise InputError(
+            f"{x} has no result for the operand values {args}{_bound(x, values)}"
+        ) from None
 
 
 def _bound(x: Scalar, values: Mapping[Symbol, Number]) -> str:

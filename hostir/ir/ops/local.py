@@ -250,8 +250,9 @@ class PostOnStream(HostOp):
         is scheduled only when the program runs, so the time is unknown.
         """
         raise UnsupportedError(
-            f"cost: the time of PostOnStream (HostUnit{self.unit}) cannot be predicted, because a "
-            f"host unit is scheduled only when it runs{user_code(self.where)}"
+            f"cost: the time of PostOnStream (HostUnit{self.unit}) cannot be predicted, because "
+            "its kernels are generated only when the program runs: predict a program without it"
+            f"{user_code(self.where)}"
         )
 
     def verify_in(self, program: ProgramAround) -> None:

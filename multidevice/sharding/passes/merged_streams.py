@@ -91,7 +91,8 @@ class _Merged:
         parts = [a for a in leaves if not a.is_broadcast]
         for a in parts:
             if a.is_device or a.is_reduction():
-                raise self._refusal(f"merges {a}, which is a device or reduction axis")
+                kind = "device" if a.is_device else "reduction"
+                raise self._refusal(f"merges {a}, which is a {kind} axis")
         if len(parts) > len(STREAM_TYPES):
             raise self._refusal(
                 f"merges {len(parts)} axes; at most {len(STREAM_TYPES)} axes can be merged"

@@ -285,7 +285,7 @@ def test_an_update_of_another_dtype_is_refused_where_it_is_made() -> None:
         a = fd.define_tensor([-1], dtype=DataType.Half)
         total = fd.ops.add(a, fd.ops.sum(fd.ops.cast(a, DataType.Float), [0]))
         with pytest.raises(
-            DefinitionError, match=r"into T0_g___half.* has dtype float: cast it to __half"
+            DefinitionError, match=r"into T0_g___half.* has dtype float: cast the output to __half"
         ):
             fd.add_output(total, a)
         fd.add_output(fd.ops.cast(total, DataType.Half), a)

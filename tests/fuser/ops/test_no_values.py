@@ -134,7 +134,7 @@ def test_constant_extents_are_integers() -> None:
         "T": "it is called permute",
         "mT": "it is called permute",
         "long": "it is called cast",
-        "item": "it has no value while the program is written",
+        "item": "it has no value yet",
         "numpy": "execute returns the values of outputs as torch tensors",
         "cuda": "a program runs on the device of its inputs",
         "backward": "outputs carry no gradient",

@@ -285,7 +285,8 @@ def test_refused() -> None:
         for name in SCANS:
             function = getattr(fd.ops, name)
             with pytest.raises(
-                DtypeError, match=f"{name}: the operand must have a dtype of numbers, but T1_g_bool"
+                DtypeError,
+                match=f"{name}: the operand must have an integer, .*dtype, but T1_g_bool",
             ):
                 function(flags, 0)
             with pytest.raises(DefinitionError, match=f"{name}: Tried to access out of boundary"):
@@ -301,7 +302,9 @@ def test_refused() -> None:
             fd.ops.cumsum(counts, 0, fd.define_scalar(2**40, DataType.Int))
         with pytest.raises(DefinitionError, match="argsort: Tried to access out of boundary"):
             fd.ops.argsort(x, -3)
-        with pytest.raises(DtypeError, match="topk: the operand must have a dtype of numbers"):
+        with pytest.raises(
+            DtypeError, match="topk: the operand must have an integer, floating or complex dtype"
+        ):
             fd.ops.topk(flags, one)
         with pytest.raises(TypeError, match="k: expected a scalar"):
             fd.ops.topk(x, 2.5)  # pyright: ignore[reportArgumentType]

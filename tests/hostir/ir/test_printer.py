@@ -80,4 +80,4 @@ def test_names_are_printed_and_not_read_again(
     assert text == f"// names only\n{program.names_text()}"
     (file := tmp_path / "names.txt").write_text(text)
     assert main(["print", str(file)]) == 1
-    assert "has names only, which is a form for reading" in capsys.readouterr().err
+    assert "cannot be parsed: it is in the form `names`" in capsys.readouterr().err

@@ -73,7 +73,9 @@ def test_an_unknown_machine_is_refused() -> None:
 
 
 def test_a_description_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"machine 'nope\.json': there is no such file"):
+    with pytest.raises(
+        InputError, match=r"machine 'nope\.json': the file .*nope\.json .*does not exist"
+    ):
         find_machine("nope.json")
     folder = tmp_path / "is_a_folder.json"
     folder.mkdir()
