@@ -172,11 +172,11 @@ def first_of_each_class(
     program: HostIrContainer, ranks: Sequence[int], values: Mapping[Symbol, Number]
 ) -> list[int]:
     """Divides the ranks into classes that would have the same races, and returns the first rank of
-    each class.
+    each class. Only these ranks need a check for races.
 
-    Two ranks are in one class if all scalars of the program have equal values, and if both are in
-    the same meshes. Moreover, both must be roots of the same collectives. `values` maps the symbols
-    of the inputs to numbers.
+    Two ranks are in one class if all scalars of the program have equal values on both, and if both
+    are in the same meshes and are roots of the same collectives. `values` maps the symbols of the
+    inputs to numbers.
     """
     walk_of_all = _RankClasses(program, ranks, dict(values))
     walk_of_all.run(program.ops)

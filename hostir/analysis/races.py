@@ -357,7 +357,8 @@ class RaceWalk(Walk[Number], Reports):
     # ------------------------------------------------------------ names and buffers
     def _place(self, tv: TensorView, site: Site) -> BufferRegion | None:
         """Returns the part of a buffer to which the tensor `tv` refers. If the buffer has been
-        freed, adds a finding about the use at `site`, and returns None."""
+        freed, reports the use at `site` as a fault, and returns None.
+        """
         place = self.places.get(tv)
         if place is None:
             shown = self.storage.shown_by(tv)

@@ -517,9 +517,10 @@ class _Times:
 
 
 class _Unit:
-    """The ops of one pair (a matmul next to a communication) as a separate fusion, and the programs
-    that were lowered from this fusion, one for each way to divide the pair into steps. The programs
-    are simulated to predict the pair's time."""
+    """The ops of one pair (a matmul and the communication next to it) as a separate fusion, and the
+    programs that were lowered from it: one for each way to divide the pair into steps that overlap.
+    The programs are simulated to predict the pair's time.
+    """
 
     def __init__(
         self,

@@ -140,7 +140,8 @@ class Members:
 @record
 class Reads:
     """The effect of an op that reads `tensor`: each rank reads its own shard (the part that it
-    stores). If `by` is given, only these members of a team read.
+    stores). If `by` is given, only the ranks that it describes read, such as the root of a
+    collective.
     """
 
     tensor: TensorView
@@ -150,7 +151,8 @@ class Reads:
 @record
 class Writes:
     """The effect of an op that writes `tensor`: each rank writes its own shard (the part that it
-    stores). If `by` is given, only these members of a team write.
+    stores). If `by` is given, only the ranks that it describes write, such as the root of a
+    collective.
     """
 
     tensor: TensorView

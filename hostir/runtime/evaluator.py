@@ -451,17 +451,17 @@ class ProgramEvaluator:
         return [line for plan in plans for line in plan.graphs()]
 
     def check(self, inputs: Sequence[Argument]) -> Values:
-        """Checks `inputs` as `run` does, and returns the values of the program's symbols.
+        """Checks that `inputs` fit the program, and returns the values of the program's symbols,
+        which follow from the sizes of the inputs. Nothing runs.
 
-        The sizes of the inputs determine these values. Raises the errors that `run` raises for
-        wrong inputs.
+        Raises the errors that `run` raises for wrong inputs.
         """
         return self.binder.check(inputs)
 
     def _checked(self, inputs: Sequence[Argument]) -> Values:
-        """Checks `inputs` as `check` does, and returns the values of the program's symbols.
-
-        Also raises `InputError` if two inputs that the program updates in place share memory.
+        """Checks that `inputs` fit the program, and returns the values of the program's symbols.
+        Unlike `check`, also raises `InputError` if two inputs that the program updates in place
+        share memory.
         """
         values = self.check(inputs)
         self.are_apart(inputs, None)

@@ -256,8 +256,8 @@ class PostOnStream(HostOp):
         )
 
     def verify_in(self, program: ProgramAround) -> None:
-        """Raises `VerifyError` unless the operands of `PostOnStream` fit the fusion of the host
-        unit. Their number, dtypes, numbers of axes and meshes must agree.
+        """Raises `VerifyError` unless the operands of `PostOnStream` fit its host unit, a
+        separately compiled fusion. Their number, dtypes, numbers of axes and meshes must agree.
 
         Also raises `VerifyError` if the host unit updates an input in place.
         """
