@@ -1,1 +1,1 @@
-"""Tests: <package>/<room>/test_<module>.py; `support` is shared; `gpu` needs a CUDA device."""
+"""Tests: <package>/<subpackage>/test_<module>.py; `support` is shared; `gpu` needs a CUDA GPU."""

@@ -1,6 +1,6 @@
 """Code generation: generates the CUDA C++ text of a kernel.
 
-Question: which CUDA C++ text expresses a lowered kernel?
+Question: which CUDA C++ text is generated for the statements of a kernel?
 Imports: `fuser.support`, `fuser.ir.scalar` and `fuser.lower.kernel_ir`.
 Files, in reading order:
 

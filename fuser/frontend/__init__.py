@@ -1,6 +1,6 @@
 """The user's API: definitions, their execution, caches, profiles, Python text.
 
-Question: how does a user's call reach the program?
+Question: how does a user's call find the compiled program that runs?
 Imports: everything.
 Files, in reading order:
 

@@ -1,6 +1,6 @@
 """The fusion IR: a tensor program as a graph of ops on tensors, and the axes of these tensors.
 
-Question: of what does a fusion consist?
+Question: what does a fusion consist of?
 Imports: `fuser.support`.
 Files, in reading order:
 

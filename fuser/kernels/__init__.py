@@ -1,7 +1,7 @@
 """Runs one fusion as kernels: chooses parameters, lowers, generates the text, compiles, launches.
 
-Question: which kernel runs for these inputs?
-Imports: every other room of `fuser` but `frontend` and `nvfuser`.
+Question: which kernel runs for the inputs of a call?
+Imports: every other package of `fuser` but `frontend` and `nvfuser`.
 Files, in reading order:
 
 - `executor`: the kernels of a fusion: the choice of a version, compilation, launch.

@@ -1,6 +1,6 @@
 """Lowering: turns a scheduled fusion (its loops are chosen) into statements and barriers.
 
-Question: which loops and statements compute this fusion?
+Question: which loops and statements compute a scheduled fusion?
 Imports: `fuser.support`, `fuser.ir`, `fuser.passes` and `fuser.schedule`.
 Files, in reading order:
 

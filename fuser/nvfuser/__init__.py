@@ -1,7 +1,7 @@
 """Names of nvFuser's interface that have no other place in this project.
 
-Question: where is the nvFuser name that I look for?
-Imports: every room of `fuser`, `multidevice` and `hostir`.
+Question: where is a name of nvFuser's interface defined?
+Imports: every package of `fuser`, `multidevice` and `hostir`.
 Files, in reading order:
 
 - `module_aliases`: `fuser.multidevice` and the version under nvFuser's module names.

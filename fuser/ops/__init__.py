@@ -1,6 +1,6 @@
 """The ops that users call as `fd.ops.*`: checks, rules for dtypes and shapes, nodes of the graph.
 
-Question: how does a call of an op become nodes of a fusion?
+Question: how does a call such as `fd.ops.add(x, y)` add nodes to the graph of a fusion?
 Imports: `fuser.support` and `fuser.ir`.
 Files, in reading order:
 

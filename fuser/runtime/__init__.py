@@ -1,6 +1,6 @@
 """Compiles, caches and launches kernels, given their text and arguments only.
 
-Question: how does a kernel's text become a launch?
+Question: how is a kernel's text compiled, cached and launched?
 Imports: `fuser.support`.
 Files, in reading order:
 

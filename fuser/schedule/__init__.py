@@ -1,6 +1,6 @@
 """Schedulers: decide how the work of a kernel is divided among CUDA blocks, threads and loops.
 
-Question: which schedule does this fusion get, with which parameters?
+Question: which scheduler is chosen for a kernel, and with which parameters?
 Imports: `fuser.support`, `fuser.ir`, `fuser.ops` and `fuser.passes`.
 Files, in reading order:
 

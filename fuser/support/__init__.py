@@ -1,7 +1,7 @@
-"""Services that every room uses and that know nothing of tensor programs.
+"""Services that every package uses. They know nothing of tensor programs.
 
-Question: which facts and helpers do all rooms share?
-Imports: nothing of this project but this room.
+Question: which facts and helpers do all packages share?
+Imports: nothing of this project but this package.
 Files, in reading order:
 
 - `version`: the version of the package and of nvFuser's interface.

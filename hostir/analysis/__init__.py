@@ -1,7 +1,8 @@
 """Analyses of host programs that run nothing.
 
-Question: is this program free of races, mismatches and deadlocks? Imports: `hostir.ir`, and the
-packages that it may import. Files, in reading order:
+Question: is a host program free of races, and do its ranks communicate without deadlocks?
+Imports: `hostir.ir`, and the packages that `hostir.ir` may import.
+Files, in reading order:
 
 - `rank_values`: the values of a program's scalars, for all ranks at once.
 - `walker`: the traversal of a program that all analyses use: control flow, streams, communications.

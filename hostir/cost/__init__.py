@@ -1,8 +1,8 @@
 """Predicts how long host programs take, without running them.
 
-Question: how long will this program take, and where would overlap help? Imports: `hostir.ir`,
-`hostir.analysis`, `hostir.lowering`, and the packages that they may import. Files, in reading
-order:
+Question: how long will a host program take, and where should communication and computation overlap?
+Imports: `hostir.ir`, `hostir.analysis`, `hostir.lowering`, and the packages that they may import.
+Files, in reading order:
 
 - `machine_model`: the speeds and latencies of a machine, as a JSON file.
 - `op_costs`: the time of each op when nothing else runs.

@@ -33,8 +33,8 @@ def _unread(
     not used.
 
     Such a result is read by no op and is not an output of `program`. `ops` are all ops of the
-    program. Results in `shared`, the tensors that share a buffer with another tensor, are never
-    returned.
+    program. Results in `shared` share a buffer with another tensor. They are never returned,
+    because the program may read their elements through that tensor.
     """
     read = {v for op in ops if not isinstance(op, Deallocate) for v in op.inputs}
     read.update(program.inputs, program.outputs)

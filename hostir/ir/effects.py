@@ -34,8 +34,9 @@ CALLER = -1
 class Stream:
     """A stream that a host program refers to, either by number or by name.
 
-    `index` counts the numbered streams that a run creates, from 0. `name` is the name of a captured
-    stream (`S0`), of the program's first stream (`Default`), or an address as nvFuser prints it.
+    `index` is the number of a stream that a run creates, counted from 0. `name` is the name of a
+    captured stream (`S0`), of the program's first stream (`Default`), or an address as nvFuser
+    prints it.
     """
 
     index: Scalar | None = None
@@ -129,8 +130,8 @@ class Members:
     """The members of a team that read or write a tensor in a collective. A team is the set of ranks
     that take part.
 
-    If `place` is None, all members do. Otherwise only the member at position `place` in the team
-    does, such as the root of a broadcast.
+    If `place` is None, all members read or write the tensor. Otherwise only the member at position
+    `place` in the team reads or writes it, such as the root of a broadcast.
     """
 
     team: TeamOf

@@ -115,8 +115,8 @@ def _program(parser: Parser, values: Fusion) -> tuple[tuple[Op, ...], dict[int, 
     """Parses the body of a host program. Returns the ops, and the lines that describe host units
     (separately compiled fusions).
 
-    Each such line is returned by the number of the host unit, as (text, position). The inputs and
-    outputs of the program are added to `values`.
+    The lines are a dictionary from the number of a host unit to (text of its line, position of the
+    line). The inputs and outputs of the program are added to `values`.
     """
     c = parser.cursor
     c.take("%HostIrContainer")
@@ -174,8 +174,9 @@ def _one_of(names: tuple[str, ...], what: str) -> Attribute:
 def _index(parser: Parser) -> Symbol:
     """Parses the name of a loop's index and defines the index as a new symbol.
 
-    The bounds of the index follow the name in the text. They are read ahead, because the symbol
-    needs them, and then left in the text for the parser of the loop.
+    The bounds of the index follow the name in the text. This function reads the bounds ahead,
+    because the symbol needs them. It does not move the position in the text beyond the name, so the
+    parser of the loop reads the bounds again.
     """
     c = parser.cursor
     name = c.name(_INDEX_NAME, "the index of a loop")

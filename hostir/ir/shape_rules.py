@@ -86,7 +86,7 @@ def check_results(op: Op, values: Mapping[Symbol, Number] = _UNKNOWN) -> None:
 
 
 def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number]) -> None:
-    """Requires that all axes to which `op` gives the same letter have one size.
+    """Raises `VerifyError` unless all axes to which `op` gives the same letter have the same size.
 
     A product or attention op labels each axis of its tensors with a letter, as in `torch.einsum`.
     The op itself checks dtypes.
@@ -104,8 +104,9 @@ def _check_letters(op: AttentionOp | ProductOp, values: Mapping[Symbol, Number])
 
 
 def _check_groups_of_heads(op: Op, heads: list[_Axis], groups: list[_Axis]) -> None:
-    """Requires that devices split the heads of the keys (`groups`) in the same way as the heads of
-    the queries (`heads`) of an attention op. Each device then has the keys that its queries need.
+    """Raises `VerifyError` unless devices split the heads of the keys (`groups`) in the same way as
+    the heads of the queries (`heads`) of an attention op. With equal splits, each device has the
+    keys that its queries need.
 
     Both lists have all axes of the op with this role, in all its tensors. A broadcast axis (a
     single head of keys or of a bias) is exempt, because all devices have this head.
@@ -218,8 +219,8 @@ def _alike(op: TensorOp) -> Iterator[list[_Axis]]:
 def _check_sizes(
     op: Op, axes: Sequence[_Axis], values: Mapping[Symbol, Number], *, is_cut: bool = False
 ) -> None:
-    """Requires that all `axes`, which `op` relates to each other, have the same size and are split
-    over the same devices.
+    """Raises `VerifyError` unless all `axes`, which `op` relates to each other, have the same size
+    and are split over the same devices.
 
     A broadcast axis has one element, which the op repeats, so it fits any size. If the last axis,
     usually that of the result, has one element, all others must have one. If `is_cut` is True, `op`

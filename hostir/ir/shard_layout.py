@@ -60,9 +60,9 @@ def viewed_strides(
     """Returns the strides of a view that the program returns to the caller. `strides` are the
     strides that the view has in memory.
 
-    Torch allows any stride for an axis with one element, so a view of an input may have an odd one.
-    If `tv` is contiguous, such a stride is replaced by the one that a newly allocated tensor of
-    these `sizes` would have.
+    Torch allows any stride for an axis with one element, so a view of an input may have an
+    arbitrary stride there. If `tv` is contiguous, such a stride is replaced by the one that a newly
+    allocated tensor of these `sizes` would have.
     """
     if 1 not in sizes or not memory_layout.is_contiguous(tv):
         return strides

@@ -61,14 +61,14 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
     """Raises `VerifyError` if a host program breaks a structural rule, in its ops or inside loops
     and branches.
 
-    The message names the op, the rule, and the compiler pass `after` which the rule was broken. The
-    types of tensors and the marked lines of the program follow. The rules:
+    The message names the op, the rule, and `after`, the compiler pass after which the rule was
+    broken. The types of tensors and the marked lines of the program follow. The rules:
 
     - Buffers: a tensor has one buffer. The buffer comes from an allocation, is part of another
       buffer, or belongs to the input that the tensor updates. A view has the dtype of its source. A
       tensor is used after its allocation and before its `Deallocate`.
-    - Contents: a tensor is written before it is read. In a branch, an earlier iteration of the loop
-      may have written the tensor.
+    - Contents: a tensor is written before it is read. An op in a branch may also read a tensor that
+      only an earlier iteration of the loop has written.
     - Deallocation: if any buffer is deallocated, every buffer that the caller does not own is
       deallocated exactly once. A loop deallocates only buffers that the loop allocates.
     - Communications: every communication has a later `Wait`. The buffers of the communication are
@@ -76,7 +76,8 @@ def verify(program: HostIrContainer, *, after: str = "construction") -> None:
     - Views of other ranks' shards: no rank writes a shard while a view shows the shard. The region
       that makes the view also deallocates the view.
     - Kernels: a launch names an existing kernel group and passes operands that fit the kernel.
-    - Symbols: an input or an open loop binds every symbol. The axes of tensors are well-formed.
+    - Symbols: every symbol has its value from an input, or is the index of a loop around the op.
+      The axes of tensors are well-formed.
 
     Waits between streams are checked by `hostir.analysis.races`.
     """
@@ -134,7 +135,7 @@ def marked(program: HostIrContainer, index: int, culprit: Op) -> str:
     """Returns the numbered lines of the program around its op at position `index`. An arrow `->`
     marks `culprit`.
 
-    `culprit` is the op at `index`, or an op inside this loop or branch.
+    `culprit` is the op at `index`, or an op inside of it if the op at `index` is a loop or branch.
     """
     ops, numbers = program.ops, line_numbers(program)
     last = ops[min(index + 2, len(ops) - 1)]
@@ -157,7 +158,7 @@ class _InFlight:
 
 @dataclass
 class _Steps:
-    """The facts about a loop while the ops of its body are checked. They say which buffers and
+    """The facts about a loop with which the ops of its body are checked: which buffers and
     communications of earlier iterations may exist when an iteration begins.
     """
 
@@ -269,8 +270,8 @@ class _Checker:
             self._branch(op)
 
     def _present(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that each rank has all tensors that `op` uses or none. A rank with only some of
-        them could not run the op, which does not communicate.
+        """Raises `VerifyError` if a rank has some, but not all, of the tensors that `op` uses. Such
+        a rank could not run the op, which does not communicate.
 
         Ops that start communications are exempt. Ops in branches are not checked, because only
         `hostir.analysis.races` knows which ranks reach them.
@@ -290,8 +291,9 @@ class _Checker:
                 )
 
     def _memory_of_its_own(self, op: Op, effects: Sequence[Effect]) -> None:
-        """Requires that no result of `op` overlaps an operand in memory, unless the op can compute
-        in place. Results must not overlap each other."""
+        """Raises `VerifyError` in two cases: a result of `op` overlaps an operand in memory
+        although the op cannot compute in place, or two results overlap each other.
+        """
         for one, other in pairs(effects):
             a, b, is_read = one.tensor, other.tensor, isinstance(one, Reads)
             how = buffer_sharing_of(op) if is_read else "never"
@@ -313,8 +315,8 @@ class _Checker:
         return found
 
     def _symbols(self, op: Op) -> None:
-        """Requires that every symbol in the scalars and shapes of `op` has a value: from an input
-        of the program, or as the index of a loop around the op.
+        """Raises `VerifyError` if a symbol in the scalars or shapes of `op` has no value. An input
+        of the program gives a symbol its value, or the symbol is the index of a loop.
         """
         for value in (*op.inputs, *op.scalars):
             if isinstance(value, Scalar):
@@ -406,8 +408,8 @@ class _Checker:
         }
 
     def _no_view_left(self) -> None:
-        """Requires that the region (loop body, branch or program) that has just ended has
-        deallocated every view that it made of the parts (shards) of a tensor that several ranks
+        """Raises `VerifyError` if the region (loop body, branch or program) that has just ended has
+        made, but not deallocated, a view of the parts (shards) of a tensor that several ranks
         store.
         """
         for view in self.views.keys() - self.outer_views:
@@ -572,9 +574,9 @@ class _Checker:
         self.freed_at[tv] = self.at
 
     def _not_in_view(self, tv: TensorView, what: str) -> None:
-        """Requires that other ranks cannot read the buffer of `tv` at this op, through a view of
-        the parts (shards) of a tensor that several ranks store. `what` is the word in the message
-        for how the op uses `tv`, such as `written`.
+        """Raises `VerifyError` if other ranks can read the buffer of `tv` while the current op
+        runs, through a view of the parts (shards) of a tensor that several ranks store. `what` is
+        the word in the message for how the op uses `tv`, such as `written`.
         """
         for view, op in self.views.items():
             if self.storage.root(view) is self.storage.root(tv):
@@ -593,8 +595,8 @@ class _Checker:
             shown = self.storage.shown_by(shown)
 
     def _not_in_flight(self, tv: TensorView, *, is_write: bool) -> None:
-        """Requires that no communication in flight uses the buffer of `tv`, so that the current op
-        may use it.
+        """Raises `VerifyError` if a communication that has started, but has not been waited for,
+        uses the buffer of `tv`, so that the current op must not use the buffer.
 
         If `is_write` is False, the op reads `tv`, which conflicts only with a communication that
         writes the buffer. Communications that started in only one branch are not checked. Parts of
@@ -619,8 +621,8 @@ class _Checker:
         return self._whole(a) is self._whole(b)
 
     def _whole(self, tv: TensorView) -> TensorView:
-        """Returns the tensor whose memory `tv` names as a whole, following views. The search stops
-        at a view of only a part of a tensor, and returns this view.
+        """Returns the tensor of which `tv` is a view of all elements, directly or through other
+        views. Returns `tv` itself if `tv` is no view, or is a view of only a part of a tensor.
         """
         while tv in self.storage.shows and tv not in self.storage.parts:
             tv = self.storage.shows[tv]

@@ -1,6 +1,6 @@
 """Measures real runs of host programs: a trace on all ranks, or a profile on one rank.
 
-Question: where did the time of a run go? Imports: every room of `hostir` but `tools`. Files, in
+Question: where did the time of a run go? Imports: every package of `hostir` but `tools`. Files, in
 reading order:
 
 - `timers`: the ways to time the work of an op: the host's clock, CUDA events, CUPTI through torch's

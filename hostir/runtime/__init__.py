@@ -1,7 +1,7 @@
 """Running host programs: op by op, recorded, and replayed.
 
-Question: how does a host program run?
-Imports: every other room of `hostir` but `cost`, `profiling` and `tools`.
+Question: how does a host program run, and why are later runs faster than the first?
+Imports: every other package of `hostir` but `cost`, `profiling` and `tools`.
 Files, in reading order:
 
 - `evaluator`: `ProgramEvaluator`, which runs one program on one rank with the parts below. Users

@@ -40,7 +40,7 @@ class RankAgreement:
 
     - `communicator`: None for a rank that is alone, which then compares nothing.
     - `free`: the positions of the scalar inputs whose values are not part of the run signature.
-    - `how`: a text for the run signature, with the options and the number of streams.
+    - `how`: a line of the run signature: the options and the number of streams.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class RankAgreement:
         """Returns the scalar inputs that are not part of the run signature, the description of a
         run that ranks compare.
 
-        The ranks compare these values separately in each run, because they may change from run to
-        run without another program or plan.
+        The ranks compare these values separately in each run, because these values may change from
+        run to run while the program and its recorded steps stay the same.
         """
         return tuple(inputs[i] for i in sorted(self._free))
 
@@ -169,9 +169,11 @@ def run_signature_of(
       inputs.
     - `names`: the names of the inputs in error messages.
     - `sizes`: the values of integer symbols.
-    - `declared`: the inputs of the program.
+    - `declared`: the inputs as the program declares them; they say which inputs every rank passes
+      whole.
     - `free`: the positions of the scalar inputs whose values are not part of the signature.
-    - `ops`: the ops in the texts; `where`: the user's line for error messages.
+    - `ops`: the ops that the texts describe; `where`: the user's source line. Both are for error
+      messages.
     """
     bound = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
     extents = tuple(

@@ -35,13 +35,15 @@ class Done:
     """
 
     def wait(self) -> None:
-        """Makes the current stream wait for the communication, as the handles of backends do.
-        Returns immediately, because the communication is complete.
+        """Does nothing, because the communication is already complete. The method exists because
+        handles of backends have a method `wait`, which makes the current stream wait for the
+        communication.
         """
 
     def synchronize(self) -> None:
-        """Makes the host wait for the communication, as the handles of backends do. Returns
-        immediately, because the communication is complete.
+        """Does nothing, because the communication is already complete. The method exists because
+        handles of backends have a method `synchronize`, which makes the host wait for the
+        communication.
         """
 
 
@@ -118,7 +120,8 @@ def bind_post(
 
     Returns a function that starts the collective on shards (a rank's parts of tensors) at other
     addresses, with less work than `post`. `inp` and `out` show the shapes and strides of the
-    shards. Returns None if the backend must check each call.
+    shards. Returns None if the backend cannot prepare such a function, because it must check each
+    call.
     """
     op, row = call.op, call.op.collective
     mine, theirs = op.orders
@@ -143,7 +146,7 @@ def bind_exchange(
     The parameters are those of `exchange`.
 
     Returns a function that starts the transfers on tensors at other addresses. Returns None if the
-    backend must check each call.
+    backend cannot prepare such a function, because it must check each call.
     """
     backend.where = op.where
     try:

@@ -61,7 +61,7 @@ def gains_nothing(steps: int, kernels: int) -> str:
     graph would.
 
     `steps` is the number of recorded steps of a run, and `kernels` is how many of them launch a
-    kernel. A graph saves nothing if there are too few.
+    kernel. A graph saves nothing if the run has few steps, and not all of them launch a kernel.
     """
     is_slower = steps < (1 if steps == kernels else MIN_STEPS)
     return f"a CUDA graph would not make {steps} step(s) faster" if is_slower else ""
@@ -127,8 +127,8 @@ class CaptureBinding(Binding):
         """Records that slot `out` is a view of slot `source`, shifted by `nbytes` bytes. Slots are
         positions in the list of a run's values.
 
-        Returns a function that makes the view in a run. The function does not count as a read of
-        the source, because a view alone puts no address into the graph.
+        Returns a function that makes the view in a run. A call of the function is not recorded as a
+        read of the source, because a view alone puts no address into the graph.
         """
         self.origins[out] = source, nbytes
         self.views[out] = view
@@ -478,9 +478,9 @@ class Replays:
         """Returns the number with which this rank votes before a run. By the votes, the ranks
         choose a CUDA graph together, or none.
 
-        The number represents `key`, the tensor addresses that this rank's graph cannot replace.
-        While other threads run programs, this rank cannot capture a graph; without a graph for
-        `key`, the number is then STEP_BY_STEP.
+        The number represents `key`, the tensor addresses that this rank's graph cannot replace. The
+        number is STEP_BY_STEP, a vote for no graph, in one case: the ranks have not yet chosen a
+        graph for `key`, and none can be captured now, because other threads run programs.
         """
         number = self._number(key)
         if number in self._agreed or not (others := USERS.others()):
@@ -601,12 +601,12 @@ class Replays:
         return binding
 
     def _after_flags(self, action: Closure, op: Op | None) -> Closure:
-        """Returns `action`, a recorded step, for the capture of a CUDA graph. The returned function
-        first signals earlier transfers as complete.
+        """Returns the function to call in place of `action`, a recorded step, while a CUDA graph is
+        captured: it first signals earlier transfers as complete, and then does `action`.
 
-        A transfer signals its peer by writing a flag. Several transfers in a row may be captured
-        before their flags are written. If `op`, to which the step belongs, is a transfer or a
-        change of streams, `action` is therefore returned unchanged.
+        A transfer signals its peer by writing a flag. The flags of several transfers in a row may
+        be written together, after the last of these transfers. Therefore `action` itself is
+        returned if `op`, the op of the step, is a transfer or a change of streams.
         """
         flushes = [backend.flush for backend in self._plan.backends]
         if not flushes or isinstance(op, P2PCommunication | SetCurrentStream):

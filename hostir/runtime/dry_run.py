@@ -101,8 +101,8 @@ def dry_run_plan(
     - `outputs`: the tensors that runs of the plan return.
     - `arenas`: manages the memory of intermediates.
 
-    There is no plan in two cases. Either torch chooses the strides of a result, or the address of
-    an input is not a multiple of its element size.
+    No plan is recorded in two cases: only torch can choose the strides of a result, or the address
+    of an input is not a multiple of the input's element size. A real run must then record the plan.
     """
     requests: list[KernelRequest] = []
     if any(t.data_ptr() % t.element_size() for t in frame.tensors.values()):

@@ -295,12 +295,13 @@ class ProgramEvaluator:
             self.ranks.begin_run()
 
     def are_apart(self, inputs: Sequence[Argument], signature: Hashable) -> bool:
-        """Whether no input that the program updates in place shares memory with another input.
+        """Whether each input that the program updates in place has memory that no other input
+        shares.
 
-        If the result is False, the other input must be copied before a run, because the update
-        would change it. `signature` is a key of the inputs' layouts, by which the last answer is
-        cached. Raises `InputError` if two updated inputs share memory, because one update would be
-        lost.
+        If the result is False, an input that shares memory with an updated one must be copied
+        before a run, because the update would change its elements. `signature` is a key of the
+        inputs' layouts, by which the last answer is cached. Raises `InputError` if two updated
+        inputs share memory, because one update would be lost.
         """
         return self._updates is None or self._updates.are_apart(inputs, signature)
 

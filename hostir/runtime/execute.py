@@ -159,8 +159,8 @@ MakeGeneric = Callable[[], GenericStep | None]
 
 
 def for_all_sizes(step: Step | Closure) -> MakeGeneric:
-    """Returns the function that makes `step` for inputs of other sizes. It always returns `step`
-    itself, because the caller knows that `step` does not depend on sizes.
+    """Returns the function that makes `step` for inputs of other sizes. That function always
+    returns `step` itself, because the caller knows that `step` does not depend on sizes.
 
     A size-generic plan, which repeats a recorded run on inputs of other sizes, calls such a
     function for each step.
@@ -342,8 +342,8 @@ class Execution:
     def new_slot(self, value: object) -> int:
         """Gives `value` a new slot, a position in the list of a run's values, and returns it.
 
-        If `value` had a slot before, the tensor in the old slot is dropped. It stays there if
-        delayed work or another tensor still uses the slot.
+        If `value` had a slot before, the tensor in the old slot is dropped. The tensor stays in the
+        old slot if delayed work or another tensor still uses the slot.
         """
         slots, before = self.slots, self._slot.get(value)
         if before is not None and not self.holds_work_back and before not in self._aliased_slots:
@@ -356,7 +356,7 @@ class Execution:
         """Drops the tensor in `slot`, so that its memory can be freed. A slot is a position in the
         list of the run's values.
 
-        The tensor stays there if delayed work (in a test mode) or another tensor still uses the
+        The tensor stays in `slot` if delayed work (in a test mode) or another tensor still uses the
         slot.
         """
         if not self.holds_work_back and slot not in self._aliased_slots:
@@ -367,8 +367,8 @@ class Execution:
         return value in self._slot
 
     def argument(self, value: TensorView | Scalar) -> Callable[[Slots], Argument]:
-        """Returns a function that reads an op's operand from the list of a run's values, so that it
-        serves the first run and all that repeat it.
+        """Returns a function that reads an op's operand from the list of a run's values. The
+        function serves the first run and all runs that repeat the recorded steps.
 
         A tensor is read from its slot, a position in the list. A scalar is computed from the input
         scalars of that run.
@@ -497,7 +497,8 @@ class Execution:
     def deallocate(self, tv: TensorView) -> None:
         """Frees the buffer of `tv`, or records that later runs free it.
 
-        If `tv` is a view of the parts (shards) of a tensor on all ranks, the view ends instead.
+        If `tv` is a view of the parts (shards) of a tensor on all ranks, ends the view instead,
+        after all ranks have finished with it.
         """
         self._receiver.deallocate(tv)
 
@@ -619,8 +620,9 @@ class Execution:
         run.
 
         `given` and `results` are the operands and results of the first run. Later runs have tensors
-        of equal shapes, strides and alignments, so the launch is looked up once. If it nevertheless
-        depends on the run, the returned step looks it up each time.
+        of equal shapes, strides and alignments, so the compiled kernel and its launch sizes are
+        looked up once. If they nevertheless depend on the run, the returned step looks them up in
+        each run.
         """
         frame, sizes, runner = self.frame, self.frame.sizes, self.machine.runner(op.group)
         device = self.machine.device if self.is_dry else None
@@ -775,7 +777,7 @@ class Execution:
 
     def _multiply(self, op: nodes.Contraction) -> None:
         """Enqueues the matrix product `op` on the current stream, as a step that later runs repeat.
-        Torch computes it into the buffer of the result.
+        Torch computes the product into the buffer of the result.
         """
         ins, out = tuple(self.slot(v) for v in op.inputs), self.slot(op.out)
 
@@ -789,8 +791,8 @@ class Execution:
         self._receiver.enqueue(lambda: make(self), generic=generic)
 
     def _write(self, op: TensorOp) -> None:
-        """Enqueues `op` on the current stream, as a step that later runs repeat. Torch computes it
-        into the buffers of its outputs.
+        """Enqueues `op` on the current stream, as a step that later runs repeat. Torch computes
+        `op` into the buffers of its outputs.
 
         Matrix products are not passed to this method, but to `_multiply`.
         """
@@ -1034,8 +1036,8 @@ class Execution:
 
         The `Wait` for the communication may be on another stream, which then waits for the event. A
         program that never switches streams needs no event. `work` is the slot (position in the list
-        of a run's values) of the communication's handle. `make` makes the step, also for other
-        input sizes by `generic`.
+        of a run's values) of the communication's handle. `make` makes the step, and `generic`
+        returns a function that makes the step for other input sizes.
         """
         if not self.switches_streams:
             self._receiver.enqueue(make, generic=generic)
@@ -1089,7 +1091,7 @@ class Execution:
 
     # ------------------------------------------------------------ streams
     def enter(self, stream: Stream) -> None:
-        """Makes `stream` the current stream. The work of the following ops is enqueued on it."""
+        """Makes `stream` the current stream, on which the work of the following ops is enqueued."""
         enter, captured = self.machine.streams.enter, self._captured_slot(stream)
         if captured is None:
             handle = self.stream = self.frame.stream(stream)
@@ -1262,8 +1264,9 @@ class Immediate:
             self._slots[execution.new_slot(out)] = frame.tensors[out] = value
 
     def may_make_results(self, op: TensorOp) -> None:
-        """Takes the information that torch may return the results of `op` as new tensors. Does
-        nothing, because this object records no steps for later runs.
+        """Does nothing, because this object records no steps for later runs. A recorder would note
+        that torch may return the results of `op` as new tensors, so that later runs need no buffers
+        for them.
         """
 
     def backend(self, name: str, op: Op, what: str) -> Backend:
@@ -1271,8 +1274,8 @@ class Immediate:
         return self._machine.backend(name)
 
     def keep_out_of_graphs(self, why: str) -> None:
-        """Takes the information that no CUDA graph can repeat the run. Does nothing, because this
-        object records no steps that a CUDA graph could repeat.
+        """Does nothing, because this object records no steps that a CUDA graph could repeat. A
+        recorder would note that no CUDA graph can repeat the run, with the reason `why`.
         """
 
 
@@ -1312,11 +1315,11 @@ def local_shape_of(tv: TensorView) -> Sequence[Scalar]:
 
 
 def _drop_axes(operands: tuple[list[Any], list[Any]], dropped: Dropped) -> None:
-    """Inserts the axes of extent 1 that some tensors of a kernel lack.
+    """Inserts axes of extent 1 into tensors that lack some axes of the kernel that will use them.
 
-    A tensor lacks an axis if `HirAliasSelect` has selected one element along that axis, but the
-    kernel was compiled with the axis. `operands` is (operands, results), two lists that are changed
-    in place. `dropped` has the missing axes of each tensor.
+    An axis is lacking if the op `HirAliasSelect` has selected one element along the axis and has
+    dropped it from the tensor, but the kernel was compiled with the axis. `operands` is (operands,
+    results), two lists that are changed in place. `dropped` has the lacking axes of each tensor.
     """
     for values, axes in zip(operands, dropped, strict=True):
         for k, gone in axes.items():
@@ -1358,8 +1361,8 @@ def free_scalars(frame: Frame, free: frozenset[int]) -> tuple[Symbol, ...]:
     """Returns the input scalars whose value may differ between the runs that repeat the same
     recorded steps.
 
-    These are the scalars that are no integers, and the integers on which no size depends. `free`
-    has the positions of the latter among the program's inputs.
+    Such scalars are those that are no integers, and the integers on which no size depends. `free`
+    has the positions of these integers among the program's inputs.
     """
     inputs = frame.program.inputs
     scalars = ((i, v) for i, v in enumerate(inputs) if isinstance(v, Symbol))

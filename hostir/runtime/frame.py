@@ -192,9 +192,9 @@ class Frame:
     def submit(self, work: Callable[[], object], ready: Ready | None = None) -> None:
         """Passes the function `work` to the current stream, which calls the function now or later.
 
-        Only streams that delay work (a test mode) call it later. An error of torch in `work` then
-        gets the name and the user's line of the current op. `ready()` is whether `work` can run
-        without waiting for another rank.
+        Only streams that delay work (a test mode) call `work` later. An error of torch in `work`
+        then gets the name and the user's line of the current op. `ready()` is whether `work` can
+        run without waiting for another rank.
         """
         streams = self.machine.streams
         if streams.holds_work_back and self.op is not None:
@@ -204,9 +204,9 @@ class Frame:
     def order(self, kind: str, peer: int) -> int | None:
         """Returns how many transfers with the rank `peer` precede the current one in the program.
 
-        `kind` is "send" or "recv", and only transfers of that kind count. The number matches sends
-        with receives if streams delay work (a test mode), because transfers then start in another
-        order than in the program. In all other cases, returns None.
+        `kind` is "send" or "recv", and transfers of the other kind are ignored. The number matches
+        sends with receives if streams delay work (a test mode), because transfers then start in
+        another order than in the program. In all other cases, returns None.
         """
         if not self.machine.streams.holds_work_back:
             return None
@@ -216,8 +216,9 @@ class Frame:
     def stream(self, stream: Stream) -> Handle:
         """Returns the handle in this run for `stream`, a stream of the program.
 
-        The handle is a CUDA stream, or a name on the CPU. `stream` has a number, or a name that no
-        op has captured.
+        The handle is a CUDA stream, or a name on the CPU. `stream` has a number or a name. The
+        caller looks up a name that the program has given to its current stream by a
+        `GetCurrentStream` op, and does not pass such a name.
         """
         if stream.index is None:
             return self.machine.streams.handle(stream.name)
@@ -231,7 +232,7 @@ class Frame:
     def part(self, op: Op, source: torch.Tensor, part: Part) -> tuple[int, int]:
         """Returns (start, length) of the part of the tensor `source` that `op` uses.
 
-        Both count along the axis `part.axis`. The part is one element or one chunk. Raises
+        Both numbers refer to the axis `part.axis`. The part is one element or one chunk. Raises
         `ExecutionError` if the part is outside of the tensor.
         """
         size = source.size(part.axis)
@@ -300,7 +301,8 @@ class Frame:
     def is_mine(self, tv: TensorView) -> bool:
         """Whether this rank has a shard of `tv`, that is, stores the tensor or a part of it.
 
-        All ranks have one if `tv` has no mesh. Otherwise, only the ranks of the mesh have one.
+        All ranks have a shard of a tensor without a mesh. If `tv` has a mesh, only the ranks of the
+        mesh have a shard.
         """
         return tv.mesh is None or tv.mesh.has(self.machine.rank)
 

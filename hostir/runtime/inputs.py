@@ -132,7 +132,7 @@ class InputBinder:
     def values(self, inputs: Sequence[Argument]) -> Values:
         """Returns the value of every symbol of the program, without checking the inputs.
 
-        The caller must have checked the inputs already.
+        The caller ensures that the inputs have been checked.
         """
         return self._binder.bind(inputs)
 
@@ -242,8 +242,8 @@ def check_scalar(
 
 
 def is_computed(tv: TensorView) -> bool:
-    """Whether the size of an axis of `tv` must be computed before a tensor can be checked against
-    it.
+    """Whether the size of an axis of `tv` must be computed before a caller's tensor can be compared
+    with `tv`.
 
     This is so if the size is a formula of symbols, or if the axis is divided among the devices of a
     mesh.
@@ -255,7 +255,7 @@ def is_computed(tv: TensorView) -> bool:
 def device_of(declared: Sequence[Value], inputs: Sequence[Argument]) -> torch.device:
     """Returns the device on which a program runs: that of the first tensor input.
 
-    Inputs that are declared as CPU scalars do not count. Without a tensor input, returns torch's
+    Inputs that are declared as CPU scalars are ignored. Without a tensor input, returns torch's
     default device. `declared` are the program's inputs, and `inputs` the values that the caller
     passes.
     """
@@ -320,8 +320,9 @@ class Updates:
         self._apart: object = None
 
     def are_apart(self, inputs: Sequence[Argument], signature: object) -> bool:
-        """Whether no input that the program updates in place shares memory with another input.
-        Otherwise the other input must be copied before the run.
+        """Whether each input that the program updates in place has memory that no other input
+        shares. If the result is False, an input that shares memory with an updated one must be
+        copied before a run.
 
         `signature` is a key of the inputs' layouts, by which the last answer is cached. Raises
         `InputError` if two updated inputs have an element in common, because one update would be

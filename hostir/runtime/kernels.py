@@ -142,7 +142,8 @@ class CacheReuse(NamedTuple):
     - `again`: the numbers of those input tensors that the next kernel reads again. This kernel then
       tries to keep them in the cache.
     - `is_second`: whether this kernel reads inputs that the preceding kernel has left in the cache.
-      It then begins with those that were read last.
+      This kernel then runs its CUDA blocks in reverse order, so that it begins with the elements
+      that were read last.
     """
 
     again: frozenset[int] = frozenset()
@@ -194,7 +195,8 @@ def make_kernel_executor(
     `StepKernels`, because the parts may differ in size.
 
     - `of` and `rank` appear in dumps of the kernel.
-    - `lowered`: see `FusedKernelExecutor`.
+    - `lowered`: executors with the same `lowered` share kernels that differ only in names; None:
+      this executor shares no kernels.
     - `reads`: the L2 reuse of the whole program, from `second_reads`.
     """
     from fuser.kernels.autotune import TunedExecutor

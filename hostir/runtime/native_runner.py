@@ -71,7 +71,7 @@ class Steady(Protocol):
 @dataclass(frozen=True)
 class Surroundings:
     """The circumstances of a call that must be unchanged if the compiled runner (C code) is to
-    repeat it.
+    repeat the call.
 
     `context` has the simulated rank. `no_options` is the value that the options of a call have if
     the user passes no options.

@@ -64,7 +64,7 @@ class BoundPlan:
     A bound plan serves one run at a time. A slot is a position in the list of a run's values.
 
     - `made`: by slot, the allocations of buffers that are still used after a run, such as outputs.
-      Those that a step allocates are not included.
+      Buffers that a step allocates are not included.
     - `closures`: the functions; `ops`: the op of each function.
     - `rest`: the initial values of the slots after the inputs. A slot in the arena has its tensor,
       and every other slot has None.
@@ -86,8 +86,8 @@ class BoundPlan:
     runners: list[Dropped] = field(default_factory=list["Dropped"])
 
     def release(self) -> None:
-        """Drops the compiled runners of this plan, C functions that repeat its runs. They use
-        memory that now belongs to other plans.
+        """Drops the compiled runners of this plan, C functions that repeat its runs. The runners
+        use memory that now belongs to other plans.
         """
         for runner in self.runners:
             runner.drop()

@@ -62,7 +62,7 @@ class SignatureEntry:
 
     def expect(self, inputs: Sequence[Argument], plan: Plan) -> None:
         """Stores `plan`, steps that were recorded before any run (in a dry run), for the first run
-        on inputs with the alignments of these.
+        on inputs with the alignments of `inputs`.
 
         That run gets the plan by the method `take`.
         """
@@ -104,7 +104,8 @@ class PlanCache:
     ) -> None:
         """Makes an empty cache for a program with these `inputs`.
 
-        - `free`: the positions of the scalar inputs whose values may change without another entry.
+        - `free`: the positions of the scalar inputs whose values are not part of the signature, so
+          that calls with different values share an entry.
         - `pools`: the memory of intermediates that programs share, by device; None for memory of
           this program only.
         - `why_no_graphs`: the reason why no CUDA graph may repeat the program's runs; "" if graphs
@@ -142,8 +143,8 @@ class PlanCache:
     def new(
         self, inputs: Sequence[Argument], also: Callable[[Sequence[Any]], None] | None
     ) -> SignatureEntry:
-        """Returns a new cache entry for inputs with the layouts and numbers of these, which `keep`
-        adds to the cache.
+        """Returns a new cache entry for inputs with the layouts and numbers of `inputs`. The method
+        `keep` adds the entry to the cache.
 
         `also` is a further check of the scalar inputs of later calls, or None.
         """
@@ -174,7 +175,7 @@ class PlanCache:
 
     def keep_generic_plan(self, device: torch.device, generic_plan: SizeGenericPlan | None) -> None:
         """Stores an object that makes plans (lists of steps that repeat a run) for any input sizes.
-        Plans for later sizes on `device` are made by it.
+        The object `generic_plan` makes the plans for all sizes that later calls on `device` have.
 
         Does nothing if `generic_plan` is None.
         """
@@ -183,7 +184,7 @@ class PlanCache:
 
     def arenas_on(self, device: torch.device) -> Arenas:
         """Returns the object that manages the memory of intermediates on `device`, for this
-        program. It is made at the first call.
+        program. The object is made at the first call.
         """
         found = self._arenas.get(device)
         if found is None:

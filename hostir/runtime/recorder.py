@@ -292,9 +292,9 @@ class Recorder:
         """Records which output buffers of `op` later runs need not allocate, because torch returns
         the results as new tensors.
 
-        This requires that `op` is the first to use such a buffer, on the stream on which runs
-        begin. If torch always makes new tensors for `op`, a buffer that the program deallocates
-        gets no place in the memory of intermediates, either.
+        An allocation is only unnecessary if `op` is the first op to use the buffer, on the stream
+        on which runs begin. If torch always makes new tensors for `op`, a buffer that the program
+        deallocates gets no place in the memory of intermediates, either.
         """
         storage, is_all_own = self.frame.storage, isinstance(op, LibraryOp) and op.MAKES_RESULTS
         for out in op.outputs:

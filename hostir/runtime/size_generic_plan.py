@@ -68,7 +68,7 @@ class NewSizes:
 
     def like(self, slot: int) -> torch.Tensor:
         """Returns the layout of the tensor in `slot`, a position in the list of a run's values. A
-        layout has the shape and strides of a tensor, and stands for it where steps are made.
+        layout has the shape and strides of a tensor, which suffice to make a step.
         """
         return cast("torch.Tensor", self.laid[slot])
 
@@ -112,8 +112,8 @@ class SizeGenericPlan:
     reads: bool
 
     def plan_for(self, frame: Frame) -> Plan | None:
-        """Returns a plan, the list of steps of a run, for the inputs of `frame`. It is made from
-        the plan for other sizes, without following the program again.
+        """Returns a plan, the list of steps of a run, for the inputs of `frame`. The new plan is
+        made from the plan for other sizes, without following the program again.
 
         Returns None if this is impossible for these inputs, for example if an extent is 0. The
         program must then be followed in a dry run.
@@ -298,7 +298,8 @@ def _is_independent_of_sizes(op: Op) -> bool:
     """Whether `op` runs in the same way for all input sizes. False for a loop, and for a branch
     whose condition depends on more than the rank and the number of streams.
 
-    The recorded steps of a run can serve for other sizes only if this holds for all ops.
+    The recorded steps of a run can serve for other sizes only if all ops of the program run in the
+    same way for all sizes.
     """
     if isinstance(op, IfThenElse):
         return {RANK, NUMBER_OF_STREAMS}.issuperset(sc.symbols(op.predicate))

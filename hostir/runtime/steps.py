@@ -124,7 +124,8 @@ class Binding:
         positions in the list of a run's values.
 
         In this class, the result is `view`. The view begins `nbytes` bytes after the start of the
-        source. A subclass uses the numbers to compute the address of the view in a CUDA graph.
+        source. A subclass uses `source` and `nbytes` to compute the address of the view in a CUDA
+        graph.
         """
         del source, out, nbytes
         return view
@@ -787,9 +788,10 @@ def announcer(op: Op, machine: ExecutionContext) -> Callable[[Find], None] | Non
     """Returns a function that writes a dump line when the communication `op` starts.
 
     The argument of that function maps a tensor to this rank's shard (the part that it stores), or
-    to None. The line also names the library that carries out the communication, if the op names
-    another one. Returns None if `op` is no communication, or if `FUSER_DUMP=communication` is not
-    set. A plan asks only once, when it is recorded.
+    to None. If the library that carries out the communication is not the one that the op names, the
+    line also names this library. Returns None if `op` is no communication, or if
+    `FUSER_DUMP=communication` is not set. If the steps of a run are recorded for later runs, this
+    function is called only once, when they are recorded.
     """
     if not (isinstance(op, StartsCommunication) and (op.inputs or op.outputs)):
         return None

@@ -57,7 +57,8 @@ class Streams(Protocol):
     def handle(self, key: Hashable) -> Handle:
         """Returns the stream for `key`, which is a stream number of the program, or a stream name.
 
-        Names that the program has captured (`GetCurrentStream`) are looked up elsewhere.
+        A name that the program has given to its current stream by a `GetCurrentStream` op is not
+        passed to this method. `Execution` looks up such a name among the run's values.
         """
         ...
 
@@ -81,8 +82,8 @@ class Streams(Protocol):
         ...
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for all work that its stream had received when `mark()`
-        returned `mark`.
+        """Makes the current stream wait for the work that an earlier call of the method `mark` has
+        marked by the object `mark`.
         """
         ...
 
@@ -196,13 +197,14 @@ class CudaStreams:
             current.wait_event(event)
 
     def finish(self) -> None:
-        """Runs all remaining work of the current stream. Does nothing on CUDA, because work on the
-        device is ordered: the caller's later work runs after the work of this run.
+        """Does nothing. On other kinds of streams, this method runs the remaining work of the
+        current stream. On CUDA, the device does the work in order, so the caller's later work runs
+        after the work of this run.
         """
 
     def abandon(self) -> None:
-        """Drops the submitted work that has not run, after an error. Does nothing on CUDA, because
-        submitted functions have already been called.
+        """Does nothing. On other kinds of streams, this method drops submitted functions after an
+        error. On CUDA, all submitted functions have already been called.
         """
 
 
@@ -227,8 +229,8 @@ class CpuStreams:
         self._local.current = stream
 
     def join(self, stream: Handle) -> None:
-        """Makes the current stream wait for the work of `stream`. Does nothing, because submitted
-        work on the CPU has already run.
+        """Does nothing, because submitted work on the CPU has already run. On other kinds of
+        streams, this method makes the current stream wait for the work of `stream`.
         """
 
     def mark(self) -> object:
@@ -240,8 +242,8 @@ class CpuStreams:
         return self.current()
 
     def join_mark(self, mark: object) -> None:
-        """Makes the current stream wait for the work before `mark`. Does nothing, because submitted
-        work on the CPU has already run.
+        """Does nothing, because submitted work on the CPU has already run. On other kinds of
+        streams, this method makes the current stream wait for the work before `mark`.
         """
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
@@ -249,18 +251,18 @@ class CpuStreams:
         work()
 
     def finish(self) -> None:
-        """Runs all remaining work of the current stream. Does nothing, because submitted work on
-        the CPU has already run.
+        """Does nothing, because submitted work on the CPU has already run. On other kinds of
+        streams, this method runs the remaining work of the current stream.
         """
 
     def abandon(self) -> None:
-        """Drops the submitted work that has not run, after an error. Does nothing, because
-        submitted work on the CPU has already run.
+        """Does nothing, because submitted work on the CPU has already run. On other kinds of
+        streams, this method drops the work that has not run, after an error.
         """
 
     def standing_in(self, stand_in: Callable[[int], int]) -> AbstractContextManager[object]:
-        """Returns a context in which this thread uses substitutes for the program's streams. It
-        does nothing, because runs on the CPU are not captured in CUDA graphs.
+        """Returns a context that does nothing, because runs on the CPU are not captured in CUDA
+        graphs. On CUDA, the context replaces the program's streams by substitutes.
         """
         return nullcontext()
 
@@ -271,8 +273,8 @@ class UnservedStreams(CpuStreams):
     """
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Submits the function `work` to the current stream. In a dry run, which computes nothing,
-        the function is dropped and never called.
+        """Drops the function `work`, because a dry run computes nothing. Other kinds of streams
+        call the function.
         """
 
 
@@ -358,8 +360,8 @@ class DelayedStreams(CpuStreams):
             self._give(mark)
 
     def submit(self, work: Work, ready: Ready | None = None) -> None:
-        """Appends the function `work` to the queue of the current stream, which calls it as late as
-        the program allows.
+        """Appends the function `work` to the queue of the current stream. The stream calls the
+        function as late as the program allows.
 
         `ready()` is whether `work` can run without waiting for another rank.
         """

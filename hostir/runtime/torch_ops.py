@@ -142,8 +142,9 @@ def library_call(
 ) -> LibraryCall | Returning | None:
     """Returns the torch call that computes `op`, for tensors with the layouts of `ins` and `outs`.
 
-    A `LibraryCall` writes into buffers. A `Returning` returns new tensors. Returns None in a dry
-    run, if torch has no single call for `op`, or if several elements of a result share memory.
+    A `LibraryCall` writes into buffers. A `Returning` returns new tensors. Returns None in three
+    cases: in a dry run; if torch has no single call for `op`; and if several elements of a result
+    share memory.
 
     `known` is (values of symbols, results that nothing reads). The call may use the helper kernels
     `kernels`.
@@ -337,8 +338,8 @@ class BufferLayout(NamedTuple):
         """Whether a run can use the tensor `value`, a result of torch, instead of allocating a
         buffer with this layout.
 
-        `value` must have the same shape, strides and dtype, and must not share memory with the
-        operands `ins`.
+        Returns False if `value` differs in shape, strides or dtype, or shares memory with one of
+        the operands `ins`.
         """
         return (
             (tuple(value.shape), value.stride(), value.dtype) == self
@@ -662,10 +663,10 @@ class LibraryKernels:
         """Returns a function that checks the ends of the groups of a grouped matrix product, `op`,
         and clamps wrong ones.
 
-        The function takes the end index of each group along the grouped axis. The ends must not
-        fall, and must be between 0 and `extent`. The check and the clamping are work of the device,
-        so that no kernel reads outside of the axis and the host does not wait. A wrong end
-        therefore raises `InputError` only in a later call.
+        The function takes the end index of each group along the grouped axis. The ends are right if
+        they do not decrease from group to group and are between 0 and `extent`. The check and the
+        clamping are work of the device, so that no kernel reads outside of the axis and the host
+        does not wait. A wrong end therefore raises `InputError` only in a later call.
         """
         kernel = self._find("ends", _ends_source)
         is_cuda = self._device.type == "cuda"
@@ -690,11 +691,11 @@ class LibraryKernels:
         return ends
 
     def clear_rows(self, out: torch.Tensor, ends: torch.Tensor) -> None:
-        """Sets the rows of the matrix `out`, a grouped matrix product, that belong to no group to
-        0.
+        """Fills with zeros those rows of the matrix `out`, a grouped matrix product, that belong to
+        no group.
 
-        These are the rows after the last group. `ends` has the row index at the end of each group.
-        `out [m, n]` must be dense and have 2-byte elements.
+        Such rows follow the last group. `ends` has the row index at the end of each group. The
+        caller ensures that `out` is dense and has 2-byte elements.
         """
         rows, columns = out.shape
         kernel = self._find("clear", _clear_source)
@@ -705,11 +706,13 @@ class LibraryKernels:
     def takes_scatter(
         self, out: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None
     ) -> bool:
-        """Whether the helper kernel `scatter` supports these tensors; otherwise torch's scatter
-        must be used.
+        """Whether the project's own kernel can scatter `src` into `out` (see `scatter`). If it
+        cannot, the caller uses torch's scatter.
 
-        All tensors must be contiguous. `index` must have the sizes of `out` along all axes except
-        `dim`. `src` is None if one number is scattered.
+        Returns False if a tensor is not contiguous, if `index` is empty, if `index` and `out`
+        differ in size along an axis other than `dim`, or if the kernel does not support the element
+        size of `out`. `src` is None if one number is scattered; otherwise the result is also False
+        if `src` and `index` differ in shape.
         """
         pairs = enumerate(zip(out.shape, index.shape, strict=True))
         is_plain = out.is_contiguous() and index.is_contiguous() and index.numel() > 0

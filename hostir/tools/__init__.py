@@ -1,7 +1,7 @@
 """The command line `python -m hostir`: prints, checks, runs and explains host programs.
 
-Question: which questions can be asked of a program's text?
-Imports: every room of `hostir`.
+Question: what can a user do with a host program that is stored as text?
+Imports: every package of `hostir`.
 Files, in reading order:
 
 - `cli`: the commands; also compares two programs.

@@ -62,8 +62,8 @@ _SIZE_DIGITS = 18
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of `python -m hostir` and returns the exit code of the process.
 
-    `argv` are the arguments; None means those of the process. The exit code is 1 for an error, and
-    for two programs that differ in the command `diff`.
+    `argv` are the arguments of the command line; None means the arguments of this process. The exit
+    code is 1 for an error, and for two programs that differ in the command `diff`.
     """
     parser = _arguments()
     args, rest = parser.parse_known_args(argv)
@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ------------------------------------------------------------------ the commands
 def _print(args: argparse.Namespace) -> None:
-    """prints a program; --full adds all that a run needs; --names prints no types of tensors"""
+    """prints a program; --full also prints its kernels and memory layouts, so that the text can be
+    run; --names prints the names of tensors without their types"""
     program = read_program(args.file, number=args.program)
     if args.names:
         print(f"// {NOTES['names']}\n{program.names_text()}", end="")

@@ -187,8 +187,8 @@ class _Why:
 
     def next_row(self, row: Origin, ptype: ParallelType | None) -> Origin | None:
         """Returns the row of the program's Provenance section from which the sharding in `row` was
-        propagated. The returned row is one op closer to the user's annotation. Returns None at the
-        end.
+        propagated. The returned row is one op closer to the user's annotation. Returns None if
+        there is no such row, because the sharding was not propagated from another tensor.
 
         `ptype` is the mesh dimension or stream that splits the axis; None stands for the tensor's
         mesh.

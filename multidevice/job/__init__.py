@@ -1,6 +1,6 @@
 """The job: the ranks that a launcher has started, of which this process is one.
 
-Question: which rank am I, and how do ranks agree before each call and end together?
+Question: which rank is this process, and how do ranks agree before each call and end together?
 Imports: `multidevice.coordination`, `multidevice.transports` and `fuser` but its frontend.
 Files, in reading order:
 

@@ -1,6 +1,6 @@
 """Transports move bytes between ranks; they know nothing of fusions and host programs.
 
-Question: how does a collective run on this machine?
+Question: which library or copy carries out a collective, on GPUs and on CPUs?
 Imports: `fuser.support` and `multidevice.coordination`.
 Files, in reading order:
 

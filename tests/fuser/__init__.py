@@ -1,1 +1,1 @@
-"""Tests of `fuser`: one folder per room, one or more files per module."""
+"""Tests of `fuser`: one folder per subpackage, one or more files per module."""

@@ -1,1 +1,1 @@
-"""Tests of `hostir`: one folder per room, one or more files per module."""
+"""Tests of `hostir`: one folder per subpackage, one or more files per module."""

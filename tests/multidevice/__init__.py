@@ -1,1 +1,1 @@
-"""Tests of `multidevice`: one folder per room, one or more files per module."""
+"""Tests of `multidevice`: one folder per subpackage, one or more files per module."""

@@ -1,6 +1,6 @@
 """The axes of a tensor (iteration domains), and the splits and merges that derive them.
 
-Question: how do the axes of a tensor relate?
+Question: which axes does a tensor have, and how are axes derived from others?
 Imports: `fuser.support`, `fuser.ir.scalar`, and types of `fuser.ir`.
 Files, in reading order:
 

@@ -1,6 +1,7 @@
 """The declarations of all ops of a fusion, by kind.
 
-Question: which fields and text does an op have, and which of its axes correspond?
+Question: which fields and which text does each op have, and which axis of an operand becomes which
+axis of the result?
 Imports: `fuser.support` and the rest of `fuser.ir`.
 Files, in reading order:
 

@@ -1,6 +1,6 @@
 """Passes that rewrite the statements of a kernel.
 
-Question: how is a lowered kernel made faster or correct?
+Question: how are the statements of a kernel made correct, and then faster?
 Imports: `fuser.lower`, except its pipeline.
 Files, in reading order:
 

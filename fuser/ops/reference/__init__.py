@@ -1,6 +1,6 @@
 """The meaning of every op in torch, for library calls and for tests.
 
-Question: which torch call computes this op?
+Question: which torch call computes an op?
 Imports: `fuser.support` and `fuser.ir`.
 Files, in reading order:
 

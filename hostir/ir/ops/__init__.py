@@ -1,6 +1,6 @@
 """Host ops: the operations that exist only in host programs.
 
-Question: what does an op of a host program hold, and what does it do?
+Question: which host ops are there, and what does each do?
 Imports: `hostir.ir.effects`, `hostir.ir.shard_layout`, `fuser.ir`, `multidevice.sharding`.
 An op class declares all facts about an op in methods and class variables, most of which have a
 default: see `HostOp`. A host program may also contain tensor ops of the fusion IR.

@@ -2,7 +2,7 @@
 
 A local op needs only the data of one device; a resharding changes how devices share a tensor.
 
-Question: which rewrites does a sharded fusion undergo?
+Question: how does a sharded fusion become ops that a device can run alone, and communications?
 Imports: `multidevice.sharding`.
 Files, in reading order:
 
