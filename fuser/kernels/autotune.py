@@ -204,10 +204,10 @@ class Tuning:
 
     def known(self, asked: InputsClass) -> Params | None:
         """Returns the tuned parameters for the class of inputs `asked` from the cache in memory or
-        on disk; None if they are in neither.
+        on disk; None if neither cache has them.
 
-        If there are no alternatives to the heuristic's choice, nothing has to be timed, and that
-        choice is returned.
+        If there are no alternatives to the parameters that the heuristic chose, nothing has to be
+        timed, and the heuristic's parameters are returned.
         """
         found = self._decided.recall(asked)
         if found is None and not neighbours(asked.chosen):
@@ -218,11 +218,11 @@ class Tuning:
         return found
 
     def find(self, asked: InputsClass, given: Trial) -> Params:
-        """Returns the tuned parameters for the class of inputs `asked`. To find them, kernels are
-        timed on the tensors of the call `given`.
+        """Returns the tuned parameters for the class of inputs `asked`, and stores them. To find
+        them, this call times kernels on the tensors in `given`.
 
-        If another process has stored parameters on disk in the meantime, these are returned without
-        timing.
+        If another process has stored parameters on disk in the meantime, these are returned, and
+        nothing is timed.
         """
         key, cache = self._key(asked), KernelCache()
         with cache.lock(key):
@@ -499,9 +499,9 @@ class TuningCandidate:
     """A kernel lowered with some schedule parameters, which is timed, and its launch on the
     caller's inputs.
 
-    The results are written to memory of the search, not to the caller's outputs. `tensors` are the
-    inputs, then that memory. `numbers` are the scalar inputs. `seconds` are the times of the
-    measured runs.
+    The results are written to buffers that belong to the search, not to the caller's outputs.
+    `tensors` are the inputs, then these buffers. `numbers` are the scalar inputs. `seconds` are the
+    times of the measured runs.
     """
 
     params: Any
@@ -567,11 +567,11 @@ class Scratch:
             flat.zero_()
 
     def difference(self, other: Scratch, tolerance: float) -> float | None:
-        """Compares two sets of results. Returns None if they agree within `tolerance`.
+        """Compares the results in these buffers with those in `other`. Returns None if they agree
+        within `tolerance`.
 
         Otherwise, returns the largest difference of floating-point results as a multiple of the
-        allowed difference. Returns inf if other values differ: integers, or numbers that are not
-        finite.
+        allowed difference. Returns inf if integers differ, or numbers that are not finite.
         """
         worst = 0.0
         for mine, others in zip(self._flat, other._flat, strict=True):
@@ -683,7 +683,7 @@ class _CudaTimer:
 
 def race(candidates: Sequence[TuningCandidate], timer: Timer, rounds: int, budget_s: float) -> None:
     """Times all candidates in turns, one run of each per round, so that changes of the device's
-    speed affect all alike.
+    speed affect all candidates alike.
 
     Stops after `rounds` rounds, or when `budget_s` seconds have passed, but not before three
     rounds. Earlier measurements of the candidates are discarded.
@@ -707,9 +707,13 @@ _Bind = Callable[[Variant], "Record | None"]
 class TunedExecutor(FusedKernelExecutor):
     """Runs a fusion as a kernel with schedule parameters that are chosen by measurement (`Tuning`).
 
-    Parameters are timed at the first run of each class of inputs (`InputsClass`), unless that run
-    is captured in a CUDA graph. In two cases the parameters of the heuristic, which does not
-    measure, are used: until then, and if the tuned kernel does not accept the tensors of a run.
+    Parameters are timed at the first run of each class of inputs (`InputsClass`) that is not
+    captured in a CUDA graph. The parameters of the heuristic, which does not measure, are used in
+    three cases:
+
+    - A run is captured in a CUDA graph before the parameters of its class are known.
+    - The maximum number of versions of the kernel already exists.
+    - The tuned kernel does not accept the tensors of the run.
     """
 
     def __init__(self, fusion: Fusion, **given: Any) -> None:
@@ -740,11 +744,12 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: torch.device | None = None,
     ) -> KernelLaunch | None:
-        """Returns the launch that `run` would execute for tensors like these, or None during the
-        capture of a CUDA graph.
+        """Returns the launch that `run` would execute for tensors of these shapes, strides and
+        alignments, or None during the capture of a CUDA graph.
 
-        Nothing can be timed in a capture, and the returned launch would be reused by later runs,
-        which may find faster parameters. Otherwise this is `FusedKernelExecutor.launch_for`.
+        The caller uses the returned launch again for later runs. During a capture nothing can be
+        timed, so the launch might be slower than one that is found later. In all other cases this
+        is `FusedKernelExecutor.launch_for`.
         """
         if device is None and _is_captured(outputs):
             return None
@@ -759,10 +764,11 @@ class TunedExecutor(FusedKernelExecutor):
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the version of the kernel and the launch for tensors like these, and caches the
-        result only if parameters could be timed.
+        """Returns the version of the kernel and the launch for tensors of these shapes, strides and
+        alignments. Both are cached only if parameters could be timed.
 
-        Nothing is timed if `device` is passed, or during the capture of a CUDA graph.
+        Nothing is timed if `device` is passed, or during the capture of a CUDA graph. Returns None
+        if an extent is 0.
         """
         if device is None and not _is_captured(outputs):
             return super()._record(inputs, outputs, tensors, numbers, sizes)
@@ -780,8 +786,9 @@ class TunedExecutor(FusedKernelExecutor):
         extent is 0.
 
         If the parameters for these inputs are not known yet, this call times kernels. Nothing is
-        timed if `device` is passed, or during the capture of a CUDA graph. If the fastest version
-        does not accept these tensors, that of the heuristic (which does not measure) is returned.
+        timed if `device` is passed, or during the capture of a CUDA graph. The version with the
+        parameters of the heuristic, which does not measure, is returned if the parameters are not
+        known, or if the fastest version does not accept these tensors.
         """
         tensors = [*[v for v in inputs if isinstance(v, torch.Tensor)], *outputs]
         numbers = tuple(v for v in inputs if not isinstance(v, torch.Tensor))
@@ -841,14 +848,19 @@ class TunedExecutor(FusedKernelExecutor):
         """Times the kernel with several schedule parameters on these tensors, and returns the
         fastest parameters.
 
-        - `asked`: the class of the inputs. `choice`: kernel and launch of the heuristic's choice.
+        - `asked`: the class of the inputs.
+        - `choice`: the kernel and the launch with the parameters that the heuristic chose without
+          measuring.
         - `tensors`, `numbers`: the tensors and scalar inputs of the call.
-        - `serve`: returns a launch of another version of the kernel, or None if that is impossible.
+        - `serve`: a function that returns a version of the kernel with its launch on these tensors,
+          or None if the version cannot run with them.
         """
 
         def lower(params: Any) -> Record | None:
-            """Returns the kernel with the parameters `params` and its launch, only for the search.
-            Returns None if these parameters cannot be used.
+            """Returns the kernel with the parameters `params` and its launch, or None if these
+            parameters cannot be used.
+
+            The kernel is used only for the search: it is not added to the versions of the executor.
             """
             try:
                 key = (asked.layouts, params, asked.index)
@@ -880,11 +892,11 @@ class TunedExecutor(FusedKernelExecutor):
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns None as long as another version of the kernel can be added: parameters for a size
-        of another order of magnitude are then timed separately.
+        """Returns a version of the kernel that was made for similar sizes, and its launch, but only
+        when the maximum number of versions exists.
 
-        When the maximum number of versions exists, returns a version for similar sizes, and its
-        launch.
+        Returns None before, because a new version can be added, whose parameters are timed for the
+        new sizes.
         """
         return super()._nearby(key, alignments, values, tensors) if self._is_full else None
 

@@ -267,10 +267,11 @@ class FusedKernelExecutor:
         are_sized: bool = False,
     ) -> KernelLaunch | None:
         """Returns the launch that `run` would execute for tensors of which only the layouts are
-        known, and scalar inputs `numbers`.
+        known, and for the scalar inputs `numbers`.
 
-        Returns None if more checks are needed, or if the kernel is not compiled. `are_sized` says
-        that `sizes_fit` has accepted the shapes, which are then not checked again.
+        Returns None if the layouts alone do not suffice for all checks, or if the kernel is not
+        compiled. `are_sized` says that `sizes_fit` has accepted the shapes, which are then not
+        checked again.
         """
         if self.checked or self._steps is not None:
             return None
@@ -300,11 +301,10 @@ class FusedKernelExecutor:
         sizes: Sizes,
         device: DeviceInfo | None = None,
     ) -> Record | None:
-        """Returns the version of the kernel and the launch for tensors like these, from a cache if
-        possible.
+        """Returns the version of the kernel and the launch for tensors of these shapes, strides and
+        alignments. Both come from a cache if an earlier call had such tensors.
 
-        Tensors are alike if their shapes, strides and alignments are equal. Returns None if an
-        extent is 0.
+        Returns None if an extent is 0.
         """
         places = [(t.shape, t.stride(), address(t) & 15) for t in tensors]
         key: object = (
@@ -476,8 +476,8 @@ class FusedKernelExecutor:
         tensors: Sequence[torch.Tensor | StridedLayout],
         device: DeviceInfo,
     ) -> tuple[Variant, BoundLaunch | None]:
-        """Returns the version of the kernel for these layouts, and its launch if it had to be
-        computed for the choice, else None.
+        """Returns the version of the kernel for these layouts. Also returns its launch if the
+        choice of the version required the launch, else None.
 
         The version may rely on the alignments `known`. If `known` is None, the generic version is
         returned, which relies on nothing. `alignments` are the actual alignments of the tensors.
@@ -562,12 +562,12 @@ class FusedKernelExecutor:
         values: Mapping[Symbol, Number],
         tensors: Sequence[torch.Tensor | StridedLayout],
     ) -> Record | None:
-        """Returns a version of the kernel that was made for other sizes but serves these tensors,
+        """Returns a version of the kernel that was made for other sizes but accepts these tensors,
         and its launch. This avoids a compilation.
 
-        Returns None if there is no such version. Normally, the tensors must be small, and not much
-        larger than those for which the version was made. When `MAX_VARIANTS` versions exist, any
-        version with similar parameters is accepted.
+        Returns None if there is no such version. Also returns None for large tensors, and for
+        tensors much larger than those for which a version was made, because a new version would be
+        faster. When `MAX_VARIANTS` versions exist, these tensors are accepted, too.
         """
         layouts, params, index = key
         nbytes = total_nbytes(tensors)
@@ -753,7 +753,9 @@ def _lower_missing(
 
 
 def _chooses_nothing(facts: Facts) -> None:
-    """Returns None. An executor calls this function until its heuristic has been built."""
+    """Returns None. An executor calls this function in place of its heuristic, which chooses
+    parameters, until the heuristic is built.
+    """
 
 
 # ----------------------------------------------------------------------

@@ -98,21 +98,22 @@ class Variant:
         return Computed(self.kernel.limits)
 
     def own(self, values: Mapping[Symbol, Number]) -> Mapping[Symbol, Number]:
-        """Returns `values`, which has the fusion's symbols as keys, with the kernel's own symbols
-        as keys.
+        """Returns `values` with the kernel's own symbols as keys, instead of the fusion's symbols.
 
-        The two differ if the kernel was lowered for another fusion that is equal except for names.
+        The symbols differ if the kernel was lowered for another fusion that is equal except for
+        names.
         """
         if self.symbols is None:
             return values
         return {mine: values[its] for mine, its in self.symbols.items() if its in values}
 
     def blame(self, fusion: Fusion, tensors: Sequence[TensorView], error: KernelError) -> str:
-        """Returns text that names the user's code for an error of the kernel: the op that computes
-        the tensor named in `error`, with the user's source line.
+        """Returns text that names the part of the user's program in which an error of the kernel
+        arose: an op and its source line.
 
-        If no op computes the tensor, the text has the ops that read the tensor. If the error names
-        no tensor, it has all ops. `tensors` are the fusion's inputs and outputs.
+        If `error` names a tensor, the op is the one that computes this tensor. If no op computes
+        the tensor, the text has the ops that read the tensor. If `error` names no tensor, the text
+        has all ops. `tensors` are the fusion's inputs and outputs.
         """
         named = re.search(r"\bT(\d+)\b", str(error))
         number = int(named[1]) if named else None
@@ -328,8 +329,12 @@ def launch_of(
 
 
 class _ScalarArgument(NamedTuple):
-    """A kernel argument that depends on the scalar inputs, as a function that computes the argument
-    from their values. The other values that it needs are fixed for a launch.
+    """A kernel argument whose value changes with the scalar inputs of a call, as a function from
+    the values of the scalar inputs to the argument.
+
+    `scalar` is the argument as an expression, and `scalars` are the symbols of the scalar inputs.
+    `known` has the values of all other symbols, which are fixed for a launch. `refuse` creates the
+    error for a value that is too large.
     """
 
     scalar: Scalar
@@ -470,9 +475,9 @@ class KernelExtents:
     def values(
         self, inputs: Sequence[Argument], outputs: Sequence[torch.Tensor], sizes: Sizes
     ) -> Mapping[Symbol, Number]:
-        """Returns the values of all symbols of the fusion, determined from inputs and outputs.
-
-        `sizes` are values that the caller already knows.
+        """Returns the values of all symbols of the fusion, determined from the shapes of inputs and
+        outputs, from the scalar inputs, and from `sizes`, which are values that the caller already
+        knows.
         """
         return self._binder.bind([*inputs, *outputs], sizes)
 
@@ -486,9 +491,10 @@ class KernelExtents:
 
     def iterations(self, sizes: Sizes) -> int | None:
         """Returns the largest number of elements over which the kernel loops, for tensors of shapes
-        that `fit` has accepted. All extents must be at least 1.
+        that `fit` has accepted.
 
-        Returns None if the number cannot be computed from `sizes`; `bind` must then be called.
+        The caller ensures that all extents of the tensors are at least 1. Returns None if the
+        number cannot be computed from `sizes`; `bind` must then be called.
         """
         run = self._count
         if run is None:

@@ -174,11 +174,11 @@ class Buffer:
 
     def _own_element(self, ctx: Context, index: Index, reader: Stage) -> Scalar | None:
         """Returns the index of the register that is written in the current iteration of the loops,
-        if this register holds the element at `index`.
+        if this register holds the element at `index`; otherwise None.
 
         `reader`, the op that reads the buffer, can then use the register without any index
-        computation. Returns None if the register holds another element, or if the loops of `reader`
-        and of the buffer do not correspond one to one.
+        computation. The result is also None if the loops of `reader` and of the buffer do not
+        correspond one to one.
         """
         for candidate in self._paired(reader):
             written = tuple(
@@ -190,16 +190,18 @@ class Buffer:
         return None
 
     def _traced_index(self, ctx: Context, index: Index, reader: Stage) -> Scalar:
-        """Returns the index, in the register array, of the element at the logical index `index`,
-        which has one entry per axis that the user sees.
+        """Returns the index, in the register array, of the element at `index`, which has one entry
+        per axis that the user sees.
 
-        From the logical index follow the loop indices at which the element is written, and from
-        these the register. In two cases no register can be used, and `NewAssumptionError` is
-        raised, so that lowering starts again and `reader` computes the element itself:
+        The function first computes the loop indices at which this element is written, and then the
+        register that is written there.
 
-        - The register index contains a division. The compiler could then not replace it by a
-          constant.
-        - Another thread or iteration holds the element.
+        Raises:
+            NewAssumptionError: no register can be used, so lowering starts again, and `reader`
+                computes the element itself. Either the register index contains a division, so that
+                the compiler could not replace it by a constant, or another thread or iteration
+                holds the element.
+            DefinitionError: another thread or iteration holds an element that must be stored.
         """
         symbols = self._traced(ctx, index)
         if symbols is not None and not any(map(_divides, symbols.values())):
@@ -215,11 +217,12 @@ class Buffer:
         )
 
     def _paired(self, reader: Stage) -> list[dict[Scalar, Scalar]]:
-        """Returns the possible assignments of the buffer's loops to serial loops of `reader`, which
-        keep their order.
+        """Returns the possible assignments of the buffer's loops to serial loops of `reader`, the
+        op that reads the buffer.
 
-        Each assignment maps the index symbol of a buffer loop to that of a loop of `reader`. With
-        it, the indices at which an element is written and read can be compared.
+        Each assignment maps the index symbol of a buffer loop to that of a loop of `reader`,
+        without a change of the order of loops. Lowering uses it to test whether an element is read
+        at the indices at which it was written.
         """
         theirs = [
             loop
@@ -234,12 +237,11 @@ class Buffer:
         ] or ([{}] if not self.loops else [])
 
     def _traced(self, ctx: Context, index: Index) -> dict[Scalar, Scalar] | None:
-        """Computes the loop indices at which the element at `index` is written. `index` has one
-        entry per axis that the user sees.
+        """Returns the loop indices at which the element at `index` is written, as a dict from loop
+        symbols to indices. `index` has one entry per axis that the user sees.
 
-        Returns a dict from loop symbols to indices. Returns None if a loop around the buffer's
-        declaration would need another index than in the current iteration, because another thread
-        or iteration then holds the element.
+        Returns None if another thread or iteration holds the element: a loop around the buffer's
+        declaration would then need another index than in the current iteration.
         """
         if self.stage.reference is not None:
             return None
@@ -308,12 +310,12 @@ def _allocate(ctx: Context, stage: Stage) -> Buffer:
 
 
 def _allocate_shared(ctx: Context, stage: Stage, name: str) -> Buffer:
-    """Returns the shared-memory buffer of a stage. An element's position follows from its index
-    along the axes of the declared memory order, or else along the axes of the loops. A stage is an
-    op whose result is stored.
+    """Returns the shared-memory buffer of a stage. A stage is an op whose result is stored.
 
-    Two kinds of axes are left out, because a CUDA block holds elements of only one of their
-    positions at a time: axes over CUDA blocks, and serial loops around the buffer's declaration.
+    The position of an element follows from its index along the axes of the declared memory order.
+    Without a declared order, it follows from the index along the axes of the loops. Two kinds of
+    axes are left out, because a CUDA block holds elements of only one position along them at a
+    time: axes over CUDA blocks, and serial loops around the buffer's declaration.
     """
     domain = stage.tv.domain
     if stage.reference is not None:

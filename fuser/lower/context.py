@@ -144,8 +144,8 @@ class Context:
         row.
 
         A stage is an op whose result is stored. A row is the vectorised axis for one index of the
-        other axes. The kernel tests such vectors, and processes the elements inside the row one by
-        one where others are missing.
+        other axes. The kernel tests such vectors. If a vector is not completely inside the row, the
+        kernel processes those of its elements that are inside, one by one.
         """
         is_tested = self.nesting.fusion.has_tails or bool(self.shifts(stage.tv))
         return stage.vector is not None and is_tested
@@ -202,8 +202,9 @@ class Context:
         """Returns the splits of axes of `tv` whose factor may not divide the axis, so that the last
         part is incomplete. The kernel must test the index along each such axis.
 
-        `of_operand` is set for a reduction `tv`. Splits that separate the reduced axes into several
-        reductions (rfactor) are then included.
+        `of_operand` can be set if `tv` is the result of a reduction. The splits are then those of
+        the axes of its operand, including splits that separate the reduced axes into several
+        reductions (rfactor).
         """
         found = self._partial.get((tv, of_operand))
         if found is None:
@@ -222,12 +223,12 @@ class Context:
 def _without_implied(
     transforms: Sequence[Transform], tested: list[SplitTransform]
 ) -> list[SplitTransform]:
-    """Returns the splits in `tested`, except those whose bounds check follows from the check of
-    another split.
+    """Returns the splits in `tested`, except those whose bounds check is unnecessary because
+    another check implies it.
 
     For x = block * factor + inner, if x is less than the extent, then `block` is less than the
-    number of blocks. Axes to whose index a shift adds an offset (so that vectors are aligned) are
-    tested in any case, so their splits are left out.
+    number of blocks. An axis to whose index a shift adds an offset (so that vectors are aligned) is
+    always tested, so a split of such an axis is left out, too.
     """
     implied = {t.out for t in shifts_of(transforms)}
     kept: list[SplitTransform] = []
@@ -591,8 +592,8 @@ def grid_axes(stage: Stage) -> tuple[ParallelType, ...]:
 
 
 def _grid_reductions(nesting: Nesting, stage: Stage) -> list[Stage]:
-    """Returns the reductions over CUDA blocks on which a stage depends. The stage itself may be one
-    of them. A stage is an op whose result is stored.
+    """Returns the reductions over CUDA blocks among `stage` and all stages on which `stage`
+    depends. A stage is an op whose result is stored.
     """
     seen: dict[Stage, None] = {}
 

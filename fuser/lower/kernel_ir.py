@@ -90,8 +90,10 @@ class LoweredKernel:
     """A kernel before its text is generated: statements, arguments in order, launch shape, and
     conditions of a launch.
 
-    - `args`: the arguments for `tensors`, then for `workspaces`, then for `scalars`. The body uses
-      the names in `scalars`.
+    - `tensors`, `workspaces`, `scalars`: the global tensors, the zeroed arrays through which CUDA
+      blocks exchange values, and the numbers that the kernel uses. `body` uses the names in
+      `scalars`.
+    - `args`: the arguments for `tensors`, then for `workspaces`, then for `scalars`.
     - `grid`, `block`: the numbers of CUDA blocks, and of threads per block, along x, y and z.
     - `threads`: the number of threads of a block.
     - `guards`: conditions over sizes and strides (`stride_symbol`) that must hold for a launch.
@@ -103,9 +105,10 @@ class LoweredKernel:
     - `cluster`: the number of CUDA blocks that form a cluster, or 1 without clusters.
     - `parts`: the kernels that a horizontally fused launch contains. If there are any, `body` is
       empty.
-    - `limits`: the guards for the device's maximum numbers of CUDA blocks. Empty with a `fold`,
-      because such a kernel accepts any number.
-    - `fold`: set if all CUDA blocks are counted along x, and a block may do the work of several.
+    - `fold`: not None if the kernel can be launched with fewer CUDA blocks than there are pieces of
+      work. Each launched block then does several pieces, one after another.
+    - `limits`: the guards that compare a launch with the maximum numbers of the device. Empty if
+      there is a `fold`, because such a kernel never needs more CUDA blocks than the device accepts.
     """
 
     name: str
@@ -150,12 +153,12 @@ class KernelPart:
     """One of the kernels that share a launch (horizontal fusion). The CUDA blocks of the launch are
     numbered along x.
 
-    - `first` names the kernel parameter with the number of this kernel's first CUDA block. The
-      blocks of the next kernel follow. For the first kernel, `first` is "".
-    - `across` names the parameter with this kernel's number of blocks along x. Blocks are numbered
-      along x first, then y. If the kernel has one block along y, `across` is "".
-    - `renamed` maps scalars of this kernel to the names of their parameters in the launch. Scalars
-      that keep their names are missing.
+    - `first`: the name of the kernel parameter with the number of this kernel's first CUDA block.
+      For the first kernel, whose blocks begin at 0, `first` is "".
+    - `across`: the name of the parameter with this kernel's number of blocks along x. Blocks are
+      numbered along x first, then y. If the kernel has one block along y, `across` is "".
+    - `renamed`: maps scalars of this kernel to the names of their parameters in the launch. A
+      scalar without an entry keeps its name.
     """
 
     kernel: LoweredKernel
@@ -266,8 +269,7 @@ def convert(value: Expr, dtype: DataType) -> Expr:
 def _is_exact(value: ScalarValue) -> bool:
     """Whether the dtype of `value` represents its scalar without rounding.
 
-    If so, `convert` can declare the scalar with the wanted dtype from the start, and the kernel
-    needs no conversion.
+    If so, `convert` gives the scalar the wanted dtype directly, and the kernel needs no conversion.
     """
     scalar, dtype = value.scalar, value.dtype
     if not isinstance(scalar, Const):
@@ -421,8 +423,8 @@ class VectorLoad:
 
 @dataclass
 class Prefetch:
-    """Moves an element of a global tensor into the cache. A later statement loads the element, and
-    then waits less.
+    """Moves an element of a global tensor into the cache. The later statement that loads the
+    element then waits less.
     """
 
     name: str
@@ -432,9 +434,10 @@ class Prefetch:
 @dataclass
 class Forget:
     """Tells the compiler that the register array `array` may have changed, although it has not. The
-    compiler then computes again all values derived from the array.
+    compiler then computes all values derived from the array again.
 
-    Otherwise it would keep both the array and these values, for which there are too few registers.
+    Without this statement, the compiler would hold the array and the derived values in registers,
+    for which there are too few registers.
     """
 
     array: str
@@ -537,12 +540,12 @@ class ThreadReduce:
     - `parts`: the accumulators.
     - `size`: the number of elements of each accumulator array, or None if accumulators are scalars.
     - `thread_axes`, `grid_axes`: whether to combine along x, y and z, over threads and over blocks.
-    - `same_axes`: whether along x, y and z all threads of a block hold the same value, after the
-      threads of the block have combined their values.
+    - `same_axes`: for each of x, y and z, whether all threads of a block along this axis hold the
+      same value after the block has combined the values of its threads.
     - `packets`, `packets_offset`: the array in global memory through which blocks exchange values,
-      and the position of this exchange in it.
-    - `ticket`: the C variable with the block's number in the order of their begins, which decides
-      which block has the result.
+      and the position in the array that this statement uses.
+    - `ticket`: the C variable with the block's number in the order in which blocks begin. This
+      number decides which block has the result.
     - `done`: the C variable that is true in the block that has the result.
     - `cluster`: the number of blocks in a cluster. In a cluster of several blocks, each block
       receives the result.
@@ -642,7 +645,7 @@ def map_statement(
 ) -> Statement:
     """Returns a copy of a statement, with its scalars replaced as by `map_expr`.
 
-    The statement must not contain other statements.
+    The caller ensures that the statement contains no other statements, as a loop does.
     """
     changes: dict[str, object] = {}
     for name in _SCALAR_FIELDS.get(type(statement), ()):

@@ -1,8 +1,8 @@
 """Stages, the loops around each of them, and the tree of loops that several stages share.
 
-A *stage* is an op whose result is stored. Stored are fusion outputs, shared-memory tensors,
-reductions, and local tensors that their consumers do not inline completely. The result of any other
-op is computed by each stage that reads it.
+A *stage* is an op whose result is stored. Four kinds of results are stored: fusion outputs,
+shared-memory tensors, reductions, and local tensors that their consumers do not inline completely.
+The result of any other op is computed by each stage that reads it.
 
 The loop nest of a stage is its list `loops`. The stage's buffer is declared inside the outermost
 `depth` loops. Every stage that reads the buffer shares these loops.
@@ -63,12 +63,12 @@ def _refuse(stage: Stage, message: str) -> NoReturn:
 
 
 class Loop:
-    """A loop of one stage, which can be joined with loops of other stages: they are then one loop
-    of the kernel. A stage is an op whose result is stored.
+    """A loop of one stage. A stage is an op whose result is stored.
 
-    Joined loops have one extent, parallel type and symbol. `symbol` is the index, or 0 for a loop
-    of extent 1. Each keeps its own `is_reduction`, because a stage that does not reduce may share a
-    loop with a reduction.
+    The loop can be joined with loops of other stages: the kernel then has one loop for all of them,
+    with one extent, parallel type and symbol. `symbol` is the index, or 0 for a loop of extent 1.
+    `is_reduction` is not shared: it says whether this stage reduces the loop's axis, which other
+    stages of the joined loop need not do.
     """
 
     def __init__(self, extent: Scalar, ptype: ParallelType, *, is_reduction: bool) -> None:
@@ -177,7 +177,7 @@ class Stage:
     @property
     def own_loops(self) -> list[Loop]:
         """The loops inside the declaration of the stage's buffer. Stages that read the buffer need
-        not share them.
+        not have these loops.
         """
         return self.all_loops[self.depth :]
 
@@ -269,12 +269,12 @@ def _fits_registers(fusion: Fusion, tv: TensorView, compute_at: int) -> bool:
     """Whether the local tensor `tv` is stored in registers; otherwise each of its readers computes
     it.
 
-    Two conditions must hold:
+    Returns False unless both conditions hold:
 
     - The schedule computes `tv` inside at least one loop of its consumer (`compute_at` > 0), or
-      makes one of its inner loops parallel, unrolled or vectorised.
-    - `tv` has axes inside those loops, and their extents are constant (except those of thread and
-      block axes), because registers cannot be addressed at run time.
+      makes one of the inner loops of `tv` parallel, unrolled or vectorised.
+    - `tv` has axes inside the shared loops, and their extents are constant (except those of thread
+      and block axes), because registers cannot be addressed at run time.
     """
     own = tv.domain.loop[compute_at:]
     is_scheduled = compute_at > 0 or any(a.ptype is not ParallelType.serial for a in own)
@@ -400,8 +400,8 @@ class _Nests:
         ]
 
     def places(self, stage: Stage, reader: Stage) -> list[int]:
-        """Returns the positions, in the loop nest of `reader`, of the loops that `stage` shares
-        with it.
+        """Returns the positions, in the loop nest of `reader`, of the loops that `stage` and
+        `reader` share.
 
         There is one position for each shared loop axis of `stage`.
         """
@@ -499,11 +499,12 @@ def _build_nests(nesting: Nesting) -> _Waits:
 
 
 class _Waits:
-    """For two stages of which one waits for the other's result: the number of outer loops that both
-    may share. Inside these loops, the first completes its inner loops before the second begins.
+    """The number of outer loops that two stages may share if one stage waits for the result of the
+    other. A stage is an op whose result is stored.
 
-    Stages (ops whose results are stored) are added from consumers to producers. All readers of a
-    stage are added before the stage, and the depth of an added stage is final.
+    Inside the shared loops, the first stage completes its inner loops before the second stage
+    begins. Stages are added from consumers to producers: all readers of a stage are added before
+    the stage, and the depth of an added stage is final.
     """
 
     def __init__(self) -> None:
@@ -519,7 +520,7 @@ class _Waits:
 
     def limits(self, source: Stage) -> dict[Stage, float]:
         """Returns each stage that waits for the result of `source`, with the number of outer loops
-        that both may share. A stage is an op whose result is stored.
+        that this stage and `source` may share. A stage is an op whose result is stored.
         """
         return self._limits[source]
 
@@ -528,9 +529,10 @@ class _Waits:
 
 
 class _Sharing:
-    """Joins equal loops of different stages into one loop. A stage is an op whose result is stored.
+    """Joins loops of different stages that have equal extents and parallel types into one loop. A
+    stage is an op whose result is stored.
 
-    Two loops stay separate if one stage must complete its loop before the other can begin.
+    Two loops stay separate if one stage must complete its loop before the other stage can begin.
     """
 
     def __init__(self, nesting: Nesting, waits: _Waits) -> None:

@@ -363,7 +363,7 @@ def _loads(loop: For) -> bool:
 def _int32_guards(state: State, tensors: tuple[TensorView, ...]) -> list[Scalar]:
     """Returns the conditions under which every index of the kernel fits in 32 bits.
 
-    An incomplete last block computes indices past the end of a tensor. These must fit, too.
+    This includes indices past the end of a tensor, which an incomplete last block computes.
     """
     ctx = state.ctx
     bounds: dict[Scalar, None] = {}

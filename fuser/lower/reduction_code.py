@@ -102,10 +102,10 @@ def reduced_types(stage: Stage) -> set[ParallelType]:
 
 def finish_reductions(ctx: Context, buffers: list[Buffer]) -> list[ThreadReduce]:
     """Returns the statements that combine the accumulators `buffers` over threads and CUDA blocks.
-    All of them are complete at the same position of the kernel.
 
-    Reductions over the same axes are combined in one statement, because this takes one exchange
-    instead of several. The same CUDA block then has all results.
+    The caller ensures that the loops of all these accumulators end at the same position of the
+    kernel. Reductions over the same axes are combined in one statement, because this takes one
+    exchange instead of several, and the same CUDA block then has all results.
     """
     groups: dict[object, list[Buffer]] = {}
     for buffer in buffers:
@@ -218,8 +218,8 @@ def _groups(ctx: Context, statement: ThreadReduce, stage: Stage) -> Scalar:
 def _over_cluster(ctx: Context, group: list[Buffer], statement: ThreadReduce) -> None:
     """Extends `statement` so that it combines the values of the CUDA blocks of a cluster, too.
 
-    `group` has the accumulators. Shared memory is reserved in which each block writes its values
-    and stores copies of the other blocks' values.
+    `group` has the accumulators. The function reserves shared memory, in which each block writes
+    its own values and then copies of the values of the other blocks.
     """
     statement.cluster = ctx.nesting.fusion.cluster
     assert reduced_types(group[0].stage) & set(GRID_TYPES) == {ParallelType.grid_y}

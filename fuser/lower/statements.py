@@ -194,11 +194,12 @@ class _StatementBuilder:
         self.store_vector(stage, array, base, scope)
 
     def load_part(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Appends the statements that load a vector into the registers of `stage`, where the vector
-        need not be complete. `vector` is the loop over its elements.
+        """Appends the statements that load a vector into the registers of `stage`, where some
+        elements of the vector may be outside of the tensor's row. `vector` is the loop over the
+        elements.
 
-        A row is the vectorised axis for one index of the other axes. Rows may begin at any address,
-        so the loaded vector begins at the aligned address before, and may also contain elements of
+        A row is the vectorised axis for one index of the other axes. Rows may begin at any address.
+        The loaded vector begins at the aligned address in front, and may also contain elements of
         neighbouring rows. A vector that crosses the end of the tensor is loaded element by element.
         """
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="any"), scope)
@@ -232,8 +233,9 @@ class _StatementBuilder:
         scope.body.statements.append(If(whole.cond, word.body, part.body, flags=whole.flags))
 
     def elements(self, stage: Stage, vector: Loop, scope: Scope) -> None:
-        """Appends statements that copy the elements of a vector one by one, without the elements
-        outside of the row. `vector` is the loop over the elements.
+        """Appends statements that copy the elements of a vector one by one. Elements outside of the
+        row (the vectorised axis for one index of the other axes) are not copied. `vector` is the
+        loop over the elements.
         """
         each = self.open_loop(vector, scope, unroll=True)
         inside = self.guarded(stage_predicate(self.ctx, stage, lanes="each"), each)
@@ -390,8 +392,8 @@ class _StatementBuilder:
 
 
 def _is_repeated(stage: Stage) -> bool:
-    """Whether the registers of a stage are filled repeatedly, because a loop surrounds their
-    declaration. A stage is an op whose result is stored.
+    """Whether a loop surrounds the declaration of a stage's registers, so that other values fill
+    the registers in each iteration. A stage is an op whose result is stored.
     """
     around = stage.loops[: stage.depth]
     return any(not loop.is_trivial for loop in around)

@@ -140,11 +140,12 @@ def looked_up(build: ValueBuilder, op: TensorOp, at: At) -> Expr:
 def _name_place(
     build: ValueBuilder, op: LookupOp, place: Expr, extent: Scalar, at: At
 ) -> tuple[Symbol, Symbol]:
-    """Appends the definitions of two symbols, and returns them: whether a loaded index is inside
-    the table, and the index itself. Conditions and addresses can contain the symbols.
+    """Appends the definitions of two symbols, and returns the symbols: whether a loaded index is
+    inside the table, and the index itself. Conditions and addresses can contain symbols, but no
+    loaded values.
 
-    `place` is the loaded index and `extent` the size of the table axis. Outside of the table the
-    second symbol is 0, which is a legal index.
+    `place` is the loaded index and `extent` the size of the table axis. For an index outside of the
+    table, the second symbol is 0, which is a legal index.
     """
     mark = build.mark(op.out)
     is_inside = Symbol(f"in{mark}", DataType.Bool, lo=0, hi=1)
@@ -163,8 +164,8 @@ def _name_place(
 
 # ------------------------------------------------------------------ out of loops
 def lift_lookup_indices(body: Body) -> None:
-    """Moves computations of lookup indices in front of the loop, in place, if the loop does not
-    change them.
+    """Moves the computations of a lookup's index in front of the loop, in place, if no iteration of
+    the loop changes the index.
 
     Table reads inside the loop can then become vector loads, and no iteration has to load a lookup
     index first.
@@ -552,8 +553,8 @@ def _compare_place(template: str, x: Expr, place: Scalar, out: DataType) -> Expr
     """Returns the comparison of a 64-bit value `x` with `place`, which is an index of the element.
 
     The index is split into a 64-bit base and a 32-bit offset, because an addition of 32 bits is
-    cheaper. The offset has the terms of the index that a thread's own short loops add. These terms
-    are small. `template` is the C text of the comparison.
+    cheaper. The offset consists of the terms of the index that change in the thread's own loops and
+    fit in 32 bits. `template` is the C text of the comparison.
     """
     step = sc.ZERO
     for factors, count in terms_of(place):
@@ -616,8 +617,9 @@ def _whole_blocks(place: Scalar) -> tuple[Scalar, Scalar]:
     """Splits the position of an element in a random tensor into two parts: a multiple of
     `RANDOM_BLOCK`, and a remainder.
 
-    So many neighbouring elements share one output of the generator, and the compiler can then see
-    which. If the remainder might be negative, the parts are 0 and the whole position.
+    One output of the random generator serves `RANDOM_BLOCK` neighbouring elements. With the split,
+    the compiler can see which elements share an output, so that it is computed once. If the
+    remainder might be negative, the parts are 0 and the whole position.
     """
     left = sc.ZERO
     for factors, count in terms_of(place):

@@ -42,11 +42,11 @@ def vector_width(stage: Stage, *, most: int = MAX_VECTOR_BYTES) -> int:
 
 def vector_base(ctx: Context, tv: TensorView, offset: Scalar, v: Scalar, *, width: int) -> Scalar:
     """Returns the position, in the tensor `tv`, of the first element of a vector of `width`
-    elements.
+    elements (the base).
 
-    `offset` is the position of an element: base + `v`, where `v` is the index inside the vector.
-    The base must be a multiple of `width`. If this requires that a size or stride is a multiple of
-    some number, then this is assumed (`Assumptions.assume_divisible`), and lowering starts again.
+    `offset` is the position of an element: base + `v`, where `v` is the index inside the vector. If
+    the base is a multiple of `width` only for some sizes or strides, lowering assumes such sizes
+    (`Assumptions.assume_divisible`), and starts again.
 
     Raises:
         UnsupportedError: the access cannot be a vector.
@@ -102,7 +102,8 @@ def _size_in(mono: Monomial) -> Symbol | None:
 def _divisors(x: Scalar, v: Scalar) -> list[Symbol]:
     """Returns the size symbols by which parts of `x` that contain `v` are divided, innermost first.
 
-    If these sizes were multiples of the vector width, the divisions might disappear.
+    If these sizes were multiples of the vector width, the divisions might disappear, so lowering
+    assumes this.
     """
     found: dict[Symbol, None] = {}
 

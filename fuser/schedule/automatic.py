@@ -59,7 +59,9 @@ setattr(SchedulerType, "__entries", {m.name: (m, None) for m in SchedulerType})
 def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) -> tuple[bool, str]:
     """Returns whether a scheduler accepts the fusion, and the reason if it does not.
 
-    The result is (True, "") or (False, reason). It does not depend on `inputs`.
+    The result is (True, "") or (False, reason). `inputs` have no effect, because a scheduler
+    decides by the definition of the fusion alone. The parameter exists because nvFuser's function
+    has it.
     """
     del inputs  # acceptance depends on the definition alone
     row = SCHEDULERS.get(scheduler_type.name)
@@ -70,7 +72,11 @@ def can_schedule(fusion: Fusion, scheduler_type: SchedulerType, inputs: Inputs) 
 
 
 def find_compatible_schedulers(fusion: Fusion, inputs: Inputs) -> list[SchedulerType]:
-    """Returns the schedulers that accept the fusion, in the order in which they are tried."""
+    """Returns the schedulers that accept the fusion, in the order in which they are tried.
+
+    `inputs` have no effect, because a scheduler decides by the definition of the fusion alone. The
+    parameter exists because nvFuser's function has it.
+    """
     types = [SchedulerType[name] for name in SCHEDULERS if name in SchedulerType.__members__]
     return [t for t in types if can_schedule(fusion, t, inputs)[0]]
 
@@ -98,14 +104,20 @@ def compute_heuristics(
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: Sequence[object]
 ) -> HeuristicParams:
-    """Chooses parameters for the given inputs, schedules the fusion, and returns the parameters."""
+    """Chooses parameters with the scheduler `scheduler_type`, schedules the fusion in place with
+    these parameters, and returns them.
+
+    `heuristic_params` are the inputs of the fusion; the name is that of nvFuser's function.
+    """
 
 
 @overload
 def schedule(
     fusion: Fusion, scheduler_type: SchedulerType, heuristic_params: HeuristicParams
 ) -> None:
-    """Schedules the fusion in place with the given parameters."""
+    """Schedules the fusion in place with the parameters `heuristic_params`, which an earlier call
+    has chosen for the same scheduler.
+    """
 
 
 def schedule(
@@ -168,8 +180,9 @@ def _facts(fusion: Fusion, inputs: Inputs) -> tuple[Facts, DeviceInfo]:
 class HeuristicParams:
     """The parameters that a scheduler chose, as `fuser.schedule.compute_heuristics` returns them.
 
-    `scheduler_type` is the scheduler. Only the attributes `lparams` and `cparams` can be set:
-    constraints against which `manual_execute` and `KernelExecutor` check the kernel.
+    `scheduler_type` is the scheduler. The user can set only two attributes: `lparams`
+    (`LaunchParams`) and `cparams` (`CompileParams`). They do not change the kernel:
+    `manual_execute` and `KernelExecutor` only check that the kernel satisfies them.
 
     Raises:
         UnsupportedError: when called, because only `compute_heuristics` creates these objects.

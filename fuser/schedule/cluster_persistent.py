@@ -43,14 +43,14 @@ MOST_WAITS, MOST_WAITS_WIDE = 2, 4
 
 
 def row_class(rows: int, columns: int) -> int:
-    """Returns a number from 0 to 2; rows with the same number get the same choice of kernel
-    (`suits`).
+    """Returns a class of rows, from 0 to 2. `suits` chooses in the same way between one kernel and
+    several kernels for all rows of one class.
 
-    - 0: rows for which clusters of CUDA blocks never pay, because they are short or few.
+    - 0: rows for which clusters of CUDA blocks never pay, because the rows are short or few.
     - 1: rows of at most `LONG_ROW` elements.
     - 2: longer rows.
 
-    `rows` is the number of rows, and `columns` the number of elements of each.
+    `rows` is the number of rows, and `columns` the number of elements of each row.
     """
     if columns <= LONGEST_ROW_OF_A_BLOCK or rows < FEWEST_ROWS:
         return 0
@@ -97,12 +97,15 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 
 
 def _waits(view: RowView) -> int:
-    """Returns how often the blocks of a cluster wait for memory or one another while they process a
-    row.
+    """Returns how often the CUDA blocks of a cluster wait while they process a row together.
 
-    Reductions that run at the same time are one wait, because the blocks then exchange results.
-    There is one more if some reduction computes mean and variance. Each read of a tensor with only
-    the row's axes, such as a weight, is a wait, too.
+    Three kinds of waits are counted:
+
+    - One wait for all reductions that run at the same time: after them, the blocks exchange
+      results.
+    - One more wait for the whole kernel if some reduction computes mean and variance.
+    - One wait for each time at which the kernel reads an input that has only the axes of a row,
+      such as a weight: the blocks wait for memory.
     """
     fusion, levels, steps = view.fusion, levels_of(view.fusion), steps_that_read(view.fusion)
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]

@@ -47,8 +47,8 @@ class HorizontalParams:
         `self`.
 
         If so, no kernel is compiled with `self` for small inputs, because both take about the same
-        time. The pointwise parameters of each part are compared with those of the same part in
-        `other`.
+        time. The launch contains several pointwise kernels; the parameters of each are compared
+        with those of the same kernel in `other`.
         """
         return (
             isinstance(other, HorizontalParams)
@@ -70,11 +70,11 @@ def generic(device: DeviceInfo) -> HorizontalParams:
 
 
 def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[HorizontalParams, ...]:
-    """Returns parameters to try one after another, from `chosen` to `least`, each with fewer
-    requirements.
+    """Returns parameters to try one after another, from `chosen` to `least`.
 
-    The next ones are used if no kernel can be generated with the previous ones. In each step, the
-    parameters of all parts of the fusion change together.
+    If no kernel can be generated with some parameters, the next parameters of the result are used.
+    Each has fewer requirements than the one before, such as shorter vectors. From one to the next,
+    the parameters of all kernels in the launch change together.
     """
     columns = [rungs(part, least.parts[-1]) for part in chosen.parts]
     rows = zip_longest(*columns, fillvalue=least.parts[-1])
@@ -83,10 +83,11 @@ def ladder(chosen: HorizontalParams, least: HorizontalParams) -> tuple[Horizonta
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the horizontal scheduler rejects the fusion, or None.
+    """Returns the reason why the horizontal scheduler rejects the fusion; None if the fusion is
+    accepted.
 
     The scheduler accepts two or more independent pointwise fusions whose outputs have different
-    axes; they then share one launch.
+    axes. One launch then contains all of these fusions.
     """
     if any(a.is_stream for op in fusion.exprs for tv in op.outputs for a in tv.domain.loop):
         return "the fusion is computed in iterations of a stream loop"
@@ -187,7 +188,8 @@ INLINED = {**SCALAR, "unroll": 1, "unroll_outer": False, "columns": 1}
 def rungs(chosen: Any, generic: Any) -> tuple[Any, ...]:
     """Returns parameters to try one after another, from `chosen` to `generic`, without duplicates.
 
-    The next parameters are used if no kernel can be generated with the previous parameters:
+    If no kernel can be generated with some parameters, the next parameters of the result are used.
+    An example, as vector width x unroll factor:
 
         vector 4, unroll 2  ->  4 x 2, 2 x 2, 1 x 2, 1 x 1, generic
     """

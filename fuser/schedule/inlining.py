@@ -37,8 +37,9 @@ class InlineLimits:
 
         - They do not iterate reduction axes.
         - They are not vectorised; with `best_effort`, they are not unrolled either.
-        - The loop does not have to end before a consumer runs that needs a reduction's result.
-        - Every consumer has these axes in the same order.
+        - They need not end between two consumers. A loop must end there if one consumer leads to a
+          reduction, and another consumer needs the result of this reduction.
+        - Every consumer has loops over the same axes in the same order.
         """
         own = self._own_limit(tv, best_effort=best_effort)
         for op in self._fusion.uses(tv):
@@ -85,9 +86,9 @@ def inline_at(
 ) -> None:
     """Computes tensors inside the outermost `pos` loops of their consumers.
 
-    Positions count the loop axes of `reference_tv`; other tensors get the corresponding position.
-    Without `selected_tensors`, all tensors are inlined. With `best_effort`, a tensor for which the
-    position is not legal is inlined at its largest legal position.
+    `pos` is a number of loop axes of `reference_tv`; for another tensor, the corresponding number
+    of loop axes is used. Without `selected_tensors`, all tensors are inlined. With `best_effort`, a
+    tensor for which this number is not legal is inlined as deeply as is legal.
 
     Raises:
         DefinitionError: without `best_effort`, the position is not legal for a tensor.
@@ -126,11 +127,11 @@ def _inlinable(fusion: Fusion) -> list[TensorView]:
 
 
 def _shared_prefix(tv: TensorView, op: TensorOp, consumer: TensorView, upto: int) -> int:
-    """Returns how many of the first `upto` loops of `tv` the tensor `consumer` has in the same
-    order.
+    """Returns the number of outermost loops of `tv`, at most `upto`, that `consumer` also has, in
+    the same order.
 
-    `tv` can be computed inside that many loops of its consumer. `op` reads `tv`, and `consumer` is
-    a result of `op`.
+    `op` reads `tv` and computes `consumer`. `tv` can be computed inside the loops that are counted.
+    `consumer` may have other loops between these loops.
     """
     matches = {
         target.number: source
@@ -160,9 +161,10 @@ def _logical_sources(tv: TensorView, number: int) -> set[int]:
 
 
 def _reduction_barriers(fusion: Fusion) -> dict[TensorView, frozenset[int]]:
-    """Returns, for each tensor, the logical axes whose loops its consumers must not share with it.
+    """Returns, for each tensor, the logical axes whose loops its consumers must not share with the
+    tensor.
 
-    One consumer of a tensor may lead to a reduction, and another to an op that needs the
+    One consumer of a tensor may lead to a reduction, and another consumer to an op that needs the
     reduction's result. The loop over the reduced axes must end between the two consumers. The
     tensor therefore needs storage, as the row of a softmax does.
     """
@@ -194,11 +196,13 @@ def _leads_to(op: TensorOp, after: dict[TensorOp, bool]) -> bool:
 
 def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[TensorOp, bool]]:
     """Returns the tensors from which a reduction is computed, and the ops that may have to wait for
-    it.
+    the reduction.
 
-    The first result has direct and indirect operands. The second is a dict with value True for two
-    kinds of ops. Some need the reduction's result. From the others, a path leads to such an op
-    without the reduction.
+    The tensors are the direct and indirect operands of the reduction. The ops are the keys of a
+    dict, in which each value is True. There are two kinds of such ops:
+
+    - ops that use the result of the reduction, directly or through other ops;
+    - ops whose results lead to an op of the first kind on a path without the reduction.
     """
     above: set[TensorView] = {v for v in reduction.inputs if isinstance(v, TensorView)}
     for op in reversed(fusion.exprs):
@@ -223,10 +227,10 @@ def _cone(fusion: Fusion, reduction: TensorOp) -> tuple[set[TensorView], dict[Te
 def _axes_upstream(
     fusion: Fusion, reduction: TensorOp, reduced: set[int]
 ) -> dict[TensorView, frozenset[int]]:
-    """Returns, for each tensor that leads to a reduction, its logical axes that the reduction
-    reduces.
+    """Returns, for each tensor from which a reduction is computed, the logical axes of this tensor
+    that become reduced axes.
 
-    `reduced` are the numbers (ids) of the reduced axes of the reduction's operand.
+    `reduced` are the numbers (ids) of the reduced axes, as axes of the reduction's operand.
     """
     marked: dict[TensorView, set[int]] = {}
     source = next(v for v in reduction.inputs if isinstance(v, TensorView))

@@ -51,11 +51,12 @@ RESIDENT = 1024
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the inner-outer persistent scheduler rejects the fusion, or None.
+    """Returns the reason why the inner-outer persistent scheduler rejects the fusion; None if the
+    fusion is accepted.
 
-    The scheduler accepts fusions with reductions along rows, as `inner_persistent` does, that also
-    sum results over all rows. Each CUDA block must compute a partial sum over some rows, which
-    another kernel adds.
+    An accepted fusion has reductions along rows, as for `inner_persistent`, and sums of their
+    results over the rows. These sums must be partial sums: each CUDA block adds some rows, and
+    another kernel adds the sums of the blocks.
     """
     found = {op.out_tensor: parts for op in fusion.exprs if (parts := row_parts(op)) is not None}
     if not found:
@@ -72,7 +73,8 @@ def accepts(fusion: Fusion) -> str | None:
 def without_parts(fusion: Fusion) -> Fusion:
     """Returns a copy of the fusion without the outputs that are partial sums over the rows.
 
-    Another kernel adds such partial sums. The copy shows whether the rest is a kernel along rows.
+    Another kernel adds such partial sums. The copy is used to test whether all other outputs can be
+    computed along rows by one kernel.
     """
     rest, mapping = fusion.copy()
     made = {mapping[op.out_tensor] for op in fusion.exprs if row_parts(op) is not None}
@@ -82,10 +84,11 @@ def without_parts(fusion: Fusion) -> Fusion:
 
 
 def _parts_rejection(fusion: Fusion, found: Mapping[TensorView, RowParts]) -> str | None:
-    """Returns the reason why some partial sums do not add exactly the rows of the other reductions.
+    """Returns the reason why the fusion must be rejected, if some partial sums do not add exactly
+    the rows of the other reductions; None if all partial sums do.
 
-    Returns None if all partial sums do. `found` maps each result that has partial sums to the axes
-    of these sums.
+    A CUDA block adds the rows that it has just computed, so other rows are not possible. `found`
+    maps each result that has partial sums to the axes of these sums.
     """
     view = RowView(fusion)
     reference, logical = view.reference, view.reference.domain.logical
@@ -137,8 +140,8 @@ def suits(fusion: Fusion, sizes: Mapping[Symbol, Number]) -> bool:
 def generic(device: DeviceInfo) -> InnerPersistentParams:
     """Returns parameters for rows of any alignment, up to eight times as long as `suits` allows.
 
-    Such rows can occur, because the scheduler is chosen by the sizes of whole tensors, and a rank's
-    shards have other sizes.
+    Longer rows than `suits` allows can occur: the scheduler is chosen for the sizes of whole
+    tensors, but a rank's shards have other sizes.
     """
     threads = device.max_threads_per_block
     return InnerPersistentParams(threads, kept=8 * LONGEST_ROW // threads, resident=RESIDENT)

@@ -88,7 +88,8 @@ ROWS_THAT_PAY = ((8192, 0), (16384, 32), (65536, 256))
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the inner persistent scheduler rejects the fusion, or None.
+    """Returns the reason why the inner persistent scheduler rejects the fusion; None if the fusion
+    is accepted.
 
     The scheduler accepts reductions along the innermost axes in memory whose results are used along
     the same axes, as in softmax.
@@ -100,10 +101,11 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def waiting_rejection(fusion: Fusion) -> str | None:
-    """Returns the reason why the fusion has not the form of a softmax, or None if it has.
+    """Returns the reason why the fusion must be rejected, if the fusion is not like a softmax; None
+    if it is.
 
-    In this form, all reductions reduce the same axes, and other ops along these axes need a
-    reduction's result, so they must wait for the reduction.
+    A fusion is like a softmax if all reductions reduce the same axes, and other ops along these
+    axes need a reduction's result, so that these ops wait for the reduction.
     """
     reductions = [op for op in fusion.exprs if isinstance(op, REDUCING)]
     if not reductions:
@@ -127,12 +129,14 @@ def _classes(graph: AxisGraph, tv: TensorView) -> list[tuple[int, bool]]:
 
 
 def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -> str | None:
-    """Returns the reason why some tensor cannot have the loops of the reductions, or None if all
-    can.
+    """Returns the reason why the fusion must be rejected, if some tensor cannot have the loops of
+    the reductions; None if all tensors can.
 
-    `reference` is the result of the first reduction. A tensor that depends on a reduction may have
-    only axes of `reference`. An output has either the non-reduced axes or all axes. At least one op
-    along the reduced axes must use the result of a reduction.
+    `reference` is the result of the first reduction. A fusion is accepted under three conditions:
+
+    - A tensor that depends on a reduction has only axes of `reference`.
+    - An output has either all axes of `reference`, or all axes that are not reduced.
+    - At least one op along the reduced axes uses the result of a reduction.
     """
     if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
         return f"the result of {reference} has an expanded axis, which its operands may iterate"
@@ -158,7 +162,9 @@ def _tensor_rejection(fusion: Fusion, graph: AxisGraph, reference: TensorView) -
 
 
 def _order_rejection(fusion: Fusion) -> str | None:
-    """Returns the reason why the reduced axes are not innermost in memory, or None if they are."""
+    """Returns the reason why the fusion must be rejected, if the reduced axes are not innermost in
+    memory; None if they are.
+    """
     reference = reference_of(fusion)
     space = iteration_space(fusion, reference)
     order = [space.is_reduced(p) for p in space.memory_order()]
@@ -235,11 +241,11 @@ def apply(fusion: Fusion, params: InnerPersistentParams) -> None:
 
 
 def _groups(view: RowView) -> list[list[int]]:
-    """Returns the positions of the non-reduced axes, and the positions of the reduced axes; each is
-    a loop.
+    """Returns two lists of axis positions, of the non-reduced axes and of the reduced axes. Each
+    list becomes one loop.
 
-    The axes are those of the first reduction, whose loops all other tensors copy. Its broadcast
-    axes are in the first group. Empty groups are left out.
+    The axes are those of the first reduction, whose loops all other tensors copy. The first list
+    begins with the broadcast axes. An empty list is left out.
     """
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]
@@ -306,8 +312,9 @@ def _apply_threads(
 def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bool:
     """Returns whether a tensor is accessed in vectors.
 
-    With `params.shifted`, each row is read from the aligned address before it. A tensor without all
-    axes is then read element by element, because its vectors would not be aligned.
+    With `params.shifted`, each row is read from the aligned address in front of the row. A tensor
+    without all axes, such as a weight, is then read element by element, because its vectors would
+    not be aligned.
     """
     is_candidate = params.vector > 1 and access.is_vector_candidate(view.innermost)
     return is_candidate and (not params.shifted or access.tv in view.full)
@@ -316,8 +323,9 @@ def _is_wide(view: RowView, params: InnerPersistentParams, access: Access) -> bo
 def _once_per_row(view: RowView, levels: dict[TensorView, int]) -> list[TensorView]:
     """Returns the tensors that have one value per row and are read for all elements of the row.
 
-    Each thread holds these values in registers, instead of computing them for each element.
-    `levels` maps each tensor to the number of reductions, one after another, that it depends on.
+    A row is the reduced axes. Each thread holds these values in registers, instead of computing
+    them for each element. `levels` maps each tensor to the number of reductions, one after another,
+    that the tensor depends on.
     """
     fusion, found = view.fusion, list[TensorView]()
     for access in view.space.accesses:
@@ -366,7 +374,8 @@ def _by_level(uses: Sequence[TensorOp], needed: Mapping[TensorView, int]) -> lis
 def _shape(view: RowView, params: InnerPersistentParams) -> tuple[int, int]:
     """Builds the loops of the first reduction (the reference tensor), which the other tensors copy.
 
-    Returns the number of loops over rows, and the number of loops of the tile that divides a row.
+    Returns two numbers of loops: loops over rows, and loops of the tile. The tile is the part of a
+    row (the reduced axes) that all threads process in one step.
     """
     tv, groups = view.reference, _groups(view)
     if params.exact:
@@ -453,8 +462,8 @@ def _finish(
 
     - `shared`: the number of loops over rows of the first reduction, whose loops the others copy.
     - `kept`: the tensors that registers hold over a whole row.
-    - `ahead`: the copies of inputs that are loaded in front of their uses. `inside` is the number
-      of their innermost loops that they do not share.
+    - `ahead`: the copies of inputs that are loaded in front of their uses.
+    - `inside`: the number of innermost loops that such a copy does not share with its consumers.
     """
     fusion, reference = view.fusion, view.reference
     loops, view = Loops(fusion, reference), RowView(fusion)
@@ -567,7 +576,7 @@ class InnerPersistentParams:
         """Returns whether a compiled kernel with `other` can replace one with `self`, though
         perhaps slower.
 
-        It cannot if most of its threads would be idle.
+        Returns False if most threads of the replacing kernel would be idle.
         """
         forms = [(p.vector, bool(p.kept), p.shifted, p.cluster) for p in (self, other)]
         if forms[0] != forms[1]:
@@ -687,8 +696,8 @@ class _RowsAccess(NamedTuple):
 def _most_chunks(shape: _RowsAccess, nbytes: int) -> int:
     """Returns the number of vectors of a row that a thread can hold in registers.
 
-    `nbytes` is the size of an element. An element counts at least 4 bytes, because the compiler
-    holds converted values.
+    `nbytes` is the size of an element. The registers of an element have at least 4 bytes, because
+    values of narrower types are converted to 4 bytes.
     """
     return max(4 * KEPT_REGISTERS // (max(nbytes, 4) * shape.vector), 1)
 
@@ -750,10 +759,10 @@ def _long_parts_params(shape: _RowsAccess, nbytes: int) -> InnerPersistentParams
 def _looped_params(shape: _RowsAccess, *, has_columns: bool, writes: bool) -> InnerPersistentParams:
     """Returns the parameters of a kernel for rows that registers cannot hold.
 
-    The row is read again after each reduction that later ones depend on.
+    A row is the reduced axes. The row is read again after each reduction that later ones depend on.
 
     - `has_columns`: whether some input has only the row's axes, like a weight.
-    - `writes`: whether results are written along the row, and no such input is read.
+    - `writes`: whether some output has all axes, and no input has only the row's axes.
     """
     row_bytes = shape.inputs * shape.columns * shape.widest
     chunks, times = shape.chunks, 1 if has_columns or row_bytes < WIDE_ROW_BYTES else 2

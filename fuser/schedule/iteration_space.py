@@ -68,9 +68,11 @@ class Access:
         tensor.
 
         `outer` and `inner` are axis positions in the reference tensor, whose loops this tensor
-        copies. The two axes must be contiguous in memory, or the tensor must have neither. A tensor
-        that is read through a view joins all axes, because its index is computed from all of them
-        anyway.
+        copies. Returns True in three cases:
+
+        - The two axes are contiguous in memory.
+        - The tensor has neither axis.
+        - The tensor is read through a view: its index is then computed from all axes anyway.
         """
         order = self.order if self.table_order is None else self.table_order
         if order is None:
@@ -116,12 +118,13 @@ class Space:
         return access.order is not None and len(access.order) == len(self.concrete)
 
     def memory_order(self) -> tuple[int, ...]:
-        """Returns the memory order that most tensors have: the order in which loops should be
-        nested.
+        """Returns the memory order in which loops should be nested, because most tensors have this
+        order.
 
-        Only tensors with the most axes count, weighted by the bytes of an element. Outputs win
-        ties, because uncoalesced stores cost more than uncoalesced loads. The result lists the
-        positions of all axes that are no broadcasts, outermost first.
+        Each tensor with the largest number of axes has one vote, weighted by the bytes of an
+        element. If two orders have equally many votes, that of an output wins, because uncoalesced
+        stores cost more than uncoalesced loads. The result lists the positions of all axes that are
+        no broadcasts, outermost first.
         """
         votes: dict[tuple[int, ...], tuple[int, int]] = {}
         size = max((len(a.order) for a in self.accesses if a.order is not None), default=0)
@@ -223,9 +226,9 @@ def _table_access(op: LookupOp, matcher: AxisMatcher, place: Mapping[int, int]) 
     """Returns the memory layout of a lookup's table, without the axis along which elements are
     looked up.
 
-    The left-out axis has no loop, because its index is data. `matcher` finds the axis of the
-    reference tensor (the tensor whose loops all others copy) that an axis equals. `place` maps the
-    number (id) of such an axis to its position.
+    That axis has no loop, because its index is data. `matcher` returns, for an axis of the lookup,
+    the equal axis of the reference tensor, which is the tensor whose loops all others copy. `place`
+    maps the number (id) of an axis of the reference tensor to its position.
     """
     domain, roots = op.table.domain, op.out.domain.maybe_root
     targets = dict(zip((a.number for a in domain.no_reductions), op.table_map(), strict=True))
@@ -322,11 +325,12 @@ class VectorWidths:
         return gcd(self.within(facts), inner_extent) if inner_extent else 1
 
     def wider(self, facts: Facts, columns: int, width: int) -> int:
-        """Returns the number of elements of a vector if rows are read from an aligned address
-        before them.
+        """Returns the number of elements of a vector if rows are read from an aligned address in
+        front of each row.
 
-        Vectors need not divide such shifted rows (`ir.domain.Shift`), so they can be wider. Returns
-        0 if they are not wider than `width`, or if a row has few elements (`columns`).
+        Vectors need not divide such shifted rows (`ir.domain.Shift`), so vectors can be wider.
+        Returns 0 if vectors would not be wider than `width`, or if a row has few elements
+        (`columns`).
         """
         shifted = self.within(facts) if columns >= SHIFTED_COLUMNS else 0
         return shifted if shifted > width else 0

@@ -200,11 +200,11 @@ class LoopReplay:
 
 
 def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> TensorDomain:
-    """Returns a copy of the domain `made` (the axes of a tensor) with the axis numbers (ids) of
-    `like`.
+    """Returns a copy of `made`, the axes of a tensor after splits and merges, with the axis numbers
+    (ids) of `like`.
 
-    `made` was computed for a domain that equals `like` except for axis numbers, so it need not be
-    computed again. New axes get new numbers.
+    `made` was computed for a domain that equals `like` except for axis numbers. A copy with other
+    numbers is faster than the same computation for `like`. New axes get new numbers.
     """
     names = dict(zip(made.axes, sorted(like.axes), strict=False))
     names.update({n: fusion.next_axis() for n in made.axes if n not in names})
@@ -212,10 +212,10 @@ def _renumbered(made: TensorDomain, like: TensorDomain, fusion: Fusion) -> Tenso
 
 
 def _unparallelized(axis: IterDomain) -> IterDomain:
-    """Returns the axis as serial, without the parallel type that an earlier schedule may have set.
+    """Returns a copy of the axis that is serial, without the parallel type of an earlier schedule.
 
-    An axis over devices, or over the steps of a loop on the host, is returned unchanged, because it
-    is not part of one kernel's schedule.
+    An axis over devices, or over the steps of a loop on the host, is returned unchanged, because
+    its parallel type is not part of one kernel's schedule.
     """
     if axis.ptype is ParallelType.serial or axis.is_device or axis.is_stream:
         return axis
@@ -225,12 +225,13 @@ def _unparallelized(axis: IterDomain) -> IterDomain:
 def follow(
     transforms: Sequence[Transform], target: TensorDomain, matches: Matches
 ) -> dict[int, IterDomain]:
-    """Extends `matches` to the axes that splits and merges make, if both tensors have the same
-    ones.
+    """Returns a dict from axes of a reference tensor to axes of `target`: `matches`, and entries
+    for the axes that splits and merges produce.
 
-    `matches` maps the numbers (ids) of the reference tensor's axes to axes of `target`; the result
-    does the same. `transforms` are the splits and merges of the reference tensor. If the target
-    lacks an axis of a merge, the result of the merge matches the other axis.
+    `transforms` are the splits and merges of the reference tensor. An axis is added if `target` has
+    an equal split or merge of the matching axes. If the target lacks one axis of a merge, the
+    result of the merge matches the other axis. The keys of `matches` and of the result are the
+    numbers (ids) of axes.
     """
     users = {n: t for t in target.transforms for n in t.inputs}
     found = dict(matches)
@@ -268,15 +269,16 @@ def transform_like(reference_tv: TensorView, selected_tensors: Collection[Tensor
 def _above_reshapes(
     reference: TensorView, chosen: Sequence[TensorView]
 ) -> Iterator[tuple[Callable[[], TensorDomain], AxisMatcher, list[TensorView]]]:
-    """Yields three things for each reshape among the tensors, the last reshape first.
+    """Yields three things for each reshape whose result is the reference tensor or in `chosen`, the
+    last reshape first.
 
-    With these, loops can be copied to tensors upstream of the reshape, which have other axes than
-    the reference tensor:
+    The tensors before a reshape have other axes than the reference tensor. With these three things,
+    the loops of the reference tensor can be copied to them:
 
     - a function that returns the domain of the reshape's result, with the axes before the reshape
       as logical axes;
-    - a matcher for those axes;
-    - the tensors upstream of the reshape that have axes which the reference tensor lacks.
+    - a matcher for these logical axes;
+    - the tensors of `chosen` before the reshape that have axes which the reference tensor lacks.
     """
     fusion = reference.fusion
     graph, known = AxisGraph(fusion), {reference, *chosen}
@@ -354,11 +356,11 @@ def parallelize_like(
 ) -> None:
     """Copies the parallel types of the reference tensor's first `pos` loop axes to other tensors.
 
-    A parallel type says which CUDA blocks, threads or loops execute an axis. It is copied to the
-    axes that match. By default, all tensors get all types. `selected_tensors` and
-    `selected_parallel_types` restrict the tensors and the types. Vectorize is copied only to
-    selected tensors, because it describes how one tensor is accessed. `propagate_padding` has no
-    effect.
+    A parallel type says which CUDA blocks, threads or loops execute an axis. It is copied to each
+    axis of another tensor that matches the reference tensor's axis. By default, all tensors get all
+    types. `selected_tensors` and `selected_parallel_types` restrict the tensors and the types.
+    Vectorize is copied only to selected tensors, because it describes how one tensor is accessed.
+    `propagate_padding` has no effect.
     """
     del propagate_padding  # accepted for nvFuser's signature; axes are never padded here
     fusion = reference_tv.fusion

@@ -128,7 +128,7 @@ class OuterPersistentParams:
         """Returns whether a compiled kernel with `other` can replace one with `self`, though
         perhaps slower.
 
-        It cannot if most of its threads would be idle.
+        Returns False if most threads of the replacing kernel would be idle.
         """
         forms = [(p.vector, bool(p.kept), bool(p.threads_x)) for p in (self, other)]
         sizes = self.threads_y * self.kept, other.threads_y * other.kept
@@ -146,7 +146,8 @@ class OuterPersistentParams:
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the outer persistent scheduler rejects the fusion, or None.
+    """Returns the reason why the outer persistent scheduler rejects the fusion; None if the fusion
+    is accepted.
 
     The scheduler accepts reductions along outer axes in memory whose results are used along the
     same axes, as in batch norm of channels-last inputs.
@@ -164,11 +165,11 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
-    """Returns the reason why an output cannot overwrite an input, or None if it can.
+    """Returns the reason why the fusion must be rejected, if the output of `alias` cannot overwrite
+    the input of `alias`; None if it can.
 
-    `alias` names both. All threads that reduce a column (one index of the axes that are not
-    reduced) may read the input's old values. Therefore no other output and no reduction may depend
-    on the input.
+    Threads may still read the input's old values while another thread writes the output. Therefore
+    no reduction and no other output may depend on the input.
     """
     below = {alias.into}
     for op in fusion.exprs:
@@ -183,8 +184,9 @@ def _update_rejection(fusion: Fusion, alias: Alias) -> str | None:
 def step_of(columns: int, rows: int) -> int:
     """Returns an index into `STEPS`, a list of row counts, for these numbers of columns and rows.
 
-    All sizes with the same index get the same decision about this scheduler. Rows count several
-    times if vectors do not divide the columns, because the columns are then read one by one.
+    All sizes with the same index get the same decision about this scheduler. If vectors do not
+    divide the columns, the columns are read one by one, which is slower; the index is then that of
+    several times as many rows.
     """
     rows *= ROWS_OF_SINGLE_COLUMNS if columns % MOST_COLUMNS else 1
     return next((k for k, most in enumerate(STEPS) if rows <= most), len(STEPS))
@@ -203,10 +205,11 @@ def most_rows(fusion: Fusion) -> int:
 
 
 def _view_and_bytes(fusion: Fusion) -> tuple[RowView, int]:
-    """Copies the fusion, rewrites the copy as `apply` does, and returns (view along its rows,
-    bytes).
+    """Copies the fusion, rewrites the copy as `apply` does, and returns two things: a view of the
+    copy along its rows, and a number of bytes.
 
-    The bytes are the registers that a thread needs for each element of its rows (the reduced axes).
+    The rows are the reduced axes. The number is the bytes of registers that a thread needs for each
+    element of the rows that it holds.
     """
     given, _ = fusion.copy()
     rewrite(given, is_kept=True, has_threads=True)
@@ -374,10 +377,13 @@ def _once_per_column(view: RowView) -> list[TensorView]:
 
 
 def _groups(view: RowView) -> tuple[list[int], list[int], list[int]]:
-    """Returns the axis positions of the outer columns, of the innermost columns, and of the rows.
+    """Returns three lists of axis positions: of the outer columns, of the inner columns, and of the
+    rows.
 
-    The rows are the reduced axes of the first reduction, the columns its other axes. Its broadcast
-    axes join the outermost columns, because a reader of the result may lack these axes.
+    Rows are the axes that the first reduction reduces, and columns its other axes. The inner
+    columns are the innermost group of columns that is contiguous in every tensor. All other columns
+    are outer columns. Broadcast axes are in front of the first group of columns, so that the
+    innermost axis, along which vectors run, is no broadcast.
     """
     rank = len(view.reference.domain.logical)
     broadcast = [p for p in range(rank) if p not in view.space.concrete]

@@ -43,7 +43,7 @@ class PlainParams:
         """Returns whether a compiled kernel with the parameters `other` can replace one with
         `self`.
 
-        This is so only if they are equal.
+        Returns True only if `other` equals `self`.
         """
         return self == other
 
@@ -54,7 +54,8 @@ class PlainParams:
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the plain scheduler, the fallback, rejects the fusion, or None.
+    """Returns the reason why the plain scheduler, the fallback, rejects the fusion; None if the
+    fusion is accepted.
 
     The scheduler accepts one op whose operands are computed by pointwise ops only. The pointwise
     ops are computed again for each element that the op reads.
@@ -76,7 +77,7 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def generic(device: DeviceInfo) -> PlainParams:
-    """Returns the parameters for all inputs of a device; this scheduler has no others."""
+    """Returns the parameters of the plain scheduler, which are equal for all inputs of a device."""
     return PlainParams() if device.kind == "cpu" else PlainParams(THREADS)
 
 

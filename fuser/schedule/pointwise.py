@@ -158,9 +158,10 @@ def generic(device: DeviceInfo) -> PointwiseParams:
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the fusion is not pointwise, or None if it is.
+    """Returns the reason why the pointwise scheduler rejects the fusion; None if the fusion is
+    accepted.
 
-    A pointwise fusion has no reductions or library ops, and all its outputs have the same axes.
+    An accepted fusion has no reductions or library ops, and all its outputs have the same axes.
     """
     for op in fusion.exprs:
         if isinstance(op, NOT_POINTWISE):
@@ -170,9 +171,10 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns the reason why every scheduler except `plain` rejects the fusion, or None.
+    """Returns the reason why every scheduler except `plain` must reject the fusion; None if there
+    is no such reason.
 
-    For example, an input is also an output, or two axes of one tensor must have the same index.
+    For example, an input is also an output, or two axes of one tensor would have to be one loop.
     `graph` relates the axes of all tensors.
     """
     if not fusion.exprs or not fusion.outputs:
@@ -189,9 +191,10 @@ def common_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def table_rejection(fusion: Fusion) -> str | None:
-    """Returns the reason why no kernel can run the lookups of the fusion, or None if one can.
+    """Returns the reason why the fusion must be rejected, if the kernel itself would compute the
+    table of a lookup; None if all tables are inputs.
 
-    Any thread may read any part of a lookup's table, so a table must be complete in memory before
+    Any thread may read any part of a lookup's table, so the table must be complete in memory before
     the kernel starts.
     """
     for op in fusion.exprs:
@@ -201,10 +204,12 @@ def table_rejection(fusion: Fusion) -> str | None:
 
 
 def _shift_rejection(fusion: Fusion) -> str | None:
-    """Returns the reason why a reduction's result is read at shifted indices, or None if none is.
+    """Returns the reason why the fusion must be rejected, if the result of a reduction is read at
+    shifted indices; None if no result is.
 
-    The reader would need the result of another thread, which would have to be in memory. An example
-    is a slice that leaves one element, which all threads read.
+    An example is a slice that leaves one element, which all threads read. A shifted read may need
+    the result of another thread, but results of reductions are in registers, which other threads
+    cannot read.
     """
     reduced = [out for op in fusion.exprs if isinstance(op, REDUCING) for out in op.outputs]
     resized = tensors_above_resize(fusion) if reduced else frozenset[TensorView]()
@@ -217,10 +222,12 @@ def _shift_rejection(fusion: Fusion) -> str | None:
 
 
 def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns the reason why an output cannot overwrite an input, or None if it can.
+    """Returns the reason why the fusion must be rejected, if an output cannot overwrite an input;
+    None if every such output can.
 
-    Each element of the output must depend only on the same element of that input. Other threads
-    would read other elements before or after the write.
+    An output can overwrite an input if each element of the output depends only on the same element
+    of that input. Otherwise one thread may read an element before or after another thread
+    overwrites this element.
     """
     resized = tensors_above_resize(fusion) if fusion.aliases else frozenset()
     tables = {op.table for op in fusion.exprs if isinstance(op, LookupOp)}
@@ -236,9 +243,11 @@ def _alias_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
 
 
 def _output_rejection(fusion: Fusion, graph: AxisGraph) -> str | None:
-    """Returns the reason why one kernel cannot compute all outputs, or None if it can.
+    """Returns the reason why the fusion must be rejected, if the outputs do not all have the same
+    axes; None if they do.
 
-    All outputs must have the same axes, in any order. Broadcast axes are ignored.
+    One kernel computes all outputs in the same loops. The order of the axes does not matter, and
+    broadcast axes are ignored.
     """
     reference = reference_output(fusion)
     wanted = sorted(graph.find(a) for a in reference.domain.logical if not a.is_broadcast)
@@ -319,10 +328,10 @@ def chooser(fusion: Fusion, device: DeviceInfo) -> Callable[[Facts], PointwisePa
 
 
 def _looks_along(space: Space, inner: int) -> bool:
-    """Returns whether a lookup reads elements of a table's row at indices that vary along axis
-    `inner`.
+    """Returns whether a lookup's table is indexed along the axis `inner`, so that neighbouring
+    elements of the result come from one row of the table.
 
-    `along` kernels are for such lookups: neighbouring threads then read the same row of the table.
+    The scheduler then uses an `along` kernel, in which neighbouring threads read the same row.
     """
     return any(a.table_order and inner not in a.table_order for a in space.accesses)
 
@@ -345,10 +354,11 @@ def _along_params(chunks: int, rows: int, vector: int, device: DeviceInfo) -> Po
 
 
 def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> bool:
-    """Returns whether BIDx numbers the CUDA blocks along the innermost axes, and BIDy the others.
+    """Returns whether BIDx numbers the CUDA blocks along the innermost axes, and BIDy those along
+    the other axes.
 
-    The result is False only if the blocks of the outer axes exceed the maximum along y, and those
-    of the innermost axes do not. If both exceed the maximum, the grid is folded
+    The result is False only if the blocks along the other axes exceed the device's maximum along y,
+    and those along the innermost axes do not. If both exceed the maximum, the grid is folded
     (`fuser/lower/passes/launch_grid.py`).
     """
     most = device.max_grid[1]
@@ -356,10 +366,11 @@ def _is_inner_on_x(blocks_outer: int, blocks_inner: int, device: DeviceInfo) -> 
 
 
 def _full_if_flat(space: Space) -> tuple[Access, ...]:
-    """Returns the tensors with all axes if their vectors may cross the ends of rows.
+    """Returns the tensors that have all axes, if the vectors of these tensors may cross the ends of
+    rows.
 
-    Returns an empty tuple if these tensors are not dense in one order, or if another tensor is read
-    at shifted indices.
+    Returns an empty tuple if these tensors are not all without gaps and in one memory order, or if
+    another tensor is read at shifted indices.
     """
     full = tuple(a for a in space.accesses if space.is_full(a))
     is_flat = space.are_dense(full) and all(a.order is not None for a in space.accesses)
@@ -367,10 +378,11 @@ def _full_if_flat(space: Space) -> tuple[Access, ...]:
 
 
 def _flat_most(space: Space, inner: int) -> int:
-    """Returns the largest vector width at which vectors may cross the ends of rows.
+    """Returns the largest number of elements of a vector, for a kernel whose vectors cross the ends
+    of rows.
 
-    Operands that all rows share limit the width (`MAX_SHARED`), because such kernels read them
-    element by element.
+    Such a kernel reads operands that all rows share, such as a bias, element by element. These
+    operands limit the number (`MAX_SHARED`).
     """
     full = sum(a.nbytes for a in space.accesses if space.is_full(a))
     along = (a for a in space.accesses if not space.is_full(a) and inner in (a.order or ()))
@@ -405,10 +417,10 @@ def _narrower(vector: int, elements: int, device: DeviceInfo) -> int:
 
 
 def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
-    """Returns the bytes of one element, added up over all inputs that have all axes.
+    """Returns the bytes of one element, added up over all inputs that have all axes; with
+    `outputs`, over all such outputs.
 
-    With `outputs`, returns the same for the outputs. From this sum follows how much a thread loads
-    in advance.
+    The schedulers use this sum to choose how many vectors a thread loads before it computes.
     """
     rank = len(space.concrete)
     chosen = (a for a in space.accesses if a.is_output == outputs)
@@ -416,10 +428,11 @@ def loaded_bytes(space: Space, *, outputs: bool = False) -> int:
 
 
 def equal_pieces(fusion: Fusion, axis: IterDomain) -> tuple[int, int]:
-    """Returns the number and the length of the pieces of all concatenations along `axis`.
+    """Returns the number and the length of the pieces, if all concatenations along `axis` consist
+    of equal pieces.
 
-    If the pieces are equal, a thread can process one vector of each piece. Returns (1, 0) if the
-    lengths differ or are not constant. The same holds if there are no concatenations, or more than
+    A thread can then process one vector of each piece. Returns (1, 0) in all other cases: the
+    lengths differ or are not constant, there are no concatenations, or there are more than
     `MAX_UNROLL` pieces.
     """
     joined = [op for op in fusion.exprs if isinstance(op, CatOp)]
@@ -565,8 +578,8 @@ def _apply_threads(
 def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
     """Returns whether a tensor has all axes of the kernel, or exactly the axes in `inner_run`.
 
-    The kernel loads such a tensor into registers in advance. `rank` is the number of the kernel's
-    axes, and `inner_run` has the innermost axes, which are contiguous in every tensor.
+    The kernel loads such a tensor into registers before it computes. `rank` is the number of the
+    kernel's axes, and `inner_run` has the innermost axes, which are contiguous in every tensor.
     """
     axes = frozenset(access.order or ())
     return len(axes) == rank or axes == inner_run
@@ -575,10 +588,10 @@ def _covers(access: Access, inner_run: frozenset[int], rank: int) -> bool:
 def _shared(tv: TensorView, reference: TensorView, outside: set[int]) -> int:
     """Returns how many of the outermost loops of `tv` are also loops of the reference tensor.
 
-    The reference tensor is the one whose loops all others copy. `tv` is a copy of an input, which
-    is loaded inside that many loops. Only the loops up to and including the unswitched loop are
-    counted, whose body exists with and without bounds checks. `outside` has the numbers (ids) of
-    these loop axes.
+    `tv` is a copy of an input, which is loaded inside these loops. The reference tensor is the one
+    whose loops all others copy. `outside` has the numbers (ids) of the reference tensor's loop axes
+    that may be shared: all up to and including the unswitched loop, whose body exists with and
+    without bounds checks.
     """
     wanted = [a.ptype for a in reference.domain.loop if a.number in outside]
     count = 0

@@ -72,7 +72,8 @@ CPU_COLUMNS = 256
 
 # ------------------------------------------------------------------ acceptance
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why the reduction scheduler rejects the fusion, or None.
+    """Returns the reason why the reduction scheduler rejects the fusion; None if the fusion is
+    accepted.
 
     The scheduler accepts independent reductions over the same axes, with pointwise ops before and
     after the reductions.
@@ -106,12 +107,15 @@ def accepts(fusion: Fusion) -> str | None:
 def _tail_rejection(
     fusion: Fusion, graph: AxisGraph, reference: TensorView, below: set[TensorView]
 ) -> str | None:
-    """Returns the reason why some tensor cannot have the loops of the reductions, or None if all
-    can.
+    """Returns the reason why the fusion must be rejected, if some tensor cannot have the loops of
+    the reductions; None if all tensors can.
 
     `reference` is the result of the first reduction, and `below` are the tensors that depend on a
-    reduction. A tensor in `below` may have only axes of `reference` that are not reduced. An output
-    must have all of these axes.
+    reduction. A fusion is accepted under two conditions:
+
+    - A tensor in `below` has only axes of `reference` that are not reduced. If it is an output, it
+      has all of them.
+    - Any other output has all axes of `reference`.
     """
     if any(a.is_broadcast and a.expanded is not None for a in reference.domain.no_reductions):
         return f"the result of {reference} has an expanded axis, which its operands may iterate"
@@ -137,10 +141,11 @@ def _tail_rejection(
 
 
 def joined_spaces(fusion: Fusion, graph: AxisGraph | None = None) -> list[tuple[int, int]]:
-    """Returns pairs of axes of independent reductions that one kernel can iterate together.
+    """Returns pairs of axes of different reductions that one kernel can iterate together, although
+    no tensor relates the two axes.
 
-    No tensor relates the two axes of a pair. The reductions can share loops because their extents
-    are equal, position by position.
+    The first axis of a pair is an axis of the first reduction. The second is the axis at the same
+    position of another reduction, all of whose axes have the same extents as those of the first.
     """
     reference, *others = (op.out_tensor.domain.logical for op in _reductions(fusion))
     if not others:
@@ -266,9 +271,10 @@ def _is_loaded(space: Space, access: Access) -> bool:
 def _shiftable(space: Space, runs: _Runs) -> tuple[Access, ...]:
     """Returns the inputs and outputs that could be accessed in vectors if rows were shifted.
 
-    Rows whose length is no multiple of a vector are read from the aligned address before them. The
-    result has inputs that are loaded in front of their uses, and outputs that are stored in
-    vectors. Returns an empty tuple if not all of them are dense rows of one order.
+    Rows whose length is no multiple of a vector are then read from the aligned address in front of
+    each row. The result has two kinds of tensors: inputs that are loaded in front of their uses,
+    and outputs that are stored in vectors. Returns an empty tuple if some of these tensors have
+    gaps in memory or another memory order, or if the reduced axes are not innermost.
     """
     stored = {a.tv for a in space.vector_candidates(runs.innermost) if a.is_output}
     found = tuple(a for a in space.accesses if a.tv in stored or _is_loaded(space, a))
@@ -430,10 +436,11 @@ def _split_reduction(
     """Splits a reduced axis into [(BIDy,) S, US, tile.., (vector)]: blocks, loops, threads and a
     vector.
 
-    BIDy are CUDA blocks, S is a serial loop, US an unswitched loop (with and without bounds
-    checks). `tile` has the factors and types of the tile from outer to inner, `grid` the number of
-    CUDA blocks. With `is_outer`, the blocks take turns along the axis, so that they read nearby
-    rows at the same time. Returns the parallel types of the new axes, from outer to inner.
+    BIDy are CUDA blocks, S is a serial loop, US an unswitched loop (its body exists with and
+    without bounds checks). `tile` has the factors and parallel types of a tile from outer to inner.
+    `grid` is the number of CUDA blocks that share the reduction. With `is_outer`, neighbouring
+    parts of the axis belong to different blocks, so that the blocks read nearby rows at the same
+    time. Returns the parallel types of the new axes, from outer to inner.
     """
     if vector > 1:
         tv.split(axis, vector)
@@ -622,9 +629,9 @@ class ReductionParams:
         """Returns whether a compiled kernel with the parameters `other` can replace one with
         `self`.
 
-        If so, no kernel is compiled with `self` for small inputs, because both take about the same
-        time. The numbers of threads and of CUDA blocks per reduction must be equal, because they
-        make a factor of two for inputs of 25 MB.
+        If so, no kernel is compiled with `self` for small inputs, because both kernels take about
+        the same time. Returns False if the numbers of threads, or of CUDA blocks per reduction,
+        differ, because such kernels differ by a factor of two in time for inputs of 25 MB.
         """
         mine, others = (replace(p, unroll=0, unroll_outer=False, columns=0) for p in (self, other))
         return mine == others
@@ -689,11 +696,11 @@ def inner_params(
 
 def _fuller(chunks: int, tile: int, *, is_heavy: bool) -> int:
     """Returns a number of threads with which clearly fewer threads are idle than with the usual
-    number.
+    number; 0 if there is no such number.
 
-    The threads process a row of `chunks` vectors; usually they process `tile` vectors at a time,
-    and some are idle at the end. With `is_heavy`, the maximum is halved, because variances of wide
-    vectors take many registers. Returns 0 if no number of threads is clearly better.
+    The threads process a row of `chunks` vectors. Usually they process `tile` vectors at a time,
+    and some threads are idle in the last step. With `is_heavy`, the maximum number of threads is
+    halved, because variances of wide vectors take many registers.
     """
 
     def covered(x: int) -> int:
@@ -744,9 +751,9 @@ def outer_params(
 def _alone(chosen: ReductionParams, x: int, rows: int, nbytes: int) -> ReductionParams:
     """Returns a copy of `chosen` in which one CUDA block sums each narrow group of columns alone.
 
-    The parameters `chosen` let several blocks share a sum. The columns have few bytes, so an
-    exchange between several blocks would take longer. A block has `x` threads along the columns,
-    and reads `nbytes` in all `rows`.
+    With `chosen`, several blocks share each sum. Such columns have few bytes, so an exchange
+    between blocks would take longer than the sum in one block. A block has `x` threads along the
+    columns, and reads `nbytes` bytes in all `rows` together.
     """
     wanted = max(power_of_two_at_least(-(-nbytes // BYTES_OUTER)), THREADS_OUTER)
     y = min(min(wanted, THREADS_ALONE) // x, power_of_two_at_least(rows))
@@ -774,9 +781,9 @@ def short_params(
 def _grid(threads: int, steps: int, wanted: int, device: DeviceInfo) -> int:
     """Returns the number of CUDA blocks that share a reduction of `steps` serial iterations.
 
-    `threads` is the number of threads with one block per reduction. With the returned number, about
-    `wanted` threads exist, and none is idle. The number is a power of two or halfway between two,
-    and all blocks can run at the same time.
+    `threads` is the number of threads of the whole kernel if each reduction has one block. With the
+    returned number of blocks, about `wanted` threads exist, none is idle, and all blocks can run at
+    the same time. The number is a power of two, or halfway between two powers.
     """
     if threads * 2 > wanted:
         return 1

@@ -43,7 +43,8 @@ class Scheduler:
     - `generic` returns parameters that are valid for every input.
     - `rungs` returns the parameters to try one after another until a kernel can be generated, from
       the chosen parameters to the generic ones.
-    - `suits` returns whether, for some sizes, one kernel is at least as fast as several.
+    - `suits` returns whether, for the given sizes, one kernel is at least as fast as several
+      kernels that do the same work.
     - `in_clusters`: whether the kernel needs a GPU with clusters of CUDA blocks.
     """
 
@@ -211,7 +212,8 @@ def rejections(fusion: Fusion) -> dict[str, str]:
 
 
 def scheduler(name: str) -> Scheduler:
-    """Returns the scheduler with this name; `user` leaves the user's own schedule unchanged.
+    """Returns the scheduler with this name. The scheduler with the name `user` leaves the schedule
+    that the user has written unchanged.
 
     Raises:
         UnsupportedError: no scheduler has this name.

@@ -41,21 +41,24 @@ def levels_of(fusion: Fusion) -> dict[TensorView, int]:
 
 
 def level_of_step(op: TensorOp, levels: dict[TensorView, int]) -> int:
-    """Returns the level in whose loop over a row an op runs.
+    """Returns the number of the loop over a row in which an op runs.
 
-    The level of a tensor is the number of reductions, one after another, that it depends on. Each
-    level has one loop over the row (the reduced axes). A reduction runs in the loop of the level
-    before that of its result.
+    A row is the reduced axes of a kernel. The kernel has one such loop for each level of tensors.
+    The level of a tensor is the number of reductions, one after another, that the tensor depends
+    on; `levels` has the levels. A reduction runs in the loop before that of its result's level, and
+    any other op in the loop of its result's level.
     """
     return levels[op.out_tensor] - isinstance(op, REDUCING)
 
 
 def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
-    """Returns, for each tensor, in which loops over a row it is read.
+    """Returns, for each tensor, the numbers of the loops over a row in which the kernel reads the
+    tensor.
 
-    A row is the reduced axes. The loops are numbered by the reductions, one after another, that are
-    complete before them (levels). In each loop, reductions and outputs are computed. A tensor is
-    read in a loop if one of these is computed from it without another reduction between.
+    A row is the reduced axes. A loop has the number of reductions, one after another, that are
+    complete before the loop begins. In each loop, some reductions and outputs are computed. The
+    loop reads a tensor if such a reduction or output is computed from the tensor, directly or
+    through ops that are no reductions.
     """
     levels, found = levels_of(fusion), dict[TensorView, set[int]]()
     for op in reversed(fusion.used_exprs()):
@@ -75,9 +78,9 @@ def steps_that_read(fusion: Fusion) -> dict[TensorView, set[int]]:
 class KeptValue:
     """A value that registers hold over a whole row, and the first and last time of its use.
 
-    A row is the reduced axes of a kernel, taken as one. Time is counted by reductions that depend
-    on one another: values that need n complete reductions are computed at time 2n, and the next
-    reduction runs at time 2n + 1. Inputs are loaded at time -1.
+    A row is the reduced axes of a kernel, taken as one axis. Inputs are loaded at time -1. After n
+    reductions, each of which depends on the one before, values are computed at time 2n, and the
+    next reduction runs at time 2n + 1.
     """
 
     tv: TensorView
@@ -163,12 +166,13 @@ def most_bytes(kept: Iterable[KeptValue], vector: int) -> int:
 
 # ------------------------------------------------------------------ rewrites
 def separate_levels(fusion: Fusion, shared: frozenset[TensorView]) -> dict[TensorView, int]:
-    """Duplicates ops whose results are needed before and after a reduction, so that both can load
-    early.
+    """Duplicates ops whose results are needed before and after a reduction, so that operands can be
+    loaded early both times.
 
-    The level of a tensor is the number of reductions, one after another, that it depends on. Each
-    level then has its own copy of an op, and loads the operands in advance. Ops with results in
-    `shared` are not duplicated. Returns the level that each tensor is computed for.
+    The level of a tensor is the number of reductions, one after another, that the tensor depends
+    on. Afterwards, each level has its own copy of such an op, and loads the operands before it
+    computes. Ops with results in `shared` are not duplicated. Returns, for each tensor, the level
+    in which the tensor is needed.
 
         c = f(x); m = max(c); d = sub(c, m)   ->   c = f(x); m = max(c); e = f(x); d = sub(e, m)
     """

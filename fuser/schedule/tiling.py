@@ -102,8 +102,11 @@ def parallelize(tv: TensorView, types: Sequence[ParallelType]) -> None:
 
 
 def loops_error(tv: TensorView, reference: TensorView) -> AssertionError:
-    """Returns the error for a tensor that a schedule cannot compute in the loops of its reference
-    tensor, although the scheduler has accepted the fusion."""
+    """Returns the error for a tensor that cannot have the loops of the reference tensor
+    `reference`.
+
+    It is an internal error, because the scheduler must not accept a fusion with such a tensor.
+    """
     return AssertionError(
         f"internal error: the automatic schedule splits the axes of {reference} into loops, but "
         f"{tv} has no axes for these loops. Please report this definition, and use "
@@ -147,10 +150,11 @@ class Loops:
         return True
 
     def repeat_along(self, tv: TensorView, axes: frozenset[int]) -> None:
-        """Copies some loops of the reference tensor, the model for all others, to the tensor `tv`.
+        """Copies the loops over some axes of the reference tensor (the tensor whose loops all
+        others copy) to the tensor `tv`.
 
-        The loops are those over the reference tensor's logical axes `axes` (ids). The other axes of
-        `tv` become loops inside of these.
+        `axes` are the numbers (ids) of these logical axes. The other axes of `tv` become loops
+        inside of the copied loops.
         """
         self._replay.apply(tv, _only(self._matcher.matches(tv.domain), axes))
 

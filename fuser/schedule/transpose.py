@@ -52,9 +52,11 @@ PT = ParallelType
 
 
 def accepts(fusion: Fusion) -> str | None:
-    """Returns the reason why no tile in shared memory helps the fusion, or None if one may help.
+    """Returns the reason why the transpose scheduler rejects the fusion; None if the fusion is
+    accepted.
 
-    A tile helps a fusion whose inputs and outputs have two different innermost axes in memory.
+    The scheduler accepts a pointwise fusion whose inputs and outputs have two different innermost
+    axes in memory, so that a tile in shared memory may help.
     """
     if not may_have_two_orders(fusion):
         return "all inputs and outputs have one memory order"
@@ -66,12 +68,12 @@ def accepts(fusion: Fusion) -> str | None:
 
 
 def stays_coalesced(parts: Sequence[Fusion], union: Fusion) -> bool:
-    """Returns whether a merged kernel still accesses every tensor along the tensor's innermost
-    axis.
+    """Returns whether one merged kernel accesses its tensors along their innermost axes in memory,
+    at least as well as several kernels.
 
     `union` is a pointwise fusion that does the work of all `parts`. A tile in shared memory
-    supports two different innermost axes. `union` must therefore have at most two, or no more than
-    some fusion in `parts`.
+    supports two different innermost axes. Returns True if `union` has at most two, or not more than
+    some fusion in `parts` has alone.
     """
     most = _innermost_axes(union)
     return most <= 2 or most <= max(map(_innermost_axes, parts))
@@ -190,12 +192,12 @@ class _Tiled:
 
     # ------------------------------------------------------------ loops
     def _give_loops(self, tensors: Sequence[TensorView], *, is_staged: bool) -> Loops:
-        """Builds the loops of the first tensor, copies them to the others, and sets the layouts of
-        tiles.
+        """Builds the loops of the first of `tensors`, copies them to the others, and returns them.
+        Also sets the layout of each tile.
 
-        A tile is the part of a tensor that a CUDA block holds in shared memory. `is_staged`:
-        whether threads run along the innermost axis of the staged tensors, which pass through
-        tiles. Returns the loops.
+        A tile is the part of a tensor that a CUDA block holds in shared memory. With `is_staged`,
+        threads run along the innermost axis of the staged tensors, which pass through tiles.
+        Otherwise threads run along the innermost axis of the other (direct) tensors.
         """
         first, params = tensors[0], self.params
         inner, other = self._shape(first, is_staged=is_staged)
@@ -221,9 +223,9 @@ class _Tiled:
         vector.
 
         A CUDA block processes a tile of two axes: the innermost axis of the direct tensors, and
-        that of the staged ones, which pass through shared memory. Returns the numbers (ids) of the
-        tile's axes along each, in this order. Each list has the axis over vectors, and if vectors
-        have several elements, the axis over the elements of a vector.
+        that of the staged tensors, which pass through shared memory. Returns two lists of numbers
+        (ids) of loop axes, one for each axis of the tile, in this order. A list has the axis over
+        vectors and, if vectors have several elements, the axis over the elements of a vector.
         """
         params = self.params
         outer, other, inner = self._groups(tv)
@@ -274,8 +276,8 @@ def _cut(tv: TensorView, at: int, edge: int, width: int) -> list[int]:
     """Splits a loop axis into tiles of `edge` elements, and each tile into vectors of `width`
     elements.
 
-    Returns the numbers (ids) of the new axes: (blocks, vectors, elements of a vector). With `width`
-    1, the last is missing.
+    Returns the numbers (ids) of the new axes: (blocks, vectors, elements of a vector). If `width`
+    is 1, the axis over the elements of a vector is not made.
     """
     if width > 1:
         tv.split(at, width)
@@ -556,11 +558,12 @@ class _Tiles:
     def _without_conflicts(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> TransposeParams | None:
-        """Returns the parameters of a tile with these vector widths, or with narrower ones.
+        """Returns the parameters of a tile with these vector widths, or with narrower vectors.
 
-        If the two widths differ and cause bank conflicts in shared memory, the wider one is halved.
-        Returns None if there is no tile of at least one vector. `extents` are the extents of the
-        axes, and `rows` the bytes of a tile along both edges.
+        If the two widths differ and cause bank conflicts in shared memory, the larger width is
+        halved until there are none. Returns None if there is no tile that holds at least one
+        vector. `vectors` has the widths, `extents` the extents of the tile's two axes, and `rows`
+        the wanted bytes of the tile along each.
         """
         while True:
             edges = self._edges(vectors, extents, rows)
@@ -578,11 +581,13 @@ class _Tiles:
     def _edges(
         self, vectors: list[int], extents: tuple[int, int], rows: tuple[int, int]
     ) -> list[int] | None:
-        """Returns the numbers of elements of the tile along both axes.
+        """Returns the numbers of elements of the tile along its two axes, or None if there is no
+        useful tile.
 
-        `rows` are the wanted bytes along both edges. If one axis is too short, the tile is extended
-        along the other. Returns None if shared memory has no room for a tile that is worth its
-        barrier.
+        `vectors` has the elements of a vector, `extents` the extents, and `rows` the wanted bytes,
+        along each axis. If one axis is too short, the tile is longer along the other axis. A tile
+        is not useful if shared memory has room only for so few elements that the wait at a barrier
+        does not pay.
         """
         full = [
             max(min(row // n, WARP * v), v)
@@ -610,8 +615,9 @@ class _Tiles:
     def _wasted(self, other: int, between: int) -> int:
         """Returns the bytes per element that a kernel without a tile would read unnecessarily.
 
-        Such a kernel reads a sector (32 bytes) again for each of its elements, unless the sector is
-        still in the cache. `other` and `between` are extents of axes (see `TileAxes`).
+        Memory is read in sectors of 32 bytes. A kernel without a tile reads a sector again for each
+        element of the sector, unless the sector is still in the cache. `other` and `between` are
+        extents of axes (see `TileAxes`).
         """
         wasted = 0
         for access in self._staged:

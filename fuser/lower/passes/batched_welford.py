@@ -74,8 +74,8 @@ def _uneven(body: Body, conds: tuple[Scalar, ...]) -> set[str]:
     """Returns the names of the accumulator arrays whose elements may hold different numbers of
     values.
 
-    `conds` are the conditions around `body`. The numbers may differ if a condition of an update
-    depends on the index of the accumulator in its array.
+    `conds` are the conditions around `body`. The numbers may differ if a value is added only under
+    a condition that depends on the index of the accumulator in its array.
     """
     found: set[str] = set()
     for s in body.statements:
@@ -115,11 +115,11 @@ def _perfect_nest(top: For) -> tuple[list[For], list[Scalar], list[Statement]]:
 
 
 def _batch(top: For, uneven: set[str]) -> list[Statement] | None:
-    """Returns the statements that replace a nest of unrolled loops around updates of Welford
-    accumulators (for mean and variance). The new statements add all values of the nest at once.
+    """Returns the statements that replace a nest of unrolled loops, if the nest updates Welford
+    accumulators (for mean and variance); None for any other nest.
 
-    Returns None for any other nest. `uneven` has the accumulator arrays whose elements may hold
-    different numbers of values.
+    The new statements add all values of the nest at once. `top` is the outermost loop. `uneven` has
+    the accumulator arrays whose elements may hold different numbers of values.
     """
     loops, conds, inside = _perfect_nest(top)
     if not any(map(_is_update, inside)) or not all(

@@ -97,8 +97,11 @@ class _Sum:
 
     @property
     def depth(self) -> int:
-        """The number of loops and conditions of `path` around the body of the last loop
-        over terms.
+        """The number of loops and conditions that enclose the statements in the body of the last
+        loop in `loops`, which are loops over the terms of the sum.
+
+        Statements in this body, such as those that add a block of terms to the double-precision
+        accumulator, are already inside the first `depth` elements of `path`.
         """
         return 1 + next(k for k, s in enumerate(self.path) if s is self.loops[-1])
 
@@ -160,8 +163,9 @@ class _Sum:
     def nest(self, statements: list[Statement], *, depth: int = 0) -> list[Statement]:
         """Returns `statements` inside the loops over the elements of the accumulator.
 
-        The loops and conditions are those of `path` from position `depth` on. Loops over terms are
-        left out, and so are the conditions that contain their indices.
+        The loops and conditions are those of `path` (all around the update of the accumulator) from
+        position `depth` on. Loops over terms are left out, and so are the conditions that contain
+        indices of loops over terms.
         """
         own = sc.symbols(self.target.index) if isinstance(self.target, Element) else ()
         reduced = {s.symbol for s in self.path if isinstance(s, For) and s.symbol not in own}
@@ -191,10 +195,11 @@ def _find(top: Statement, declared: Mapping[str, Declare]) -> Iterator[_Sum]:
 
 
 def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]]:
-    """Yields the updates of sums inside a statement, each with the loops and conditions around it,
-    outer first.
+    """Yields the updates of sums inside a statement, each with the loops and conditions around the
+    update, outer first.
 
-    An `If` is left out if the update is in its else branch, because the condition is then false.
+    If an update is in the else branch of an `If`, this `If` is left out, because its condition is
+    false there.
     """
     match statement:
         case Accumulate():
@@ -212,10 +217,11 @@ def _updates(statement: Statement) -> Iterator[tuple[Accumulate, list[For | If]]
 
 
 def _counted(update: Accumulate, path: Sequence[For | If]) -> tuple[list[For], int]:
-    """Returns the loops over terms which the sum's blocks of terms divide, and the number of
-    iterations of the innermost of these loops in one block.
+    """Returns the loops over the terms of a sum that are computed in blocks of terms, and the
+    number of iterations of the innermost of these loops in one block.
 
-    Inner loops that are short and constant fit in one block. They stay whole, and are left out.
+    `path` has the loops and conditions around `update`. Short loops of constant extent inside of
+    these loops fit in one block, so they stay whole and are left out.
     """
     own = sc.symbols(update.target.index) if isinstance(update.target, Element) else ()
     loops = [s for s in path if isinstance(s, For) and s.symbol not in own]
@@ -236,8 +242,8 @@ def _size(update: Accumulate, *, is_nested: bool) -> int:
 
 
 def _can_cut(loop: For) -> bool:
-    """Whether a loop can be split into blocks of iterations. This is impossible if its index
-    addresses an element of an accumulator array.
+    """Whether a loop can be split into blocks of iterations. Returns False if the loop's index
+    addresses an element of an accumulator array, because each iteration then updates another sum.
     """
     return not any(
         isinstance(s, Accumulate)
@@ -417,8 +423,8 @@ def clamp(loop: For) -> Scalar:
     into a smaller number of iterations, in place.
 
     Returns the tests of the condition that do not depend on the loop. The caller must place these
-    tests around the loop. Nothing changes if a test cannot be expressed by the number of
-    iterations.
+    tests around the loop. If some test cannot be expressed by the number of iterations, the loop
+    stays unchanged.
     """
     only = loop.body.statements[0] if len(loop.body.statements) == 1 else None
     if not isinstance(only, If) or only.otherwise is not None or only.flags:

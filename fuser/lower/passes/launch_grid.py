@@ -61,10 +61,10 @@ def within_limits(kernel: LoweredKernel, device: DeviceInfo, *, folded: bool) ->
 
 
 def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions of a launch that the numbers of CUDA blocks are within the device's
+    """Returns the conditions that the numbers of CUDA blocks of a launch are within the device's
     limits.
 
-    If a number is constant and too large, the condition is constant and false.
+    If a number is constant and too large, its condition is the constant False.
     """
     found: list[Scalar] = []
     for k, (count, most) in enumerate(zip(kernel.grid, device.max_grid, strict=True)):
@@ -77,8 +77,8 @@ def _guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
 
 
 def _block_guards(kernel: LoweredKernel, device: DeviceInfo) -> list[Scalar]:
-    """Returns the conditions of a launch that a CUDA block has no more threads than the device
-    accepts.
+    """Returns the conditions that the numbers of threads of a CUDA block are within the device's
+    limits.
 
     Constant numbers of threads need no condition, because `_check_block` has checked them.
     """
@@ -173,11 +173,13 @@ def refusal(
 
 
 def _named(fusion: Fusion, types: Sequence[ParallelType], axis: str) -> str:
-    """Returns text for an error message about a launch axis: the tensor axis that is parallelised
-    along it, the tensor, and the user's line.
+    """Returns text for an error message about the number of blocks or threads along `axis`, which
+    is x, y or z.
 
-    `axis` is x, y or z, and `types` says whether it numbers blocks or threads. Returns "" if no
-    tensor axis is found.
+    The text names the tensor axis that is parallelised along `axis`, the tensor, and the line of
+    the user's program that created the tensor. `types` has the parallel types of blocks if the
+    error is about blocks, and those of threads if it is about threads. Returns "" if no tensor axis
+    is found.
     """
     ptype = next(t for t in types if t.name.endswith(axis))
     for op in reversed(fusion.used_exprs()):

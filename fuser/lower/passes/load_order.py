@@ -236,7 +236,7 @@ def alternate_directions(body: Body) -> None:
 
 
 def _is_free(loop: For) -> bool:
-    """Whether the iterations of a loop may run in any order. They may not if threads wait for one
+    """Whether the iterations of a loop may run in any order. Returns False if threads wait for one
     another inside the loop.
     """
     return not any(isinstance(s, _BARRIERS) for s in walk(loop.body))

@@ -39,13 +39,16 @@ _EFFECTS = (Store, VectorStore, Accumulate, AccumulateBlock, ThreadReduce, Sync,
 
 # ------------------------------------------------------------------ unswitch
 def expand_unswitch(body: Body) -> Body:
-    """Returns a copy of the body in which two versions replace every `Unswitch` statement: without
-    and with bounds checks.
+    """Returns a copy of the body in which two versions replace every `Unswitch` statement: one
+    without and one with bounds checks.
 
     The version without checks runs if all checks would succeed in all iterations, and otherwise the
-    other version runs. If the statement contains a barrier, only the version with checks is used,
-    because threads would wait in different places. If a failing check means that no iteration has
-    work, only the version without checks is used.
+    version with checks. There are two exceptions:
+
+    - If the statement contains a barrier, only the version with checks is used, because threads
+      would wait in different places.
+    - If no iteration has work when a check fails, only the version without checks is used, and
+      nothing runs otherwise.
     """
     out: list[Statement] = []
     for statement in body.statements:
@@ -74,7 +77,7 @@ def _versions(statement: Unswitch) -> list[Statement]:
 
 def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
     """Whether `body` does nothing when one of `tests` fails: each statement that writes memory,
-    accumulates or waits runs only if all of them are true.
+    accumulates or waits runs only if all of `tests` are true.
     """
     for s in body.statements:
         if isinstance(s, If):
@@ -91,11 +94,11 @@ def _all_work_under(body: Body, tests: set[Scalar]) -> bool:
 
 
 def _whole_tests(body: Body) -> dict[Scalar, Scalar]:
-    """Returns, for each test of a bounds check in `body`, a test that implies it in all iterations
-    of the loops in `body`.
+    """Returns, for each test of a bounds check in `body`, a stricter test: if the stricter test is
+    true, the test is true in all iterations of the loops in `body`.
 
-    For `k * 128 + tx < n` in a loop over 4 iterations, this is `3 * 128 + tx < n`. Tests for which
-    no such test is found are left out.
+    For `k * 128 + tx < n` in a loop over 4 iterations, the stricter test is `3 * 128 + tx < n`.
+    Tests for which no stricter test is found are left out.
     """
     inner = {s.symbol: s.extent for s in walk(body) if isinstance(s, For)}
     tests: dict[Scalar, Scalar] = {}

@@ -111,11 +111,14 @@ def _definitions(body: Body, guard: Scalar) -> Iterator[tuple[Define, Scalar]]:
 
 
 def _is_run(load: GlobalLoad, guard: Scalar, loop: For) -> bool:
-    """Whether vector loads can replace the load of single elements in `loop`: the loop must load
-    consecutive elements that fill one or several vectors.
+    """Whether vector loads can replace the load of single elements in `loop`. Returns False in
+    three cases:
 
-    `guard` is the condition of the load. Each of its tests must change by the same amount from
-    iteration to iteration. The elements that are loaded are then consecutive, too.
+    - The number of iterations is not a constant power of two greater than 1, or one element fills a
+      vector.
+    - The iterations do not load consecutive elements.
+    - Some test in `guard`, the condition of the load, does not change by the same amount in each
+      iteration. Otherwise the elements for which `guard` holds are consecutive, too.
     """
     width, v = sc.int_value(loop.extent), loop.symbol
     nbytes = nbytes_of(load.dtype)
@@ -132,7 +135,7 @@ def _tests(guard: Scalar) -> list[Scalar]:
 
 
 def _step(test: Scalar, v: Symbol) -> int | None:
-    """Returns the change of (left side - right side) of a comparison when `v` grows by 1.
+    """Returns by how much (left side - right side) of a comparison changes when `v` grows by 1.
 
     Returns 0 for a test without `v`, and None if the change is not constant.
     """
@@ -151,8 +154,9 @@ def _is_uniform(test: Scalar, v: Symbol, width: int) -> bool:
     """Whether a test provably has the same outcome for all values of `v` from 0 to `width - 1`,
     that is, for all elements of a vector.
 
-    `test` compares two sides. The proof requires that their difference grows or shrinks by 1 per
-    iteration, and is a multiple of `width` at one end.
+    `test` compares two sides. The outcome is the same if their difference changes by 1 per
+    iteration and is a multiple of `width` at one end, because the outcome then changes only between
+    vectors.
     """
     step = _step(test, v)
     if not step:
@@ -228,8 +232,8 @@ class _Divisions:
     """Replaces index divisions in unrolled loops by one division per vector and a comparison per
     element. Rewritten scalars are cached.
 
-    A division is replaced only if its divisor is large enough. `least` maps products of sizes to
-    their lower bounds, which prove this.
+    A division is replaced only if its divisor is provably at least the number of iterations.
+    `least` maps products of sizes to their lower bounds, from which this is proved.
     """
 
     def __init__(self, least: Mapping[Scalar, int]) -> None:
