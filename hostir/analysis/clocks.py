@@ -59,7 +59,7 @@ class Clocks(StreamState[Hashable]):
 
     def unnamed(self, name: str) -> Hashable:
         """Returns the key for a stream whose name no `GetCurrentStream` op has introduced. Such a
-        name denotes a separate stream, and the key is the name itself.
+        name denotes a stream of its own, so the key is the name itself.
         """
         return name
 
@@ -150,8 +150,8 @@ class StreamOrder:
 
     def now(self) -> Clock:
         """Returns the vector clock of the current stream: how many ops of each stream have
-        certainly ended before its next op. It is a copy, which the caller can store as the
-        beginning of a `Lifetime`.
+        certainly ended before the next op of the current stream. The result is a copy, which the
+        caller can store as the beginning of a `Lifetime`.
         """
         return dict(self.clocks.now)
 
@@ -164,8 +164,9 @@ class StreamOrder:
         """Returns whether a buffer with this lifetime is in use only while the program runs, so
         that other runs on the caller's stream can use its memory before and after.
 
-        Must be called after the last op of the run. Returns True if the caller's stream orders the
-        allocation after the caller's earlier work, and the last use before the caller's later work.
+        The caller calls this method after the last op of the run, because the order of all work is
+        known only then. Returns True if the caller's stream orders the allocation after the
+        caller's earlier work, and the last use before the caller's later work.
         """
         stream, tick = lifetime.end
         return ENTRY in lifetime.begin and self.clocks.of[ENTRY].get(stream, 0) >= tick

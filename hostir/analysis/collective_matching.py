@@ -285,10 +285,10 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(TEAM, text, ((site, ""),)))
 
     def _enters(self, event: PostedCollective, here: Array) -> None:
-        """Matches a collective if all members of each team enter it in the same op and iteration.
-        `here` has True for the ranks that enter.
+        """Matches a collective if all members of each team enter the collective in the same op and
+        iteration. `here` has True for the ranks that enter.
 
-        Otherwise records the collective, so that it is matched after the walk, by following the
+        Otherwise records the collective, which is then matched after the walk, by following the
         ranks one by one.
         """
         self._begin()
@@ -330,9 +330,9 @@ class MatchingWalk(Walk[PerRank]):
         self._enters(event, here)
 
     def _open_view(self, op: SymmetricContiguousView, site: Site) -> None:
-        """Checks a `SymmetricContiguousView`, which makes one tensor out of the parts (shards) of a
-        tensor that several ranks store without copying. All ranks of the team must reach the op, so
-        it is matched like an allgather of the shards.
+        """Checks a `SymmetricContiguousView`. This op makes one tensor out of the parts (shards) of
+        a tensor that several ranks store, without copying them. All ranks of the team must reach
+        the op, so the op is matched like an allgather of the shards.
         """
         gather = self.gathers.get(op)
         if gather is None:
@@ -375,10 +375,10 @@ class MatchingWalk(Walk[PerRank]):
         return value
 
     def _check_defined(self, what: str, x: Scalar, here: Array, site: Site) -> None:
-        """Reports the ranks in `here` on which the scalar `x` divides by 0. Must be called directly
-        after `x` was evaluated, because only the latest evaluation is remembered.
+        """Reports the ranks in `here` on which the scalar `x` divides by 0.
 
-        `what` is the role of `x` in the report, such as "peer".
+        The caller has evaluated `x` directly before, because only the faults of the latest
+        evaluation are remembered. `what` is the role of `x` in the report, such as "peer".
         """
         undefined = self.values.undefined
         if undefined is not None and (wrong := undefined & here).any():
@@ -419,11 +419,12 @@ class MatchingWalk(Walk[PerRank]):
         return not wrong.any()
 
     def _check_cuts(self, movement: Movement, row: Collective, team: TeamOf, site: Site) -> None:
-        """Reports a gather or scatter among the ranks along a mesh dimension, such as `mesh_x`,
-        over which the tensor is not split.
+        """Reports a gather or scatter among the ranks along a mesh dimension, such as `mesh_x`, if
+        the tensor is not split over this mesh dimension.
 
-        Also reports a gather whose result is declared as still split over that mesh dimension.
-        `row` describes the type of collective: on which side each member has only a piece.
+        Also reports a gather if its result is declared as still split over this mesh dimension.
+        `row` describes the type of collective: whether each member has only a piece of the operand,
+        or of the result.
         """
         growth = row.growth
         if not growth:
@@ -494,11 +495,11 @@ class MatchingWalk(Walk[PerRank]):
             self._start(group)
 
     def _partners(self, scalar: Scalar, mask: Array, site: Site) -> Array:
-        """Returns, for each rank, the rank with which it exchanges data in a send or receive, as an
-        index in the list of ranks.
+        """Returns, for each rank, the partner with which the rank exchanges data in a send or
+        receive, as an index in the list of ranks.
 
-        `scalar` is the number of that rank, and `mask` selects the ranks that take part in the
-        transfer. A peer that is no rank of the program is reported and has the index -1.
+        `scalar` evaluates to the partner's number, and `mask` selects the ranks that take part in
+        the transfer. A partner that is no rank of the program is reported and has the index -1.
         """
         peer = self._value(scalar, "peer", mask, site)
         if not isinstance(peer, np.ndarray):
@@ -541,9 +542,10 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(group)
 
     def _begin(self) -> None:
-        """Prepares for the next communication. A single send, whose receive was expected in the
-        next op, has no partner there. It is recorded, so that it is matched after the walk, by
-        following the ranks one by one.
+        """Prepares for the next communication of the walk. If the communication before was a single
+        send, the walk has expected the matching receive in the op directly after the send. This
+        receive has not come, so the send is recorded, and matched after the walk by following the
+        ranks one by one.
         """
         sent, self.sent = self.sent, None
         if sent is not None:
@@ -551,8 +553,10 @@ class MatchingWalk(Walk[PerRank]):
             self.events.append(sent)
 
     def _meet(self, halves: Sequence[Half]) -> bool:
-        """Pairs each send in `halves` with its receive in `halves`, on all ranks, and checks each
-        pair. If any of them has no partner in `halves`, pairs nothing and returns False.
+        """Pairs each send in `halves` with its receive in `halves`, on all ranks, checks each pair,
+        and returns True. If a send or a receive has no partner in `halves`, pairs nothing and
+        returns False. Also returns False if an earlier communication could not be matched, because
+        the order of communications is then unknown.
         """
         pairs = None if self.is_uneven or self.is_lost else self._pairs(halves)
         for pair in pairs or ():
@@ -625,9 +629,9 @@ class MatchingWalk(Walk[PerRank]):
             self.note(Finding(MISPLACED, text, ((met.sites[0], note), *sites[1:])))
 
     def _permuted(self, met: PostedCollective, here: Array) -> None:
-        """Checks a permutation, `met`, in which each rank sends to one rank and receives from one.
-        Reports a rank that sends to a rank which receives from another rank, or which receives
-        another number of elements.
+        """Checks a permutation, `met`, in which each rank sends to one rank and receives from one
+        rank. If rank r sends to rank s, reports r if s receives from another rank than r, or if s
+        receives another number of elements than r sends.
         """
         teams, sites = met.teams, tuple((site, "") for site in met.sites)
         to, source = (np.broadcast_to(p, here.shape) for p in met.peers or ())

@@ -385,11 +385,11 @@ class _Follower:
                 self.judge.note(Finding(PARTNER, text, ((half.site, ""),)))
 
     def _apart(self, i: int) -> Iterator[tuple[bool, Finding]]:
-        """Yields a finding (fault) for each transfer of rank `i`, which waits for ever, whose peer
-        does not start the matching transfer.
+        """Yields findings (faults) about rank `i`, which waits for ever: one for each transfer of
+        the rank whose peer does not start the matching transfer.
 
         Each finding is paired with a flag. The flag is True if the peer starts enough matching
-        transfers elsewhere in its program. Then the ranks only disagree on the order.
+        transfers elsewhere in its program. Then the two ranks only disagree on the order.
         """
         wait = self.blocked[i]
         for k, half in wait.lonely if isinstance(wait, _Open) else ():

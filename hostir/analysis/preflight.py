@@ -136,9 +136,9 @@ def findings(
 
 
 def _once(found: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings without duplicates of one kind: an index that is out of range is found
-    by the check of a single rank, and again by the check of all ranks. Only the second report of
-    such an op is kept.
+    """Removes findings (faults) that were reported twice. If an op uses an index that is out of
+    range, the check of a single rank reports the op, and the check of all ranks reports the op
+    again. Only the report of the check of all ranks is kept.
     """
     found = list(found)
     known = {f.sites[0][0] for f in found if f.kind == OUT_OF_RANGE_ON_RANKS}

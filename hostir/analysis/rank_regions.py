@@ -54,8 +54,9 @@ class Extent(NamedTuple):
         return math.prod(n for n, _ in self.levels)
 
     def cut(self, start: PerRank, length: PerRank) -> Extent | None:
-        """Returns the indices number `start` to `start + length` (exclusive) of these indices, as a
-        new extent. Returns None if they cannot be described by a start and levels.
+        """Selects a part of these indices by position: from the index at position `start` to the
+        index at position `start + length` (exclusive). Returns the selected indices as a new
+        extent. Returns None if a start and levels cannot describe the selected indices.
         """
         (_, stride), *rest = self.levels
         if not rest:
@@ -186,8 +187,8 @@ class Region:
         return same
 
     def _filled(self) -> list[int]:
-        """Returns the axes along which some rank has more than one element, in memory order. Other
-        axes do not affect the order of the elements.
+        """Returns the axes along which some rank has more than one element, in memory order. All
+        other axes have no effect on the order of the elements in memory.
         """
         sizes = [e.size for e in self.extents]
         return [a for a in self.order if not isinstance(sizes[a], int) or sizes[a] > 1]
@@ -225,7 +226,8 @@ def joined(parts: Sequence[tuple[Array, Region | None]]) -> Region | None:
 
 def merged(parts: Sequence[tuple[Array, PerRank]]) -> PerRank:
     """Combines the values of ranks that enter one collective in different ops into one value over
-    all ranks: a number if they are equal, otherwise an array.
+    all ranks. The result is a number if the values of all ranks are equal, and otherwise an array
+    over ranks.
 
     `parts` pairs an array of bools over ranks with the value on these ranks.
     """
@@ -337,8 +339,9 @@ class Shapes:
         return self._shard_regions[tv]
 
     def step(self, tv: TensorView, index: Scalar) -> ShardRegion:
-        """Returns the elements of a tensor that one block has, on each rank. A loop computes the
-        tensor block by block, and its buffer holds only the block of the iteration `index`.
+        """Returns the elements of a tensor that its buffer holds in the loop iteration `index`, on
+        each rank. A loop computes the tensor in equal blocks, one per iteration, and the buffer
+        holds one block.
         """
         axis, chunks = stream_cut(tv)
         return self.shard_region(tv).part(Part(axis, index, chunks), self._values.of, _unchecked)
@@ -388,9 +391,8 @@ class Shapes:
         return Region(owners, whole, extents, order, shard.by_rank) if known else None
 
     def _frame(self, tv: TensorView, without: int | None) -> tuple[tuple[int, ...], ...]:
-        """Returns three properties of a tensor that do not depend on the part of it that is used:
-        the sizes of its axes in the whole tensor, the numbers of these axes, and their memory
-        order.
+        """Returns three facts about a tensor that all its slices share: the sizes of the tensor's
+        axes in the whole tensor, the numbers of these axes, and their memory order.
 
         Expanded axes and the axis number `without` are left out. The memory order has positions in
         the tuple of the remaining axes, outermost first.
@@ -444,7 +446,7 @@ class Shapes:
 
 
 def _unchecked(part: Part, index: PerRank, limit: PerRank) -> PerRank:
-    """Returns `index` without a check. It stands for a function that reports an index out of range,
-    where the index is always in range.
+    """Returns `index` unchanged. Stands in for the `check` function of `NamedRegion.part`, which
+    reports an index out of range, for callers whose index is always in range.
     """
     return index

@@ -216,9 +216,9 @@ class Unroller(MatchingWalk):
         receivers: Array,
         sites: tuple[Site, ...],
     ) -> None:
-        """Checks whether the receivers store elements at the positions that these had at the
-        senders. Does nothing in this class, because the predicted time does not depend on the
-        positions.
+        """Does nothing. The base class checks here whether the receivers store elements at the
+        positions that the elements had at the senders. The predicted time, for which this class
+        unrolls a program, does not depend on the positions.
         """
 
     def paired(self, a: Half, b: Half, senders: Array, receivers: Array) -> None:

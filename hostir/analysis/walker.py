@@ -311,7 +311,10 @@ class StreamState(Generic[N]):
         self.captured: dict[str, N] = {}
 
     def find(self, stream: Stream) -> N:
-        """Returns the stream to which an op refers by an index or by a name."""
+        """Returns the actual stream that `stream` means at this point of the program. An op names a
+        stream by an index or by a name, such as `S0`. The result is the value by which the subclass
+        represents a stream, for example its number.
+        """
         if stream.index is not None:
             return self._number(stream.index)
         if stream.name in self.captured:
@@ -320,14 +323,15 @@ class StreamState(Generic[N]):
 
     def unnamed(self, name: str) -> N:
         """Returns the stream for a name that no `GetCurrentStream` op has introduced. A subclass
-        must define this method.
+        defines this method, because each represents streams by other values.
         """
         raise NotImplementedError
 
     def merge(self, new: N, old: N) -> N:
-        """Returns the current stream after an op has changed it from `old` to `new`. By default,
-        the result is `new`. A subclass for all ranks returns `new` only on the ranks that run the
-        op."""
+        """Returns the current stream after an op has changed the current stream from `old` to
+        `new`. By default, the result is `new`. A subclass that follows all ranks at once returns
+        `new` for the ranks that run the op, and `old` for the other ranks.
+        """
         return new
 
     def enter(self, stream: Stream) -> None:
@@ -373,9 +377,11 @@ class StreamNumbers(StreamState[PerRank]):
     ) -> None:
         """Begins with the caller's stream as the current stream.
 
-        `number` evaluates the scalar index of a stream, such as `i % numberOfStreams`. `merge` is
-        None for one rank. For all ranks at once, pass `AllRanks.merge`, so that a change of stream
-        affects only the ranks that run the op.
+        - `number` evaluates the scalar index of a stream, such as `i % numberOfStreams`.
+        - `merge(new, old)` is called when an op changes the current stream, and returns the stream
+          after the op. If the walk follows all ranks at once, `merge` is `AllRanks.merge`: ranks
+          that run the op get `new`, and other ranks keep `old`. If the walk follows one rank,
+          `merge` is None, and the result is always `new`.
         """
         super().__init__(number, CALLER, CALLER)
         self._merge = merge
@@ -389,8 +395,9 @@ class StreamNumbers(StreamState[PerRank]):
         return self.uncaptured.setdefault(name, CALLER - 1 - len(self.uncaptured))
 
     def merge(self, new: PerRank, old: PerRank) -> PerRank:
-        """Returns the current stream after an op has changed it from `old` to `new`. For all ranks
-        at once, the ranks that do not run the op keep `old`."""
+        """Returns the current stream after an op has changed the current stream from `old` to
+        `new`. If the walk follows all ranks at once, ranks that do not run the op keep `old`.
+        """
         return new if self._merge is None else self._merge(new, old)
 
 

@@ -339,8 +339,9 @@ class _Bench:
         """Returns the host's time for one call of `call`, in seconds, measured in rounds of `times`
         calls.
 
-        The host may run ahead of the GPU, so it rarely waits for the GPU. The lower quartile of
-        single calls leaves out the calls that do wait.
+        A GPU works asynchronously, so most calls return before the GPU has done their work, and
+        only few calls wait for the GPU. The lower quartile of the single calls leaves out the calls
+        that wait.
         """
         for _ in range(10):
             call()

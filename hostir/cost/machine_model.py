@@ -64,7 +64,8 @@ class Machine:
     """The description of a machine. Fields that end in `_s` are seconds, and fields that end in
     `_bandwidth` are bytes per second.
 
-    - `device`: "GPU", or "CPU": a rank is one thread, which computes and communicates in turns.
+    - `device`: "GPU" or "CPU". On a CPU, a rank is one thread, which computes and communicates in
+      turns.
     - `matmul`: points (operations, operations per second) for float16, if every multiprocessor
       computes a tile of the result. On a GPU, the operations are those of all matmuls of a call,
       because the clock depends on how long the GPU is busy. On a CPU, they are those of one matmul.

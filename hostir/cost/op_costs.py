@@ -76,8 +76,10 @@ def _moves(nbytes: int, machine: Machine) -> Cost:
 
 def _grouped_scales(op: GroupedScalesOp, sizes: Sizes, machine: Machine) -> Cost:
     """Returns the cost of an op that arranges the scales of a grouped product (one matrix product
-    per group of rows) in tiles. The op writes the result, copies the groups one by one, and
-    rearranges the result into tiles.
+    per group of rows) in tiles.
+
+    The cost has three parts: initialising the result, one copy per group into the result, and one
+    more pass that rearranges the whole result into tiles.
     """
     groups, tiles = sizes(op.input_offsets)[0], held_nbytes(op.out, sizes(op.out))
     cost = _moves(2 * held_nbytes(op.inp, sizes(op.inp)) + 3 * tiles, machine)

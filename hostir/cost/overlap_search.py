@@ -6,8 +6,8 @@ A *pair* is a matmul next to a communication (`multidevice.sharding.passes.overl
 program, without steps and in every form. The predicted times of these programs
 (`docs/explanation/cost-model.md`) are compared.
 
-All ranks must decide alike. So a decision depends only on the fusion, the input class, the sizes
-and the machine description.
+All ranks must decide alike. So a decision depends only on the fusion, the class of inputs (all
+inputs that share one compiled program), the sizes and the machine description.
 """
 
 from __future__ import annotations
@@ -165,8 +165,9 @@ def pick(candidates: Sequence[OverlapCandidate], transport: str, margin: float) 
 
 @dataclass(frozen=True)
 class NoOverlap:
-    """The replacement for `Overlaps` where no matmul may be divided into steps that overlap with a
-    communication. `why` is the reason, such as ranks on several hosts.
+    """The replacement for `Overlaps` (which divides matmuls and communications into steps that
+    overlap) for programs in which nothing may be divided. `why` is the reason, such as ranks on
+    several hosts.
     """
 
     why: str
@@ -653,8 +654,10 @@ def _size(tv: TensorView, axis: IterDomain, values: Values) -> int:
 
 
 def _divided_extent(pair: Pair, values: Values) -> int:
-    """Returns the size, in the whole tensor, of the axis that devices divide between a matmul and a
-    communication. The parts of this axis become the steps.
+    """Returns the size of an axis of `pair.between`, the tensor that the matmul passes to the
+    communication or receives from the communication. This axis is divided over devices, and its
+    parts become the steps of the overlap. The size is that of the axis in the whole tensor, not on
+    one device.
     """
     return _size(pair.between, pair.between.domain.no_reductions[pair.axis], values)
 

@@ -153,7 +153,7 @@ class Prediction:
     - `links`: (sender, receiver, bytes) for each pair of ranks that exchange data; None if there
       are too many ranks.
     - `critical_path`: the ops that determine the total time.
-    - `notes`: annotations of inputs that would save time.
+    - `notes`: advice: sentences about inputs whose annotation would save time.
     """
 
     machine: str
@@ -235,8 +235,8 @@ def spelled(number: int, captured: Mapping[str, object], names: Mapping[str, int
     """Returns stream `number` as a program's text prints the stream, such as `Stream 2` or `Stream
     S0 (the caller's)`.
 
-    `captured` maps each name that a `GetCurrentStream` has bound to a stream number. `names` maps
-    all other stream names of the program to stream numbers.
+    `captured` maps names of streams to stream numbers, for the names that a `GetCurrentStream` op
+    has introduced. `names` maps all other stream names of the program to stream numbers.
     """
     if number >= 0:
         return f"Stream {number}"

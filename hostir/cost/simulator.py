@@ -406,7 +406,8 @@ class _ScheduleBuilder:
 
     def _issue(self, work: WorkItem, stream: int, *, holds: bool = True) -> None:
         """Makes a piece of work wait for all earlier work of a stream. If `holds` is True, the work
-        also occupies the stream until it ends. A peer copy that another rank makes does not.
+        also occupies the stream until the work ends. `holds` is False for a copy that another rank
+        makes out of this rank's memory, because this rank's stream does not run the copy.
         """
         work.comes_after(self.last.get(stream, ()))
         if holds:

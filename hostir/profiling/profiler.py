@@ -306,8 +306,8 @@ class SizeNotes:
 
     def completed(self, plan: Plan) -> Plan:
         """Returns the plan (the list of recorded steps) with one more step for each allocation of
-        an output, so that the allocations are timed, too. Must be called before `work` and `waits`,
-        whose keys are step numbers of the returned plan.
+        an output, so that the allocations are timed, too. The profiler calls this method before
+        `work` and `waits`, because their keys are step numbers of the returned plan.
         """
         self._plan = made = self._ops.completed(plan)
         self._made_before = len(made.steps) - len(plan.steps)

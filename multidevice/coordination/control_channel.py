@@ -271,8 +271,8 @@ class Control(ABC):
             forget(key)
 
     def mend(self, team: Team) -> None:
-        """Drops the transport resources that a failed call has left in a team and in its
-        subsets.
+        """Drops the transport resources (such as communicators) of a team and of its subsets after
+        a failed call, because the call may have left messages in these resources.
         """
         for give_up in self.on_mended:
             give_up(team)
@@ -297,8 +297,9 @@ class Control(ABC):
     ) -> list[bytes]:
         """Sends this rank's `payload` to all ranks of a team; returns all payloads, in team order.
 
-        If `team` is None, the team has all ranks. `stream` is the kind under which ranks count this
-        call (see `Ledger`). `kind` is the name of the operation, which must be equal on all ranks.
+        If `team` is None, the team has all ranks. `stream` names a sequence of calls of the team:
+        ranks match their calls by their numbers in this sequence (see `Ledger`). `kind` is the name
+        of the operation, which must be equal on all ranks.
         """
         team = self._members(team, kind)
         if len(team) == 1:
@@ -318,8 +319,8 @@ class Control(ABC):
         """Returns when no rank of the team has an error and all digests are equal.
 
         `error` is this rank's error, or None. `digest` is a hash of the data that must be equal on
-        all ranks. If `team` is None, the team has all ranks. `stream` is the kind under which ranks
-        count this call (see `Ledger`).
+        all ranks. If `team` is None, the team has all ranks. `stream` names a sequence of calls of
+        the team: ranks match their calls by their numbers in this sequence (see `Ledger`).
 
         Raises:
             error: this rank's own error, if there is one.
@@ -371,7 +372,8 @@ class Control(ABC):
         - `where_of`: returns the user's source line for a line of the text, "" if there is none.
         - `head`: the beginning of the error message.
         - `part`: the word that the message uses for a line of the text.
-        - `stream`: the kind under which ranks count this call (see `Ledger`).
+        - `stream`: the name of a sequence of calls of the team. Ranks match their calls by their
+          numbers in this sequence (see `Ledger`).
 
         Raises:
             ProgramMismatchError: on every rank; the message shows the first line that differs,
@@ -613,8 +615,8 @@ class CallTokens:
 
     - `page`: the shared memory, with a line of LINE_WORDS 8-byte words per rank, in team order.
     - `key`: the sequence of calls that the tokens count, for the ledgers.
-    - `what`: describes a call in errors; its arguments are the call's number and the `about` of
-      `say`.
+    - `what`: a function that returns the description of a call for error messages. Its arguments
+      are the number of the call and the argument `about` of `say`.
     """
 
     def __init__(
@@ -703,9 +705,11 @@ class CallTokens:
         ]
 
     def _awaited_by(self, left: Sequence[int], number: int) -> list[int]:
-        """Returns the ranks for which other ranks were waiting when they gave up call `number`.
+        """Returns the ranks for which other ranks were waiting when those other ranks gave up call
+        `number`.
 
-        `left` are the ranks that gave the call up, which are not returned themselves.
+        `left` are the ranks that gave the call up. The result contains neither these ranks nor this
+        rank.
         """
         gave_up, words, awaited = call_token(GAVE_UP, number), self.page, 0
         for _, slot in self._others[number & 1]:

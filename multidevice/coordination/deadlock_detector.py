@@ -149,8 +149,10 @@ class WaitForGraph:
         return [self._line(rank)[PID] for rank in range(self._size)]
 
     def say(self, word: int) -> None:
-        """Records in shared memory why this rank ends: `word` is LEFT or SAID_WHY of
-        `rank_monitor`.
+        """Records in shared memory why this rank ends.
+
+        `word` is a constant of `rank_monitor`: LEFT if the rank leaves normally, SAID_WHY if the
+        rank has printed the reason.
         """
         self._line(self._rank)[SAID] = word
 
@@ -350,18 +352,17 @@ class WaitForGraph:
 
 
 def left_key(team: Team) -> Calls:
-    """Returns the key under which this rank stores the number of a team's latest call that failed
-    on it.
+    """Returns the key of the entry in this rank's `Ledger` for calls of a team that failed.
 
-    The number is stored in the `Ledger`; numbers start at 1. The entry is removed when all other
-    ranks know of the failure.
+    The entry is the number of the team's latest call that failed on this rank, counted from 1. It
+    is removed when all other ranks know of the failure.
     """
     return Calls(LEFT, team)
 
 
 def _has_left(theirs: Mapping[Calls, int], mine: Mapping[Calls, int]) -> bool:
-    """Returns whether an error on another rank ended the call that this rank is in, or a later
-    call.
+    """Returns whether another rank can no longer take part in the call of a program that this rank
+    is in, because an error ended this call or a later call of the same team on the other rank.
 
     `theirs` and `mine` are the call counts of the other rank and of this rank.
     """

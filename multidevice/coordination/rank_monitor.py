@@ -103,11 +103,10 @@ def main() -> None:
 def watch(
     events: select.epoll, watched: dict[int, int], proxy: int, launcher: int, page: MonitoredPage
 ) -> list[End]:
-    """Watches the processes of the ranks; returns those that ended, in order, if the first was
-    killed.
+    """Watches the processes of the ranks. Returns the processes that have ended, in the order of
+    their ends, if the first of them was killed by a signal. Returns an empty list if not.
 
-    Returns when it is clear whether the first process was killed. If it was not killed, returns an
-    empty list.
+    Returns as soon as this is clear, which may be before all ranks have ended.
 
     - `events`: the epoll object in which all pidfds are registered.
     - `watched`: the rank of each pidfd.
@@ -207,10 +206,11 @@ class MonitoredPage:
         return any(self.word(rank, SAID) == SAID_WHY for rank in range(self._size))
 
     def waits(self, rank: int) -> tuple[str, str]:
-        """Returns the call in which a rank waited, and a phrase about another rank that waited for
-        it.
+        """Returns two texts for the message about `rank`, whose process was killed.
 
-        Each of the two texts is "" if there was no such wait.
+        The first is the name of the call in which `rank` waited last. The second is a clause about
+        another rank that waited for `rank`, such as "; rank 2 waited for it in recv". Each text is
+        "" if there was no such wait.
         """
         waits = {r: wait for r in range(self._size) if (wait := self._wait(r))}
         own = waits.pop(rank, None)

@@ -63,8 +63,8 @@ def open_together(
 def unlink_mpich_segments() -> None:
     """Removes the file names of the shared memory that MPICH has allocated for this job.
 
-    The ranks keep the memory itself. Otherwise aborted jobs would leave files that fill up a small
-    /dev/shm.
+    The ranks keep the memory itself, so the job can go on. If the names stayed, each aborted job
+    would leave files that fill up a small /dev/shm.
     """
     try:
         maps = Path("/proc/self/maps").read_text()

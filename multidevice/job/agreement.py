@@ -88,7 +88,7 @@ class RunSignature:
     - `ops`: the ops of the program.
     - `traits`: for each input, other properties (such as strides) that the parts may depend on.
       Ranks may differ in these properties as long as their parts are equal.
-    - `whole`: the names of inputs that no device axis cuts.
+    - `whole`: the names of inputs that are not divided over devices.
     """
 
     parts: tuple[str, ...]
@@ -230,9 +230,12 @@ class Channel:
         self._is_connected = True
 
     def run(self, prepare: Callable[[], Prepared[T]]) -> T:
-        """Prepares a call of a program, and runs it once all ranks of the team agree on it.
+        """Prepares a call of a program, and runs the call once all ranks of the team agree on the
+        program.
 
-        `prepare` and the errors are those of `run_agreed`.
+        `prepare` returns the description of the program, the values of scalar inputs that may
+        change from call to call, and a function that runs the call. Raises the errors of
+        `run_agreed`.
         """
         turns = self._turns
         is_late = turns.take()
@@ -272,9 +275,11 @@ class Channel:
             self._threads = ""
 
     def enter(self, signature: RunSignature, numbers: tuple[object, ...]) -> None:
-        """Waits until all ranks of the team are about to run `signature` with equal `numbers`.
+        """Waits until all ranks of the team are about to run the program that `signature`
+        describes, with equal `numbers`.
 
-        Raises the errors of `run_agreed`.
+        `numbers` are the values of scalar inputs that are not part of the signature, because they
+        may change from call to call. Raises the errors of `run_agreed`.
         """
         kind = signature.kind
         if kind in self._known and not self._is_doubtful:
@@ -548,7 +553,11 @@ class Channel:
             raise error
 
     def _check_definitions(self, found: Sequence[tuple[str, str]], signature: RunSignature) -> None:
-        """Raises `ProgramMismatchError` with the first op in which the ranks' programs differ."""
+        """Raises `ProgramMismatchError` with the first op in which the ranks' programs differ.
+
+        `found` has, for each rank of the team, the hash and a short text of the program's
+        definition. `signature` describes the program of this rank.
+        """
         if len({definition for definition, _ in found}) == 1:
             return
         from fuser.ir.op import op_text
@@ -710,8 +719,11 @@ def _whole(key: Calls) -> Calls:
 
 
 def _members(stream: Calls, team: Team) -> list[tuple[int, Calls]]:
-    """Returns the ranks of a team that count calls of the sequence `stream`, each with its
-    own key.
+    """Returns the ranks of `team` that count calls of the sequence `stream`, each with the key
+    under which the rank counts the calls.
+
+    The keys differ for transfers, because one rank counts sends and the other rank counts receives.
+    The result is empty for a transfer with a rank outside of `team`.
     """
     if not stream.ends:
         return [(rank, stream) for rank in stream.team if rank in team]

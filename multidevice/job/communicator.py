@@ -206,8 +206,8 @@ class Communicator:
         """Returns the channel on which the ranks in `devices` agree on the program before each
         call.
 
-        Ranks that the job does not have are left out. Returns None if this rank needs to agree with
-        no other rank.
+        Device numbers that are no ranks of the job are left out. Returns None if this rank needs to
+        agree with no other rank.
         """
         if len(_ancestors) > self._ancestors and self.size() > 1:
             raise CommunicationError(
@@ -276,7 +276,9 @@ def _local_backend(device: torch.device) -> Backend:
 
 
 def _local_peers(device: torch.device) -> PeerMemory:
-    """Returns a backend for peer copies in a job of one rank, where no other rank exists."""
+    """Returns the backend for peer copies (a receiver reads the sender's memory) in a job of one
+    rank, which copies from no other rank.
+    """
     from multidevice.transports.simulated import Baton, SimulatedControl, SimulatedPeers
 
     return SimulatedPeers(SimulatedControl(0, 1, Baton(1)), device)

@@ -63,7 +63,9 @@ def install() -> None:
 
 
 def hook_before() -> Callable[..., object]:
-    """Returns Python's hook for uncaught exceptions without the one that `install` has set."""
+    """Returns Python's current hook for uncaught exceptions. If `install` has set the current hook,
+    returns the hook that `install` has replaced.
+    """
     return _hooks[1] if _hooks and sys.excepthook is _hooks[0] else sys.excepthook
 
 
@@ -103,9 +105,11 @@ def user_frames(error: BaseException, trace: TracebackType | None) -> str | None
 
 
 def wait_for_reader(*streams: TextIO) -> None:
-    """Waits until the launcher has read and printed the output in the pipes `streams`.
+    """Waits, with a time limit, until the launcher has read and printed the output in the pipes
+    `streams`.
 
-    There is a time limit. Otherwise a launcher that ends the job would drop the output.
+    Without this wait, a launcher that ends the job would drop the output that is still in the
+    pipes.
     """
     stop = time.monotonic() + _READ_LIMIT_S
     while any(map(_is_unread, streams)) and time.monotonic() < stop:

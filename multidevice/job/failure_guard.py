@@ -168,11 +168,12 @@ class Guard:
             self._end(text, 130 if kind is KeyboardInterrupt else 1, frames or "", ranks)
 
     def _is_told_by_another(self, error: BaseException) -> bool:
-        """Returns whether another rank has already reported the error that it shares with this
-        rank.
+        """Returns whether another rank has already reported `error`, if several ranks have this
+        error.
 
-        Only the first of the ranks that have the error reports it. Waits up to a second for the
-        report.
+        Only the first of these ranks reports the error, so that it is printed once. Any other of
+        these ranks waits here up to a second for the report. Returns False on the first of them,
+        and for an error of this rank alone.
         """
         control = self._control
         ranks = error.ranks if isinstance(error, FuserError) else ()
@@ -262,7 +263,7 @@ class Guard:
     def _say(self, word: int) -> None:
         """Records in shared memory why this rank ends, for the process `rank_monitor`.
 
-        `word` is LEFT or SAID_WHY.
+        `word` is LEFT if the rank leaves normally, SAID_WHY if the rank has printed the reason.
         """
         if self._control.wait_graph is not None:
             self._control.wait_graph.say(word)

@@ -75,8 +75,8 @@ def shard_tensor(tensor: torch.Tensor, tv: TensorView, *, copy: bool = False) ->
         ArgumentError: an argument has the wrong type, or the two arguments are swapped.
         ShardingError: `tv` has no mesh, `tv` is a result without a placement of its own, `tensor`
             has another number of dimensions than `tv`, or the mesh does not divide an extent.
-        UnsupportedError: a device axis is the result of a merge, or the tensor is allocated in
-            steps of a stream loop.
+        UnsupportedError: the axis that is divided over devices is the result of a merge of axes, or
+            the tensor is computed in steps, and only one step of it is in memory at a time.
     """
     from multidevice.job.communicator import Communicator
 
@@ -163,13 +163,14 @@ def unshard(shards: Sequence[torch.Tensor], tv: TensorView) -> torch.Tensor:
 def _split_view(
     tensor: torch.Tensor, tv: TensorView
 ) -> tuple[torch.Tensor, list[tuple[int, ParallelType | None]], list[tuple[int, int]]]:
-    """Returns a view of the whole tensor `tensor` in which each device axis is a separate
-    dimension.
+    """Returns a view of the whole tensor `tensor` in which each axis that is divided over devices
+    is a separate dimension.
 
     Returns three values:
 
     - the view;
-    - for each dimension of the view, (number of the axis, its device type or None);
+    - for each dimension of the view, (number of the axis, the mesh dimension over which the axis is
+      divided, or None);
     - the splits in order, as (dimension that was split, number of dimensions after the split).
     """
     domain = tv.domain

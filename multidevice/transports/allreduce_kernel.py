@@ -69,8 +69,8 @@ class MappedMemory(Protocol):
         ...
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
-        it.
+        """Returns the name by which other ranks map a tensor's memory, and the offset of the tensor
+        in this memory.
 
         The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
@@ -96,15 +96,16 @@ class OrdersLaunches(Protocol):
     """
 
     def before(self, stream: int) -> bool:
-        """Makes the next kernel launch on `stream` wait for the latest one, also if that was on
-        another stream.
+        """Makes the next kernel launch on `stream` wait for the latest kernel launch, even if the
+        latest launch was on another stream.
 
-        Returns whether the launch is being captured into a CUDA graph.
+        Returns whether the next launch is being captured into a CUDA graph.
         """
         ...
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Records the launch just made on `stream` as the latest one, for which the next one waits.
+        """Records that a kernel was just launched on `stream`, so that the next launch waits for
+        this kernel.
 
         `is_captured` is the result of `before`.
         """
@@ -235,7 +236,10 @@ class _KernelWork:
         self._control, self._area, self._call, self._stream = control, area, call, stream
 
     def wait(self) -> None:
-        """Returns at once: the CUDA stream itself runs later work after the kernel."""
+        """Does nothing, because the CUDA stream itself runs later work after the kernel.
+
+        The method exists because every handle of a communication has `wait`.
+        """
 
     def synchronize(self) -> None:
         """Blocks the host until the CUDA stream has completed the kernel, or until the deadline.
@@ -289,8 +293,8 @@ class AllreduceKernels:
         return any(self._areas.values())
 
     def takes(self, call: CollectiveCall) -> bool:
-        """Returns whether one kernel executes the call; the answer is the same on all ranks of the
-        team.
+        """Returns whether one kernel executes the collective `call`, so that the backend need not.
+        The result is the same on all ranks of the team.
         """
         if call.row is not ALLREDUCE or call.inp is None or call.reduce is None:
             return False
@@ -320,8 +324,8 @@ class AllreduceKernels:
     def bind(self, call: CollectiveCall) -> Post | None:
         """Returns a function that starts allreduces with the team, size and dtype of `call`.
 
-        `takes(call)` must be True. Returns None if this rank has not started an allreduce of this
-        team before, or if the ranks cannot map each other's memory.
+        The caller ensures that `takes(call)` is True. Returns None if this rank has not started an
+        allreduce of this team before, or if the ranks cannot map each other's memory.
         """
         if self._areas.get(call.team) is None:
             return None
@@ -371,10 +375,12 @@ class AllreduceKernels:
 
     # ------------------------------------------------------------ teams
     def _launches(self, call: CollectiveCall) -> tuple[_Area, _Launches] | None:
-        """Returns the memory area that a team shares, and the prepared launches of an allreduce.
+        """Returns the memory area that this rank shares with the team of `call`, and the prepared
+        launches of the allreduce.
 
-        `takes(call)` must be True. Returns None if the ranks cannot map each other's memory. The
-        first call for a team exchanges messages, so all ranks of the team must make that call.
+        The caller ensures that `takes(call)` is True. Returns None if the ranks cannot map each
+        other's memory. The first call for a team exchanges messages, so all ranks of the team must
+        make that call.
         """
         assert call.inp is not None and call.reduce is not None, "it fits"
         count, dtype, team = call.inp.numel(), call.inp.dtype, call.team
@@ -468,10 +474,11 @@ class AllreduceKernels:
         return area, {"host": host(), "name": name, "at": at}
 
     def _forget(self, key: Calls) -> None:
-        """Drops the memory area that a team shares after a failed call.
+        """Called after a failed call of a team: no longer uses the memory area that the team
+        shares.
 
-        The reason is that its ranks may have launched different numbers of kernels. `key` names the
-        sequence of calls that failed.
+        The reason is that its ranks may have launched different numbers of kernels, which would not
+        match. `key` names the sequence of calls that failed.
         """
         area = self._areas.pop(key.team, None)
         if area is not None:

@@ -68,8 +68,8 @@ _ABORT_LIMIT_S = 10.0
 
 
 class _StreamWork:
-    """A communication that was enqueued on a CUDA stream; later work of that stream runs after
-    it.
+    """A communication that was enqueued on a CUDA stream. Later work of this stream runs after the
+    communication.
     """
 
     def __init__(
@@ -81,7 +81,10 @@ class _StreamWork:
         self._call = call
 
     def wait(self) -> None:
-        """Returns at once: the CUDA stream itself runs later work after the communication."""
+        """Does nothing, because the CUDA stream itself runs later work after the communication.
+
+        The method exists because every handle of a communication has `wait`.
+        """
 
     def synchronize(self) -> None:
         """Blocks the host until the CUDA stream has completed the communication.

@@ -339,8 +339,8 @@ class PeerBackend(CheckedBackend):
 
     @abstractmethod
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
-        it.
+        """Returns the name by which other ranks map a tensor's memory, and the offset of the tensor
+        in this memory.
 
         The offset is in bytes. Returns None if other ranks cannot map the memory.
         """
@@ -404,10 +404,11 @@ class PeerBackend(CheckedBackend):
         """
 
     def _forget(self, key: Calls) -> None:
-        """Drops the mailbox of a team, in which its ranks announce transfers, after a failed call.
+        """Called after a failed call of a team: drops the team's mailbox, the shared memory in
+        which its ranks announce transfers.
 
-        The ranks then count their calls differently, so old announcements could match later calls.
-        `key` names the sequence of calls.
+        After the failure, the ranks count their calls differently, so old announcements could match
+        later calls. `key` names the sequence of calls.
         """
         self._give_up([t for t in self._mailboxes if t == key.team])
 
@@ -420,10 +421,11 @@ class PeerBackend(CheckedBackend):
     # ------------------------------------------------------------ votes
     def vote(self, team: Team, kind: int) -> tuple[int, ...]:
         """Exchanges the votes of a team on how to execute a run; returns the votes of all its
-        ranks.
+        ranks, in team order.
 
         A run is executed by its recorded steps, or by launching a CUDA graph. `kind` is this rank's
-        vote. The votes are exchanged through shared memory. All ranks of the team must make the
+        vote: STEP_BY_STEP, NOT_CAPTURED (this rank could not capture a graph), or the number of a
+        graph. The votes are exchanged through shared memory. All ranks of the team must make the
         call. Raises the errors of `CallTokens.tell`.
         """
         mailbox = self._voting = self.mailbox(team)

@@ -90,7 +90,9 @@ class _Copies:
         return True
 
     def _missing(self) -> list[Numbered]:
-        """Returns the transfers under way for which the other rank has done nothing yet."""
+        """Returns the transfers under way that wait for another rank: sends that the receiver has
+        not answered, and receives that the sender has not announced.
+        """
         return [*self._open, *(one for _, one in self._sent)]
 
     def receive(self) -> None:
@@ -199,9 +201,10 @@ class CpuPeerBackend(PeerBackend):
         return self._post(mailbox, one, call)
 
     def received(self, mailbox: Mailbox, one: Numbered) -> bool:
-        """Copies the data of the receive `one` if the sender has announced the data in the mailbox.
+        """Copies the data of the receive `one` and returns True, if the sender has announced the
+        data in the mailbox, the team's shared memory.
 
-        The mailbox is the team's shared memory. Returns False if the data is not there yet.
+        Returns False if the sender has not announced the data yet.
         """
         peer, tensor = one.transfer.peer, one.transfer.tensor.detach()
         record = mailbox.find(peer, one.tag)
@@ -230,8 +233,8 @@ class CpuPeerBackend(PeerBackend):
     def drain(self) -> None:
         """Waits until other ranks have copied the data that they need out of this rank's memory.
 
-        Only communications of the last run count. Communications of an earlier run have ended, or
-        no rank will copy their data.
+        Waits only for communications of the last run. Communications of an earlier run have ended,
+        or the run has failed, so that no rank will copy their data.
         """
         works, run = self.control.works, self.control.run
         mine = [w for w in works if isinstance(w, _Copies) and w.run is run]

@@ -249,13 +249,13 @@ class CudaPeerBackend(PeerBackend):
         return self._shards
 
     def _told(self) -> Callable[[], bool]:
-        """Returns a function that says whether other ranks have mapped the memory that this rank
-        has named.
+        """Returns a function that returns True when other ranks have mapped all memory that this
+        rank has announced to them so far.
 
-        This rank names memory in the announcements of its transfers, and frees it only after that.
-        Only announcements that existed at the time of this call count. An answer proves that the
-        other rank has mapped the memory. The host cannot conclude this from its own progress,
-        because only a stream may wait for the other rank.
+        Before a transfer, this rank announces the memory of the data. The other rank maps the
+        memory, then answers; only after the answer may this rank free the memory. This rank's own
+        progress proves nothing, because its stream may wait for the other rank while its host does
+        not. Announcements after this call are ignored.
         """
         open_ones = {mailbox: mailbox.unanswered() for mailbox in self._mailboxes.values()}
 
@@ -292,8 +292,8 @@ class CudaPeerBackend(PeerBackend):
         return bool(done)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
-        """Returns the name by which other ranks map a tensor's memory, and the tensor's offset in
-        it.
+        """Returns the name by which other ranks map a tensor's memory, and the offset of the tensor
+        in this memory.
 
         The offset is in bytes. Returns None if other ranks cannot map the memory.
         """

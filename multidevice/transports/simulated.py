@@ -335,8 +335,8 @@ class _SimulatedWork:
                 _current_stream(self._call.stream).wait_event(part.finished)
 
     def synchronize(self) -> None:
-        """Blocks the rank until the data has arrived; on CUDA, also until the device has moved
-        it.
+        """Blocks the rank until the data has arrived; on CUDA, also until the device has moved the
+        data.
         """
         self.wait()
         for part in self._parts:
@@ -532,8 +532,8 @@ def _after(events: Iterable[Any], stream: object) -> AbstractContextManager[obje
 def _complete(rendezvous: Rendezvous) -> None:
     """Moves the data of a collective that all ranks of the team have entered.
 
-    Then drops the ranks' calls from the shared object `rendezvous`. Each rank's `Work` handle
-    refers to it, and would otherwise keep the other ranks' tensors alive.
+    Then drops the ranks' calls from `rendezvous`, the object that the ranks' `Work` handles share.
+    Otherwise the handle of one rank would keep the other ranks' tensors alive.
     """
     calls: list[CollectiveCall] = [rendezvous.entries[i] for i in range(len(rendezvous.entries))]
     last, arrivals = next(reversed(rendezvous.entries)), list(rendezvous.arrivals.values())

@@ -105,8 +105,8 @@ class CollectiveCall:
 class Exchange:
     """A batch of point-to-point transfers of this rank, which start together.
 
-    `index` is the position of this rank in the team. `sequence` has a number for each transfer, by
-    which sender and receiver match it.
+    `index` is the position of this rank in the team. `sequence` has one number for each transfer.
+    Sender and receiver match a transfer by its number.
     """
 
     team: Team
@@ -190,10 +190,16 @@ class DoneWork:
     """The handle of a communication that is already complete; waiting returns at once."""
 
     def wait(self) -> None:
-        """Returns at once, because the communication is complete."""
+        """Does nothing, because the communication is already complete.
+
+        The method exists because every handle of a communication has `wait`.
+        """
 
     def synchronize(self) -> None:
-        """Returns at once, because the communication is complete."""
+        """Does nothing, because the communication is already complete.
+
+        The method exists because every handle of a communication has `synchronize`.
+        """
 
 
 DONE = DoneWork()
@@ -289,7 +295,10 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return stream
 
     def drain(self) -> None:
-        """Returns at once, because CPU backends have no work on a device."""
+        """Waits until the device has completed all communications.
+
+        This base class does nothing, because CPU backends have no work on a device.
+        """
         return
 
     def close(self) -> None:
@@ -391,8 +400,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
             raise
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Checks a batch of transfers once; returns a function that starts it again without the
-        checks.
+        """Checks a batch of transfers once; returns a function that starts the same transfers again
+        without the checks.
 
         Returns None for an empty batch, and for a backend that must check each batch.
         """
@@ -451,8 +460,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Checks the arguments of a collective once; returns a function that starts it without the
-        checks.
+        """Checks the arguments of a collective once; returns a function that starts the same
+        collective without the checks.
 
         Returns None if each call needs work on this rank: a copy of an operand, or a staging buffer
         (a copy in another dtype).
@@ -600,8 +609,8 @@ class CheckedBackend(NamedCollectives, Captured, ABC):
         return FinishingWork(work, finish)
 
     def _separate(self, call: CollectiveCall) -> CollectiveCall:
-        """Replaces the input by a copy if it overlaps the output in a way that would change the
-        result.
+        """Replaces the input of `call` by a copy if the output overlaps the input in a way that
+        would change the result.
         """
         if call.inp is None or not self._is_harmful(call):
             return call

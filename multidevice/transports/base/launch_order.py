@@ -78,8 +78,7 @@ class GraphDriver(Protocol):
 
 
 class LaunchOrder:
-    """Orders a family of kernel launches: each kernel runs after those that the host launched
-    before.
+    """Makes kernels run one after another, in the order in which the host launches the kernels.
 
     The caller calls `before` and `after` around each launch. The launches may be on any CUDA
     streams, and in CUDA graphs.
@@ -120,7 +119,8 @@ class LaunchOrder:
         return True
 
     def after(self, stream: int, is_captured: bool) -> None:
-        """Records the launch just made on `stream` as the latest one, for which the next one waits.
+        """Records that a kernel was just launched on `stream`, so that the next launch waits for
+        this kernel.
 
         `is_captured` is the result of `before`.
         """

@@ -175,11 +175,12 @@ _STEPS = TransportTable[Callable[[CollectiveCall], Steps]](
 def _reduce_blocks(
     call: CollectiveCall, blocks: Sequence[torch.Tensor], out: torch.Tensor
 ) -> Steps:
-    """Yields the transfers by which each rank receives one block of all ranks, then reduces the
-    blocks.
+    """Yields the transfers by which each rank collects its block from all ranks, then reduces the
+    collected blocks.
 
-    The i-th rank of the team receives block i. `blocks` are the blocks of this rank's operand. The
-    reduced block is written to `out`.
+    Each rank's operand is divided into one block per rank of the team. The i-th rank receives block
+    i of every other rank. `blocks` are the blocks of this rank's operand. The reduced block is
+    written to `out`.
     """
     own = blocks[call.index]
     room = own.new_empty((len(blocks), own.numel()))

@@ -239,8 +239,8 @@ class Backend(NamedCollectives, Protocol):
     def capturing(self, stream: int) -> AbstractContextManager[list[object]]:
         """Returns a context in which this rank captures its work as a CUDA graph.
 
-        The graph is to be launched on `stream`. The value of the context is a list of objects that
-        must live as long as the graph.
+        The graph is to be launched on `stream`. The value of the context is a list, to which the
+        backend adds objects that the graph uses. The caller keeps the list as long as the graph.
         """
         ...
 
@@ -312,21 +312,20 @@ class Backend(NamedCollectives, Protocol):
         reduce: RedOp | None = None,
         root: int | None = None,
     ) -> Post | None:
-        """Checks the arguments of a collective once; returns a function that starts it without the
-        checks.
+        """Checks the arguments of a collective once; returns a function that starts the same
+        collective without the checks, for later runs of the same program.
 
-        The function is for later runs of the same program. This rank must have entered the
-        collective before. The returned function accepts all buffers with the dtypes and sizes of
-        `out` and `inp`. Returns None if each call must be checked.
+        This rank has entered the collective before. The returned function accepts all buffers with
+        the dtypes and sizes of `out` and `inp`. Returns None if each call must be checked.
         """
         ...
 
     def bind_batch(self, transfers: Sequence[Transfer], *, team: Team) -> PostBatch | None:
-        """Checks a batch of transfers once; returns a function that starts it without the checks.
+        """Checks a batch of transfers once; returns a function that starts the same transfers
+        without the checks, for later runs of the same program.
 
-        The function is for later runs of the same program. This rank must have entered the batch
-        before. The returned function accepts all tensors with the dtypes and sizes of those in
-        `transfers`. Returns None if each batch must be checked.
+        This rank has entered the batch before. The returned function accepts all tensors with the
+        dtypes and sizes of the tensors in `transfers`. Returns None if each batch must be checked.
         """
         ...
 
@@ -364,10 +363,11 @@ class PeerMemory(Backend, Protocol):
 
     def vote(self, team: Team, kind: int) -> tuple[int, ...] | None:
         """Sends this rank's vote on how to execute a run to a team; returns the votes of all its
-        ranks.
+        ranks, in team order.
 
         A run is one execution of a program: by its recorded steps, or by launching a CUDA graph.
-        The arguments and values are those of `Captured.vote`.
+        The vote `kind` is STEP_BY_STEP, NOT_CAPTURED (this rank could not capture a graph), or the
+        number of a graph. Returns None if the ranks need not agree.
         """
         ...
 
@@ -469,10 +469,11 @@ class Vote:
 
     def ask(self, kind: int) -> tuple[int, ...] | None:
         """Sends this rank's vote on how to execute a run to the team; returns the votes of all
-        ranks.
+        ranks, in team order.
 
-        `kind` and the result are those of `Captured.vote`. All ranks of the team must make the
-        call.
+        The vote `kind` is STEP_BY_STEP (execute the recorded steps), NOT_CAPTURED (this rank could
+        not capture a CUDA graph), or the number of a graph to launch. Returns None if the ranks
+        need not agree. All ranks of the team must make the call.
         """
         voters = self.voters()
         voters.connect(self.team)
@@ -546,9 +547,9 @@ class Captured:
         order.
 
         A run is one execution of a program. The vote `kind` is STEP_BY_STEP (execute the recorded
-        steps), NOT_CAPTURED, or the number of a CUDA graph to launch. Returns None if the ranks
-        need not agree: one rank may launch a graph while another one runs its recorded steps. This
-        base class returns None.
+        steps), NOT_CAPTURED (this rank could not capture a CUDA graph), or the number of a graph to
+        launch. Returns None if the ranks need not agree: one rank may launch a graph while another
+        one runs its recorded steps. This base class returns None.
         """
         del team, kind
         return None
@@ -557,7 +558,8 @@ class Captured:
         """Returns a context in which this rank captures a CUDA graph, for a later launch on
         `stream`.
 
-        The value of the context is a list of objects that must live as long as the graph.
+        The value of the context is a list, to which a backend adds objects that the graph uses. The
+        caller keeps the list as long as the graph. In this base class, the list stays empty.
         """
         del stream
         return nullcontext([])

@@ -82,8 +82,8 @@ class _Piece:
 class Seen:
     """A piece of another process's GPU memory that is mapped in this process, at `address`.
 
-    A piece is one allocation of the CUDA driver. Objects that may still read it hold a reference to
-    this object. The piece is unmapped after the last reference is gone.
+    A piece is one allocation of the CUDA driver. Every object that may still read the piece holds a
+    reference to this `Seen`. The piece is unmapped after the last reference is gone.
     """
 
     address: int
@@ -257,8 +257,8 @@ class IpcPieces:
         """Unmaps memory that other processes no longer share, and frees own memory that no process
         maps.
 
-        Must be called only when no other rank waits for work of this GPU, because the method waits
-        for the GPU.
+        The method waits for the GPU. The caller ensures that no other rank waits for work of this
+        GPU, because both could then wait for each other.
         """
         if not (self._is_untidy or self._returned or self._told or self._unused or self._looks):
             return
@@ -504,9 +504,8 @@ class IpcMemory:
         return next(part for part in found if isinstance(part, list))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
     def _goes_on(self, stream: int, after: Sequence[object]) -> None:
-        """Makes the next node of a captured CUDA graph depend on the graph nodes `after`.
-
-        Otherwise it would depend on the latest work of `stream`.
+        """Makes the next node that is captured on `stream` depend on the CUDA graph nodes `after`,
+        instead of the latest work of `stream`.
         """
         cuda, nodes = self._cuda, [*after]
         replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
@@ -603,7 +602,9 @@ for _one in (_held, _let_go):
 
 
 def raw_tensor(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Returns a uint8 tensor for the `nbytes` bytes at a memory address; it keeps `owner` alive."""
+    """Returns a uint8 tensor for the `nbytes` bytes at a memory address. The tensor keeps `owner`
+    alive.
+    """
     sizes, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
     where = _Device(_DEVICES[device.type], device.index or 0)
     made = _Tensor(address, where, 1, _DType(_UNSIGNED, 8, 1), sizes, strides, 0)

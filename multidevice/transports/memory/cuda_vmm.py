@@ -163,8 +163,8 @@ class GpuShards:
             return self._cuda.call("cuMemCreate", size, self._properties(), 0)
 
     def name_of(self, tensor: torch.Tensor) -> tuple[Name, int] | None:
-        """Returns the name by which other processes map this rank's shard, and the offset of
-        `tensor` in it.
+        """Returns the name by which other processes map this rank's shard (the part of a tensor
+        that one rank stores), and the offset of `tensor` in the shard.
 
         The offset is in bytes. Returns None if the tensor is not in a shard of this process.
         """

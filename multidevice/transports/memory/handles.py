@@ -61,8 +61,8 @@ def not_mapped(rank: int, error: OSError) -> CommunicationError:
 class Mapped(Generic[T]):
     """The memory of other processes that this process has mapped, in pieces that are found by name.
 
-    A piece is one allocation that its owner shares through a file. It stays mapped until the owner
-    closes the file.
+    A piece is one allocation that its owner process shares through a file. A piece stays mapped
+    until its owner closes the file.
     """
 
     def __init__(
@@ -72,12 +72,14 @@ class Mapped(Generic[T]):
         limit: int | None = None,
         on_forgotten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates an object without pieces.
+        """Creates the table of the mapped memory of other processes, at first empty.
 
-        - `map_file`: maps the piece in an open file; its arguments are the descriptor and the size
-          in bytes. It may raise `OSError`.
-        - `limit`: how many pieces stay mapped; None for no limit.
-        - `on_forgotten`: called after other processes have returned pieces.
+        - `map_file`: maps one piece of memory (an allocation that its owner process shares through
+          a file); its arguments are the descriptor of the open file and the size in bytes. The
+          function may raise `OSError`.
+        - `limit`: how many pieces stay mapped, the most recently used; None for no limit.
+        - `on_forgotten`: called after this object has dropped pieces, because their owners no
+          longer share them.
         """
         self._map_file, self._limit, self._on_forgotten = map_file, limit, on_forgotten
         # Name -> (piece, inode number of its file).
@@ -92,7 +94,8 @@ class Mapped(Generic[T]):
         return len(self._found)
 
     def find(self, name: Name, peer: int) -> T:
-        """Returns the piece `name` of the memory of rank `peer`; the first call maps it.
+        """Returns the piece of memory `name` (an allocation that the rank `peer` shares). The first
+        call maps the piece.
 
         Raises `CommunicationError` if the process of the rank has ended. Also raises the errors of
         `map_file`.

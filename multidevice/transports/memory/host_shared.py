@@ -134,7 +134,8 @@ class SharedMemory:
         self._is_untidy = True
 
     def tidy(self) -> None:
-        """Returns shared memory that no tensor uses to the system, by closing its files.
+        """Frees shared memory that no tensor uses: closes its files, so that it returns to the
+        system.
 
         Does nothing if `release` was not called since the previous `tidy`. Data that another rank
         has not copied yet still counts as used. Memory that another process has mapped exists until
