@@ -242,8 +242,8 @@ class Control(ABC):
     def _count_as_entered(self, deadlock: Deadlock) -> None:
         """Marks as entered all calls for which the ranks of a deadlock wait.
 
-        Otherwise the ranks' later calls would not match, because some ranks never enter these
-        calls.
+        Some ranks never enter these calls. Without the marks, the ranks would count their calls
+        differently, and later calls would not match.
         """
         for need in (need for wait in deadlock.waits for need in wait.needs):
             entered = self.ledger.entered
@@ -254,7 +254,8 @@ class Control(ABC):
                 self.lose(need.key)
 
     def hear_of_deadlocks(self) -> None:
-        """Reads the deadlocks that other ranks have found, and counts the calls in them as entered.
+        """Reads the deadlocks that other ranks have found, and counts the calls in these deadlocks
+        as entered.
 
         This rank may not have found these deadlocks itself, because another error ended its wait.
         """

@@ -63,7 +63,9 @@ class BlockedRank:
     is_after_failure: bool = False
 
     def is_same(self, other: BlockedRank) -> bool:
-        """Returns whether both ranks wait for the same call, for example in the same collective."""
+        """Returns whether the ranks of `self` and `other` wait for the same call of another rank,
+        for example because both are in the same collective.
+        """
         ours, theirs = ({(n.key, n.count) for n in w.needs} for w in (self, other))
         return bool(ours & theirs)
 
@@ -201,11 +203,11 @@ class WaitForGraph:
         return None
 
     def stay(self, what: str, ranks: Iterable[int], entered: Mapping[Calls, int]) -> None:
-        """Publishes that this rank waits in `what` for announcements of `ranks`, not for their
-        calls.
+        """Publishes that this rank waits in `what` for announcements of `ranks` (that a rank leaves
+        or has failed), not for calls of `ranks`.
 
-        Such a wait blocks only the ranks that need calls of this rank, and those ranks detect it
-        themselves. Raises the same errors as `watch`.
+        Such a wait blocks only ranks that need calls of this rank. These ranks detect a deadlock
+        themselves. Raises the errors of `watch`.
         """
         self._post(_RankPosition(BlockedRank(self._rank, what, ()), dict(entered), (), self._ended))
         self._check_lives(what, ranks)

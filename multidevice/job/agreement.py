@@ -330,9 +330,10 @@ class Channel:
     def _say_exchange(self, signature: RunSignature | None) -> None:
         """Waits until all ranks are in this call and know that they must exchange their signatures.
 
-        Some ranks may still be in an earlier call that failed on this rank. Such ranks find a
-        deadlock with this wait, which ends their earlier call. Then this rank waits again.
-        Otherwise its token would be matched with a later call.
+        Some ranks may still be in an earlier call that failed on this rank. This rank waits for
+        these ranks, and they wait for this rank: a deadlock, which ends their earlier call with an
+        error. Then this rank waits again, because its call token must not be matched with a later
+        call of the other ranks.
         """
         for _ in self._team:
             try:
@@ -344,10 +345,10 @@ class Channel:
 
     def _stay(self, error: DeadlockError) -> None:
         """Raises the deadlock `error` again, unless the deadlock only ends an earlier call of
-        another rank.
+        another rank. In that case returns, and this rank waits in its call again.
 
-        Two conditions show that a deadlock ends an earlier call. The deadlock comes after a
-        failure, and all its ranks wait inside runs or in calls of this team.
+        A deadlock ends an earlier call if two conditions hold: a call of one of its ranks has
+        failed before, and all its ranks wait inside runs or in calls of this team.
         """
         keys = {key for found in error.keys.values() for key in found} - self._keys
         if not error.is_after_failure or any(kind in _AMONG_RANKS for kind, _, _ in keys):

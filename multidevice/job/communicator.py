@@ -195,7 +195,7 @@ class Communicator:
         self._control.agree(error, digest=digest, team=team, stream=OF_USERS)
 
     def compare_texts(self, text: str, *, team: Team | None = None) -> None:
-        """Raises an error on all ranks of the team if they do not pass the same text.
+        """Raises an error on all ranks of the team if the ranks do not all pass the same text.
 
         The `ProgramMismatchError` shows the first line that differs. If `team` is None, the team
         has all ranks.

@@ -51,7 +51,8 @@ _ON_DEVICES = ("nccl", "cuda")
 
 
 class _ExitRequest(SystemExit):
-    """A SystemExit that detects, when it is destroyed, whether it ended the interpreter.
+    """A SystemExit that detects, when the exception object is destroyed, whether the exception has
+    ended the interpreter.
 
     An exception that user code catches is destroyed inside a Python frame. An exception that ends
     the program is destroyed in the interpreter's exit code, without any frame.
@@ -232,10 +233,11 @@ class Guard:
         raise _ExitRequest(status, record)
 
     def _leave(self) -> None:
-        """Runs at the exit of Python: announces how many calls this rank has entered, and waits for
-        the others.
+        """Runs at the exit of Python: announces how many calls this rank has entered, and waits
+        until the other ranks have left, too.
 
-        If the exit code is not 0, ends the job.
+        If the exit code is not 0, and the other ranks do not leave or fail within a short time,
+        ends the job.
         """
         if os.getpid() != self._pid:
             return
